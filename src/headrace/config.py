@@ -1,0 +1,58 @@
+"""Every option of the engine. The only module that reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine; names follow vLLM where the meaning is the same. None means: decided from model and device.
+
+    Sizes are in tokens unless the name says bytes. Raises ParameterError on a value out of range.
+    """
+
+    model: str | None = None  # directory, .gguf file, Hub id; None: the embedded SmolLM2-135M-Instruct
+    revision: str | None = None
+    local_files_only: bool = False
+    tokenizer: str | None = None
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_bytes: int | None = None  # overrides the memory plan
+    num_kv_blocks: int | None = None  # overrides both, for tests
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = True  # launch step N+1 before reading step N
+    attention_backend: str = "auto"
+    enforce_eager: bool = False  # no CUDA graphs
+    tensor_parallel_size: int = 1
+    debug_checks: bool = False  # the block accounting is checked after every step
+    seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_model_len", 1, 2**24), ("max_num_seqs", 1, 65536), ("max_num_batched_tokens", 1, 2**24),
+            ("block_size", 1, 4096), ("kv_cache_bytes", 1, 2**50), ("num_kv_blocks", 1, 2**31 - 1),
+            ("tensor_parallel_size", 1, 64),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+                raise ParameterError(name, value, f"an integer in [{low}, {high}]")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ParameterError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
+        for name, allowed in (
+            ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda", "mps")),
+            ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
+        ):  # fmt: skip
+            if getattr(self, name) not in allowed:
+                raise ParameterError(name, getattr(self, name), "one of " + ", ".join(allowed))

@@ -1,0 +1,67 @@
+"""A request as the engine core knows it: token ids, sampling parameters and the two counters that are its progress."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from headrace.sampling.params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"  # in the queue: never admitted, or preempted
+    RUNNING = "running"  # owns a slot and blocks
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Progress is two counters: `num_scheduled` tokens have their KV in the cache or in a launched step;
+    `num_tokens` exist (prompt, output, and sampled ones that the host has not read yet).
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int  # always set: a request without one gets a random one at admission
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""  # separates the prefix caches of tenants
+    arrival: float = field(default_factory=time.monotonic)
+    output_ids: list[int] = field(default_factory=list)  # settled on the host; may be preset to resume a broken stream
+
+    status: Status = Status.WAITING
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_scheduled: int = 0
+    num_pending: int = 0  # sampled by a launched step whose result the host has not read
+    num_in_flight: int = 0  # launched, unsettled steps that hold a row of this request
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
+    stop_reason: int | str | None = None  # the stop token id that ended it, None for EOS
+    first_scheduled: float = 0.0  # time.monotonic() of the first admission
+    first_token: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+
+    @property
+    def num_known(self) -> int:
+        """Tokens whose ids the host has."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens that exist, read or not."""
+        return len(self.output_ids) + self.num_pending
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Known ids at positions [start, stop)."""
+        n = len(self.prompt_ids)
+        if stop <= n:
+            return self.prompt_ids[start:stop]
+        if start >= n:
+            return self.output_ids[start - n : stop - n]
+        return self.prompt_ids[start:] + self.output_ids[: stop - n]

@@ -1,0 +1,35 @@
+"""The tensors of one forward pass: rows are (token, position, place in the KV cache), grouped into sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """T rows of S sequences, each sequence's rows adjacent and at consecutive positions; the first `num_decodes` sequences
+    have exactly one row. A padded row has slot_mapping -1 and its sequence seq_lens 0: it writes nothing and reads nothing.
+
+    The host copies `query_lens` and `context_lens` are exact outside of CUDA graphs; inside they are upper bounds.
+    """
+
+    token_ids: Tensor  # [T] int32
+    positions: Tensor  # [T] int32
+    slot_mapping: Tensor  # [T] int64: block_id * block_size + offset, -1 for padding
+    block_tables: Tensor  # [max_num_seqs + 1, max_blocks] int32, one row per *slot*
+    seq_slots: Tensor  # [S] int32: the slot, i.e. the row of block_tables, of each sequence
+    query_start: Tensor  # [S + 1] int32: rows of sequence s are query_start[s] .. query_start[s + 1]
+    seq_lens: Tensor  # [S] int32: tokens in the cache after this step's writes
+    num_decodes: int
+    query_lens: list[int]  # [S] host copy
+    context_lens: list[int]  # [S] host copy of seq_lens
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_slots.shape[0]

@@ -1,0 +1,76 @@
+"""What the decoder must know of a model, independent of the file format it came from.
+
+Built from Hugging Face `config.json` or GGUF metadata by `families.py`; every architecture is a setting of these switches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: kind, base and the parameters of its scaling.
+
+    `kind` is the scaling (default, linear, dynamic, llama3, yarn, longrope); `dim` the number of rotated dimensions of a
+    head (head_dim times the partial rotary factor); `params` the raw `rope_scaling` entries that the kind needs.
+    """
+
+    theta: float
+    dim: int
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    max_position: int = 2048
+    params: tuple[tuple[str, object], ...] = ()  # sorted items of rope_scaling: hashable
+
+    def param(self, name: str, default=None):
+        return dict(self.params).get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes are element counts; windows count tokens (query position included)."""
+
+    family: str  # key into families.FAMILIES
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    rope: RopeConfig
+    rope_local: RopeConfig | None = None  # of layers with a window, where it differs (Gemma-3)
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # added to every norm weight (Gemma: 1)
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # sandwich: before and after each part (Gemma-2/3); post: OLMo-2
+    qk_norm: Literal["none", "head", "full"] = "none"  # over one head (Qwen3, Gemma-3) or the whole projection (OLMo-2)
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
+    attn_softcap: float = 0.0  # 0 = none
+    logit_softcap: float = 0.0
+    attn_scale: float = 0.0  # multiplies q.k; always set by families.py
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies each part's output before it is added (Granite)
+    logit_scale: float = 1.0  # multiplies the logits (Granite: 1 / logits_scaling)
+    dtype: str = "float32"  # of the checkpoint
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim

@@ -1,0 +1,159 @@
+"""What a caller may ask of one request. Names, defaults and ranges follow vLLM's SamplingParams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ParameterError
+
+GREEDY_EPS = 1e-5  # a temperature below this is greedy: dividing by it would overflow
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 100
+INT64 = 2**63
+
+LogitsProcessor = Callable[[list[int], Any], Any]  # (output ids so far, logits [vocab] float32) -> logits [vocab]
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling parameters of one request; every range is checked when it is made, ids against the vocabulary at admission.
+
+    `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are None until somebody sets them: then the
+    checkpoint's generation_config.json decides, and the neutral value where it is silent (`resolved`).
+    Raises ParameterError naming the field, the value and the range.
+    """
+
+    n: int = 1
+    temperature: float | None = None  # [0, 2]; 0 = greedy
+    top_p: float | None = None  # (0, 1]
+    top_k: int | None = None  # 0 and -1: off
+    min_p: float | None = None  # [0, 1]
+    presence_penalty: float = 0.0  # [-2, 2], over output tokens
+    frequency_penalty: float = 0.0  # [-2, 2], over output tokens
+    repetition_penalty: float | None = None  # (0, inf), over prompt and output
+    logit_bias: dict[int, float] | None = None  # token id -> [-100, 100]
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16  # None: up to the context
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None  # 0: the sampled token only; -1: the whole vocabulary
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None  # keep the last k; -1: what fits the context
+    # filled in by the engine, never by callers
+    eos_token_ids: list[int] = msgspec.field(default_factory=list)
+    bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)
+    sample_index: int = 0  # which of the n samples this is: part of the random counter
+
+    def __post_init__(self) -> None:
+        check_int("n", self.n, 1, MAX_N)
+        check_float("temperature", self.temperature, 0.0, 2.0, optional=True)
+        check_float("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
+        check_int("top_k", self.top_k, -1, 2**31 - 1, optional=True)
+        check_float("min_p", self.min_p, 0.0, 1.0, optional=True)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6, optional=True, open_low=True)
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", self.min_tokens, f"an integer in [0, max_tokens = {self.max_tokens}]")
+        check_int("seed", self.seed, -INT64, INT64 - 1, optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            check_int(name, getattr(self, name), -1, MAX_LOGPROBS, optional=True)
+        check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            raise ParameterError("truncate_prompt_tokens", 0, "-1 or an integer >= 1")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize",
+                     "spaces_between_special_tokens"):  # fmt: skip
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, getattr(self, name), "true or false")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        check_strings("bad_words", self.bad_words, 1024)
+        if self.stop and not self.detokenize:
+            raise ParameterError("stop", self.stop, "none when detokenize is false (use stop_token_ids)")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is None:
+                continue
+            if not isinstance(ids, list | tuple):
+                raise ParameterError(name, ids, "a list of token ids")
+            setattr(self, name, list(ids))
+            for i in ids:
+                check_int(name, i, 0, 2**31 - 1)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ParameterError("allowed_token_ids", [], "at least one token id")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ParameterError("logit_bias", self.logit_bias, "a map of token id to number")
+            bias = {}
+            for k, v in self.logit_bias.items():
+                try:
+                    key = int(k)
+                except (TypeError, ValueError):
+                    raise ParameterError("logit_bias", k, "token ids as keys") from None
+                check_int("logit_bias", key, 0, 2**31 - 1)
+                check_float("logit_bias", v, -100.0, 100.0)
+                bias[key] = float(v)
+            self.logit_bias = bias
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ParameterError unless every token id in any field is below `vocab_size`."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for i in getattr(self, name) or ():
+                if not 0 <= i < vocab_size:
+                    raise ParameterError(name, i, f"token ids in [0, {vocab_size - 1}]")
+
+    def resolved(self, defaults: dict[str, Any]) -> SamplingParams:
+        """A copy in which every None that has a neutral value is replaced: by `defaults` (the checkpoint's
+        generation_config), else by the neutral value. An explicit value wins, also when it is 0."""
+        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        changes = {k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None}
+        return msgspec.structs.replace(self, **changes)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature is not None and self.temperature < GREEDY_EPS
+
+
+def check_float(name, value, low, high, *, optional=False, open_low=False) -> None:
+    if value is None and optional:
+        return
+    interval = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ParameterError(name, value, interval)
+    # written so that NaN fails: every comparison with it is false
+    if not (low <= value <= high) or (open_low and value == low) or not math.isfinite(value):
+        raise ParameterError(name, value, interval)
+
+
+def check_int(name, value, low, high, *, optional=False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not (low <= value <= high):
+        raise ParameterError(name, value, f"an integer in [{low}, {high}]")
+
+
+def check_strings(name, value, most: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, list | tuple) or not all(isinstance(s, str) for s in value):
+        raise ParameterError(name, value, "a list of strings")
+    if len(value) > most or any(not s or len(s) > 4096 for s in value):
+        raise ParameterError(name, value, f"at most {most} non-empty strings of at most 4096 characters")
