@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,9 +15,8 @@ class KVCache:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        # zeroed: an uninitialised NaN would survive a masked-out product as 0 * NaN
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.k = [zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.v = [zeros(shape, dtype, device) for _ in range(config.num_layers)]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at slot_mapping [T] (no padding rows: the torch path never pads)."""
@@ -26,3 +26,14 @@ class KVCache:
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zeroed tensor (an uninitialised NaN would survive a masked-out product as 0 * NaN).
+
+    On the CPU its pages are not touched before they are used, so a large cache costs a laptop nothing at start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

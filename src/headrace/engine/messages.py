@@ -1,0 +1,51 @@
+"""What crosses the border of the engine core: plain msgspec structs, the same in one process and between two."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.sampling.params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, omit_defaults=True):
+    """One sample to generate. `output_ids` is preset when a stream that was cut off goes on; `seed` is then the first one's."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    output_ids: list[int] = []
+    pooling: str | None = None  # "mean" | "last": embed the prompt instead of generating
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Raw logprobs at one position: the actual token first, then the most likely ones. ranks[0] counts from 1."""
+
+    ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class RequestTimes(msgspec.Struct, array_like=True):
+    """Seconds. `queue`: arrival to first admission; `first_token`: arrival to the first token known to the host."""
+
+    queue: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+class EngineOutput(msgspec.Struct, omit_defaults=True):
+    """News of one request: tokens that it got, and how it ended if it did."""
+
+    id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # with the first output; first entry None
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    times: RequestTimes | None = None  # with the last output
+    embedding: list[float] | None = None
+    error: str | None = None  # what went wrong, for finish_reason "error"
