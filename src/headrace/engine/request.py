@@ -27,6 +27,7 @@ class Request:
     seed: int  # always set: a request without one gets a random one at admission
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # separates the prefix caches of tenants
+    pooling: str | None = None  # "mean" | "last": no token is sampled, the prompt's hidden states are the result
     arrival: float = field(default_factory=time.monotonic)
     output_ids: list[int] = field(default_factory=list)  # settled on the host; may be preset to resume a broken stream
 

@@ -51,6 +51,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last k; -1: what fits the context
+    logits_processors: Any = None  # list[LogitsProcessor]; in-process engines only: a function crosses no process border
     # filled in by the engine, never by callers
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)

@@ -1,0 +1,31 @@
+"""Headrace: an LLM inference and serving engine.
+
+The public names are imported on first use: `import headrace` itself loads neither torch nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.config import EngineConfig as EngineConfig
+    from headrace.engine.output import RequestOutput as RequestOutput
+    from headrace.llm import LLM as LLM
+    from headrace.sampling.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOME = {
+    "LLM": "headrace.llm",
+    "EngineConfig": "headrace.config",
+    "RequestOutput": "headrace.engine.output",
+    "SamplingParams": "headrace.sampling.params",
+}
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")

@@ -1,0 +1,148 @@
+"""From options to a running engine: an ordered list of small decisions, each logged, then the parts put together."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.attention.select import select_attention
+from headrace.cache.kv_cache import KVCache
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore
+from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.errors import CapacityError, ParameterError
+from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder
+from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
+from headrace.worker.batch_state import BatchState
+from headrace.worker.memory_plan import plan_memory
+from headrace.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Engine:
+    """A core with what the layers above must know of its model."""
+
+    core: EngineCore
+    config: EngineConfig  # every None resolved
+    model: ModelConfig
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    load_seconds: float
+
+    def close(self) -> None:
+        """Drop every tensor; on a GPU give the memory back to the driver."""
+        self.core.close()
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False) -> Engine:
+    """Load the checkpoint and make an engine of it. Raises CheckpointError, CapacityError or ParameterError."""
+    began = time.perf_counter()
+    if config.tensor_parallel_size != 1:
+        raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, "1 (more is not supported yet)")
+    checkpoint = checkpoint or resolve_checkpoint(config)
+    model = model_config_from_hf(checkpoint.config)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, model, device)
+    config = resolve(config, model, device)
+    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
+    weights = load_model(checkpoint, model, dtype, device, max_model_len=config.max_model_len, progress=progress)
+    attention, why = select_attention(config.attention_backend, model, device)
+    logger.info("attention: %s", why)
+    decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
+    plan = plan_memory(
+        model,
+        device=device,
+        dtype=dtype,
+        weight_bytes=weights.num_bytes,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        utilization=config.gpu_memory_utilization,
+        kv_cache_bytes=config.kv_cache_bytes,
+        num_kv_blocks=config.num_kv_blocks,
+    )
+    plan.log()
+    kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
+    state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            num_blocks=plan.num_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=config.scheduling_policy,
+        )
+    )
+    core = EngineCore(
+        scheduler,
+        ModelRunner(decoder, kv, state),
+        vocab_size=model.vocab_size,
+        async_scheduling=config.async_scheduling,
+        debug_checks=config.debug_checks,
+        seed=config.seed,
+    )
+    seconds = time.perf_counter() - began
+    logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
+    return Engine(core, config, model, checkpoint, device, dtype, seconds)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The named device, or the best one there is. Raises ParameterError if it is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        return torch.device(next(name for name, ok in there.items() if ok))
+    if not there[wanted]:
+        raise ParameterError("device", wanted, "one of " + ", ".join(n for n, ok in there.items() if ok) + " here")
+    return torch.device(wanted)
+
+
+def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """On a CPU auto is float32: exact, and the same tokens on every machine. On a GPU it is the checkpoint's 16 bits."""
+    if wanted == "auto" and device.type == "cpu":
+        return torch.float32
+    name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" else "bfloat16")
+    if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        if wanted != "auto":
+            raise ParameterError("dtype", wanted, "float16 or float32: this GPU has no bfloat16")
+        logger.warning("this GPU has no bfloat16: using float16")
+        name = "float16"
+    return getattr(torch, name)
+
+
+def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
+    """`config` with every None decided."""
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ParameterError("max_model_len", max_model_len, f"at most {model.max_position}, the model's context")
+    block_size = config.block_size or (64 if device.type == "cuda" else 16)
+    batched = config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048)
+    if not config.enable_chunked_prefill:
+        if config.max_num_batched_tokens and batched < max_model_len:
+            raise ParameterError(
+                "max_num_batched_tokens", batched, f"at least max_model_len = {max_model_len} without chunked prefill"
+            )
+        batched = max(batched, max_model_len)
+    if batched < config.max_num_seqs:
+        if config.max_num_batched_tokens:
+            raise ParameterError("max_num_batched_tokens", batched, f"at least max_num_seqs = {config.max_num_seqs}")
+        batched = config.max_num_seqs
+    if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
+        raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
+    return replace(config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched)

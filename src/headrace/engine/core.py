@@ -1,0 +1,203 @@
+"""The engine core: inbox -> schedule -> launch -> settle the previous step -> outbox.
+
+With asynchronous scheduling the host works on step N while the device runs step N + 1:
+
+    host    | schedule N+1 | launch N+1 | settle N | schedule N+2 | launch N+2 | settle N+1 | ...
+    device  |------- step N -----------|----------- step N+1 -----------------|---- step N+2 ...
+
+Step N + 1 takes the ids that step N sampled from the device; the host reads them one step late. On a CPU the launch returns
+when the step is done and the same code runs one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes, TokenLogprobs
+from headrace.engine.plan import StepPlan
+from headrace.engine.request import Request
+from headrace.engine.scheduler import Scheduler
+from headrace.errors import HeadraceError, ParameterError
+from headrace.worker.model_runner import ModelRunner, StepHandle, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of the last step's parts, for metrics and traces."""
+
+    schedule: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    settle: float = 0.0
+    num_tokens: int = 0
+    num_seqs: int = 0
+
+
+class EngineCore:
+    """Owns the scheduler and the runner; knows nothing of text, HTTP or processes."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        async_scheduling: bool = True,
+        debug_checks: bool = False,
+        seed: int | None = None,
+    ):
+        self.scheduler, self.runner, self.vocab_size = scheduler, runner, vocab_size
+        self.async_scheduling, self.debug_checks = async_scheduling, debug_checks
+        self.times = StepTimes()
+        self.steps = 0
+        self._seed, self._seeds_drawn = seed, 0
+        self._in_flight: tuple[StepPlan, StepHandle] | None = None
+        self._news: list[EngineOutput] = []  # of requests that ended outside of a step
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._pooled: dict[str, np.ndarray] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight or self._news or self.scheduler.has_unfinished)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises ParameterError or CapacityError if it can never run."""
+        request.params.check_vocabulary(self.vocab_size)
+        for i in request.prompt_ids:
+            if not 0 <= i < self.vocab_size:
+                raise ParameterError("prompt", i, f"token ids in [0, {self.vocab_size - 1}]")
+        self.scheduler.add(
+            Request(
+                id=request.id,
+                prompt_ids=request.prompt_ids,
+                params=request.params,
+                seed=self._new_seed() if request.seed is None else request.seed,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                output_ids=list(request.output_ids),
+                pooling=request.pooling,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, whatever it is doing; unknown ids are ignored (it may just have ended)."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._news.append(self._output(request, []))
+
+    def step(self) -> list[EngineOutput]:
+        """One turn of the loop. Returns what happened to requests since the last turn."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        outputs, handle = [], None
+        if plan is not None:
+            if self._in_flight and any(c.samples and c.request.params.logits_processors for c in plan.chunks):
+                pending = self.runner.forward(plan)
+                self.scheduler.launched(plan)
+                outputs += self._settle_in_flight()  # the sampler needs these ids on the host
+                handle = self.runner.sample(pending)
+            else:
+                handle = self.runner.launch(plan)
+                self.scheduler.launched(plan)
+        launched = time.perf_counter()
+        outputs += self._settle_in_flight()
+        if plan is not None and handle is not None:
+            self._in_flight = (plan, handle)
+            self.steps += 1
+            self.times.num_tokens, self.times.num_seqs = plan.num_tokens, len(plan.chunks)
+            if not self.async_scheduling:
+                outputs += self._settle_in_flight()
+        self.times.schedule, self.times.launch = scheduled - began, launched - scheduled
+        if self.debug_checks:
+            self.scheduler.check()
+        news, self._news = self._news, []
+        return news + outputs
+
+    def close(self) -> None:
+        """Wait for what is in flight and let go of the runner; the core cannot step afterwards."""
+        self._settle_in_flight()
+        del self.runner
+
+    def _settle_in_flight(self) -> list[EngineOutput]:
+        if self._in_flight is None:
+            return []
+        plan, handle = self._in_flight
+        self._in_flight = None
+        began = time.perf_counter()
+        result = handle.result()
+        waited = time.perf_counter()
+        for i, (ids, logprobs, ranks) in result.prompt_logprobs.items():
+            self._keep_prompt_logprobs(plan.chunks[i], ids, logprobs, ranks)
+        for i, vector in result.pooled.items():
+            self._keep_pooled(plan.chunks[i], vector)
+        chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)}
+        outputs = [
+            self._output(request, ids, result, chunk_of.get(request.id))
+            for request, ids in self.scheduler.settle(plan, result.token_ids, result.failed)
+        ]
+        self.times.wait, self.times.settle = waited - began, time.perf_counter() - waited
+        return outputs
+
+    def _output(
+        self, request: Request, ids: list[int], result: StepResult | None = None, chunk: int | None = None
+    ) -> EngineOutput:
+        now = time.monotonic()
+        if ids and not request.first_token:
+            request.first_token = now
+        out = EngineOutput(request.id, ids, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
+        out.num_cached_tokens = request.num_cached
+        if result is not None and ids and chunk in result.logprobs:
+            top_ids, top, rank = result.logprobs[chunk]
+            out.logprobs = [TokenLogprobs(top_ids.tolist(), top.tolist(), int(rank))]
+        out.prompt_logprobs = self._prompt_logprobs.pop(request.id, None) if ids or request.finish_reason else None
+        if request.finish_reason is not None:
+            first = request.first_token or now
+            queue = (request.first_scheduled or now) - request.arrival
+            out.times = RequestTimes(queue, first - request.arrival, now - request.arrival)
+            if request.finish_reason == "error":
+                out.error = "the model produced NaN logits for this request"
+                logger.error("request %s failed: NaN logits after %d tokens", request.id, len(request.output_ids))
+            pooled = self._pooled.pop(request.id, None)
+            if pooled is not None and request.finish_reason == "stop":
+                out.embedding = self._normalized(request, pooled)
+        return out
+
+    def _keep_prompt_logprobs(self, chunk, ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> None:
+        if chunk.request.finish_reason is not None:
+            return
+        kept = self._prompt_logprobs.setdefault(chunk.request.id, [None])
+        del kept[chunk.start + 1 :]  # computed again after a preemption
+        kept.extend(
+            TokenLogprobs(i, p, r) for i, p, r in zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
+        )
+
+    def _keep_pooled(self, chunk, vector: np.ndarray) -> None:
+        if chunk.request.finish_reason is None:
+            before = 0.0 if chunk.start == 0 or chunk.request.pooling == "last" else self._pooled[chunk.request.id]
+            self._pooled[chunk.request.id] = before + vector
+
+    @staticmethod
+    def _normalized(request: Request, pooled: np.ndarray) -> list[float]:
+        vector = pooled / (len(request.prompt_ids) if request.pooling == "mean" else 1)
+        return (vector / max(float(np.linalg.norm(vector)), 1e-12)).tolist()
+
+    def _new_seed(self) -> int:
+        if self._seed is None:
+            return secrets.randbits(63)
+        self._seeds_drawn += 1
+        digest = hashlib.blake2b(f"{self._seed} {self._seeds_drawn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+
+def refused(request_id: str, error: HeadraceError) -> EngineOutput:
+    """The answer to a request that `add` refused, for callers that cannot catch its exception."""
+    return EngineOutput(request_id, finish_reason="error", error=str(error))

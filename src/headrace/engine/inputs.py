@@ -1,0 +1,74 @@
+"""From what a caller gives (text or ids, parameters with gaps) to what the core takes (ids, complete parameters)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.errors import ParameterError
+from headrace.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace.model.tokenizer import Tokenizer
+
+
+class InputProcessor:
+    """Knows the tokenizer, the checkpoint's defaults and the limits; used by the offline API and the server alike."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, generation_defaults: dict[str, Any], eos_token_ids: tuple[int, ...], vocab_size: int,
+        max_model_len: int,
+    ):  # fmt: skip
+        self.tokenizer, self.defaults, self.eos_token_ids = tokenizer, generation_defaults, list(eos_token_ids)
+        self.vocab_size, self.max_model_len = vocab_size, max_model_len
+
+    def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def prompt(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """The prompt as it will run: truncated where asked. Raises ParameterError on a prompt that cannot run."""
+        if not ids:
+            raise ParameterError("prompt", "an empty prompt", "at least one token")
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size:
+                raise ParameterError("prompt", i, f"token ids in [0, {self.vocab_size - 1}]")
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            room = max(1, self.max_model_len - (params.max_tokens or 1))
+            ids = ids[-(room if keep == -1 else keep) :]
+        if len(ids) >= self.max_model_len:
+            raise ParameterError(
+                "prompt",
+                f"{len(ids)} tokens",
+                f"at most {self.max_model_len - 1} tokens: the context of {self.max_model_len} must hold the prompt and "
+                f"at least one output token (truncate_prompt_tokens cuts a prompt)",
+            )
+        return ids
+
+    def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""
+        params.check_vocabulary(self.vocab_size)
+        room = self.max_model_len - prompt_len
+        params = params.resolved(self.defaults)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise ParameterError(
+                "min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more"
+            )
+        return msgspec.structs.replace(
+            params,
+            max_tokens=max_tokens,
+            eos_token_ids=self.eos_token_ids,
+            bad_word_ids=self._bad_word_ids(params.bad_words or []),
+        )
+
+    def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """Each word as the ids it has at the start of a text and after a space, where these differ."""
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word, " " + word.lstrip()):
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found

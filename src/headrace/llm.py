@@ -1,0 +1,233 @@
+"""The offline API: `LLM(...).generate(...)` and `.chat(...)`, with vLLM's names and fields."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.engine.build import Engine, build_engine
+from headrace.engine.inputs import InputProcessor
+from headrace.engine.messages import EngineRequest
+from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
+from headrace.errors import EngineDeadError, ParameterError
+from headrace.model.tokenizer import Tokenizer
+from headrace.progress import token_progress
+from headrace.sampling.params import SamplingParams
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A prompt on its way: its output so far and the streams that fill it."""
+
+    output: RequestOutput
+    params: SamplingParams
+    streams: list[SampleStream] = field(default_factory=list)
+
+
+class LLM:
+    """One engine in this process. Use it as a context manager, or call `close`, to free its memory.
+
+    Options are those of EngineConfig by keyword. Raises CheckpointError, CapacityError or ParameterError.
+    """
+
+    def __init__(self, model: str | None = None, *, progress: bool = False, **options: Any):
+        try:
+            config = EngineConfig(model=model, **options)
+        except TypeError as e:
+            raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
+        self.engine: Engine | None = build_engine(config, progress=progress)
+        self.config = self.engine.config
+        self.tokenizer = Tokenizer.from_checkpoint(self.engine.checkpoint)
+        checkpoint = self.engine.checkpoint
+        self.inputs = InputProcessor(
+            self.tokenizer,
+            checkpoint.generation_defaults,
+            tuple(checkpoint.eos_token_ids),
+            self.engine.model.vocab_size,
+            self.config.max_model_len or 0,
+        )
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model, the cache and everything on the device. The object is of no use afterwards."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt; the answers come in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or {"prompt": str} / {"prompt_token_ids": [...]}, with an optional
+        "cache_salt". `sampling_params` is one for all or one each; None takes the checkpoint's defaults. A bad prompt or
+        parameter raises ParameterError before anything runs.
+        """
+        running = self._submit(prompts, sampling_params, priority)
+        with token_progress(len(running), use_tqdm) as progress:
+            for item, _, delta in self._run(running):
+                progress(len(delta.token_ids), item.output.finished)
+        return [r.output for r in running]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, int, Delta, RequestOutput]]:
+        """As `generate`, piece by piece: (index of the prompt, index of the sample, what it got, the answer so far)."""
+        running = self._submit(prompts, sampling_params, None)
+        index = {id(r): i for i, r in enumerate(running)}
+        for item, sample, delta in self._run(running):
+            yield index[id(item)], sample, delta, item.output
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one conversation or of several, through the checkpoint's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        prompts: list[Prompt] = [
+            self.chat_prompt(
+                c,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for c in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: list[dict[str, Any]], **template_options: Any) -> dict[str, Any]:
+        """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
+        from headrace.api.chat import ChatTemplate
+
+        template = ChatTemplate.from_tokenizer(self.tokenizer)
+        text = template.render(messages, **template_options)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    # ---------------------------------------------------------------- how prompts become requests, and news answers
+
+    def _submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[_Running]:
+        if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        params = sampling_params
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        for name, values in (("sampling_params", params), ("priority", priority)):
+            if values is not None and len(values) != len(prompts):
+                raise ParameterError(name, f"{len(values)} entries", f"one for each of the {len(prompts)} prompts")
+        prepared = [self._prepare(p, q) for p, q in zip(prompts, params, strict=True)]  # type: ignore[arg-type]
+        core, running, added = self._core, [], []
+        try:
+            for i, (text, ids, salt, complete) in enumerate(prepared):
+                request_id = str(next(self._ids))
+                samples = [CompletionOutput(k) for k in range(complete.n)]
+                item = _Running(RequestOutput(request_id, text, ids, samples, finished=False), complete)
+                for k in range(complete.n):
+                    one = msgspec.structs.replace(complete, sample_index=k) if k else complete
+                    item.streams.append(SampleStream(self.tokenizer, one))
+                    name = f"{request_id}.{k}"
+                    core.add(EngineRequest(name, ids, one, one.seed, priority[i] if priority else 0, salt))
+                    added.append(name)
+                running.append(item)
+        except Exception:
+            for name in added:
+                core.abort(name)
+            while core.has_work:
+                core.step()
+            raise
+        return running
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str, SamplingParams]:
+        text, ids, salt = None, None, ""
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, dict):
+            text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+        else:
+            ids = prompt
+        if ids is None:
+            if not isinstance(text, str):
+                raise ParameterError("prompt", prompt, "a text, a list of token ids, or a dict with one of these")
+            ids = self.inputs.tokenize(text)
+        ids = self.inputs.prompt(list(ids), params)
+        return text, ids, salt, self.inputs.complete(params, len(ids))
+
+    def _run(self, running: list[_Running]) -> Iterator[tuple[_Running, int, Delta]]:
+        core = self._core
+        samples = {f"{r.output.request_id}.{k}": (r, k) for r in running for k in range(r.params.n)}
+        waiting = len(samples)
+        try:
+            while waiting:
+                for news in core.step():
+                    if news.id not in samples:
+                        continue  # the end of a sample that a stop string ended before
+                    item, k = samples[news.id]
+                    delta = item.streams[k].push(news)
+                    self._extend(item, k, delta)
+                    if delta.stopped_here:
+                        core.abort(news.id)
+                    if delta.finish_reason is not None:
+                        del samples[news.id]
+                        waiting -= 1
+                        item.output.finished = all(o.finish_reason for o in item.output.outputs)
+                    yield item, k, delta
+        finally:
+            for name in samples:  # the caller left early, or something failed: leave nothing behind
+                core.abort(name)
+            while core.has_work:
+                core.step()
+
+    @staticmethod
+    def _extend(item: _Running, k: int, delta: Delta) -> None:
+        out, stream = item.output.outputs[k], item.streams[k]
+        out.text += delta.text
+        out.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            out.logprobs = (out.logprobs or []) + delta.logprobs
+            chosen = (d[t].logprob for d, t in zip(delta.logprobs, delta.token_ids, strict=True))
+            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(chosen)
+        out.finish_reason, out.stop_reason, out.error = delta.finish_reason, delta.stop_reason, delta.error
+        if k == 0:
+            item.output.num_cached_tokens = stream.num_cached_tokens
+            item.output.prompt_logprobs = stream.prompt_logprobs
+            if delta.finish_reason is not None:
+                item.output.metrics = request_metrics(stream.times, stream.num_tokens)
+
+    @property
+    def _core(self):
+        if self.engine is None:
+            raise EngineDeadError("this LLM has been closed")
+        return self.engine.core

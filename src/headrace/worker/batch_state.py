@@ -1,0 +1,86 @@
+"""What the device knows of the running requests: one row per slot, changed only where something changed.
+
+The id at (slot, position) is the input of the row that computes it, whoever put it there: the prompt was uploaded when the
+request got its slot, a sampled id is written by the sampler. So a decode row needs nothing from the host but its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import zeros
+from headrace.engine.plan import Chunk, StepPlan
+from headrace.engine.request import Request
+from headrace.worker.staging import Staging
+
+# columns of the parameter tables, one row per slot
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTS = ("seed", "top_k", "sample_index", "prompt_len")
+
+
+class BatchState:
+    """Slot-indexed tensors. Slot `max_num_seqs` belongs to the padded rows of CUDA graphs.
+
+    token_ids [slots, max_model_len + 1] int32; block_tables [slots, blocks per sequence] int32;
+    floats [slots, len(FLOATS)] float32; ints [slots, len(INTS)] int64.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
+        slots = max_num_seqs + 1
+        self.dummy_slot, self.block_size, self.device = max_num_seqs, block_size, device
+        self.staging = Staging(device)
+        self.token_ids = zeros((slots, max_model_len + 1), torch.int32, device)
+        self.block_tables = zeros((slots, -(-max_model_len // block_size)), torch.int32, device)
+        self.floats = zeros((slots, len(FLOATS)), torch.float32, device)
+        self.ints = zeros((slots, len(INTS)), torch.int64, device)
+        self.host_floats = np.zeros((slots, len(FLOATS)), np.float32)
+        self.host_ints = np.zeros((slots, len(INTS)), np.int64)
+        self.host_floats[:, FLOATS.index("top_p")] = self.host_floats[:, FLOATS.index("repetition_penalty")] = 1.0
+
+    @staticmethod
+    def bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+        """Device memory of the tables."""
+        per_slot = 4 * (max_model_len + 1) + 4 * -(-max_model_len // block_size) + 4 * len(FLOATS) + 8 * len(INTS)
+        return (max_num_seqs + 1) * per_slot
+
+    def apply(self, plan: StepPlan) -> list[Request]:
+        """Bring the tables up to what `plan` says; returns the requests that got a slot with this step."""
+        self.staging.next_step()
+        admitted = [c.request for c in plan.chunks if c.admitted]
+        for request in admitted:
+            self._load(request)
+        if admitted:
+            self.staging.upload_into(self.floats, self.host_floats)
+            self.staging.upload_into(self.ints, self.host_ints)
+        self._append_blocks([c for c in plan.chunks if c.new_blocks and not c.admitted])
+        return admitted
+
+    def _load(self, request: Request) -> None:
+        slot, p = request.slot, request.params
+        ids = np.asarray(request.token_ids(0, request.num_known), np.int32)
+        self.staging.upload_into(self.token_ids[slot, : ids.size], ids)
+        blocks = np.asarray(request.block_ids, np.int32)
+        self.staging.upload_into(self.block_tables[slot, : blocks.size], blocks)
+        self.host_floats[slot] = [getattr(p, name) for name in FLOATS]
+        self.host_ints[slot] = (as_int64(request.seed), p.top_k, p.sample_index, len(request.prompt_ids))
+
+    def _append_blocks(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            return
+        where = [(c.slot, c.block_offset + i, b) for c in chunks for i, b in enumerate(c.new_blocks)]
+        rows, columns, values = self.staging.upload(np.asarray(where, np.int64).T.copy())
+        self.block_tables.index_put_((rows, columns), values.to(torch.int32))
+
+    def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Place of each row in the KV cache [T] int64."""
+        blocks = self.block_tables[slots, positions // self.block_size].to(torch.int64)
+        return blocks * self.block_size + positions % self.block_size
+
+
+def as_int64(seed: int) -> int:
+    """The same 64 bits as a signed number, which is what a tensor holds."""
+    return (seed + 2**63) % 2**64 - 2**63

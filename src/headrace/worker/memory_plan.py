@@ -1,0 +1,105 @@
+"""Where the device's memory goes, in bytes, term by term, decided before the KV cache is allocated.
+
+The KV cache gets what is left: budget - weights - activations - logits - state - reserve. The plan is arithmetic over the
+largest legal step, so that no legal request can run the device out of memory later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from headrace.cache.kv_cache import KVCache
+from headrace.errors import CapacityError
+from headrace.model.config import ModelConfig
+from headrace.worker.batch_state import BatchState
+
+logger = logging.getLogger(__name__)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes of each term; `num_blocks` is what the KV term buys."""
+
+    budget: int
+    weights: int
+    activations: int  # of the largest step: max_num_batched_tokens rows
+    logits: int  # of max_num_seqs rows, with the float32 copies that processing makes
+    state: int  # slot tables and penalty counts
+    reserve: int  # CUDA context, graphs, fragmentation
+    kv: int
+    num_blocks: int
+    block_bytes: int
+
+    def log(self) -> None:
+        terms = ("weights", "activations", "logits", "state", "reserve", "kv")
+        parts = ", ".join(f"{t} {getattr(self, t) / GIB:.2f}" for t in terms)
+        logger.info("memory plan (GiB): budget %.2f = %s; %d KV blocks", self.budget / GIB, parts, self.num_blocks)
+
+
+def plan_memory(
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_bytes: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    block_size: int,
+    utilization: float,
+    kv_cache_bytes: int | None,
+    num_kv_blocks: int | None,
+) -> MemoryPlan:
+    """Divide the device's memory. Raises CapacityError with the numbers and the options to change."""
+    item = dtype.itemsize
+    # the widest moment of a layer: residual, normed input, qkv, attention output, gate_up and its product
+    row = 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
+    activations = max_num_batched_tokens * row * item
+    logits = max_num_seqs * model.vocab_size * (item + 3 * 4)
+    state = BatchState.bytes(max_num_seqs, max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
+    block_bytes = KVCache.bytes_per_block(model, block_size, dtype)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget, reserve = int(total * utilization), GIB
+        used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
+    else:
+        total = available_memory()
+        # a laptop also runs other things: the cache takes a quarter of what is free, and its pages only when they are used
+        budget, reserve, used_by_others = total, 0, 0
+    rest = budget - used_by_others - weight_bytes - activations - logits - state - reserve
+    kv = rest if device.type == "cuda" else min(rest, total // 4, 16 * GIB)
+    if kv_cache_bytes is not None:
+        kv = kv_cache_bytes
+    # more than every slot at full length can hold would never be used
+    most = max_num_seqs * -(-max_model_len // block_size)
+    num_blocks = num_kv_blocks if num_kv_blocks is not None else min(kv // block_bytes, most)
+    if num_blocks < 1:
+        raise CapacityError(
+            f"no memory is left for the KV cache: {budget / GIB:.2f} GiB may be used ({used_by_others / GIB:.2f} by others), "
+            f"weights take {weight_bytes / GIB:.2f}, activations {activations / GIB:.2f}, logits {logits / GIB:.2f}, "
+            f"state {state / GIB:.2f}; raise gpu_memory_utilization or lower max_num_batched_tokens, max_num_seqs"
+        )
+    return MemoryPlan(
+        budget, weight_bytes, activations, logits, state, reserve, num_blocks * block_bytes, num_blocks, block_bytes
+    )
+
+
+def available_memory() -> int:
+    """Bytes of host memory that can be taken without swapping, by the cgroup's limit too where there is one."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/meminfo") as f:
+            available = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+        with open("/sys/fs/cgroup/memory.max") as f:
+            limit = f.read().strip()
+        if limit != "max":
+            with open("/sys/fs/cgroup/memory.current") as f:
+                available = min(available, max(0, int(limit) - int(f.read())))
+    except (OSError, StopIteration, ValueError):
+        pass  # not Linux, or no such file: the physical size stands
+    return available

@@ -1,0 +1,165 @@
+"""A step plan becomes device work: rows, one forward pass, sampled ids that stay on the device. Nothing here waits.
+
+    launch(plan) = forward(plan) -> Pending, then sample(pending) -> StepHandle
+    StepHandle.result() is the only place where the host waits for the device.
+
+The two halves are separate for steps whose sampler needs what the previous step sampled (user logits processors, grammars):
+the forward is launched first and the previous step is settled while it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.engine.plan import Chunk, StepPlan
+from headrace.model.batch import ForwardBatch
+from headrace.model.decoder import Decoder
+from headrace.worker.batch_state import BatchState
+from headrace.worker.sampling import StepSampler
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched forward pass whose rows have not been sampled yet."""
+
+    plan: StepPlan
+    chunks: list[Chunk]  # those that sample, in row order
+    logits: Tensor | None  # [R, vocab]
+    prompt_logprobs: list = field(default_factory=list)  # (chunk, ids [n, k+1], logprobs [n, k+1], ranks [n]) on the device
+    pooled: list = field(default_factory=list)  # (chunk, [H]) on the device
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step produced, on the host. `token_ids[i]` belongs to plan.chunks[i]; logprobs are aligned likewise."""
+
+    token_ids: list[list[int]]
+    failed: frozenset[int]
+    logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]]  # chunk index -> ids [k+1], logprobs [k+1], rank
+    prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
+    pooled: dict[int, np.ndarray]
+
+
+class ModelRunner:
+    """Runs steps on one device."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, state: BatchState):
+        self.decoder, self.kv, self.state = decoder, kv, state
+        self.device = state.device
+        self.sampler = StepSampler(state, decoder.config.vocab_size)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self.sample(self.forward(plan))
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> Pending:
+        for request in self.state.apply(plan):
+            self.sampler.load(request)
+        batch = self._batch(plan)
+        hidden = self.decoder.forward(batch, self.kv)
+        pending = Pending(plan, [c for c in plan.chunks if c.samples], None)
+        last_rows = np.cumsum(batch.query_lens) - 1
+        rows = [r for r, c in zip(last_rows, plan.chunks, strict=True) if c.samples and c.request.pooling is None]
+        pending.chunks = [c for c in pending.chunks if c.request.pooling is None]
+        if rows:
+            picked = hidden if len(rows) == batch.num_rows else hidden[self.state.staging.upload(np.asarray(rows))]
+            pending.logits = self.decoder.logits(picked)
+        start = 0
+        for c in plan.chunks:
+            if c.request.params.prompt_logprobs is not None and c.start < len(c.request.prompt_ids) - 1:
+                pending.prompt_logprobs.append((c, *self._prompt_logprobs(c, hidden[start : start + c.num_tokens])))
+            if c.request.pooling is not None:
+                rows_of = hidden[start : start + c.num_tokens].float()
+                pending.pooled.append((c, rows_of.sum(0) if c.request.pooling == "mean" else rows_of[-1]))
+            start += c.num_tokens
+        return pending
+
+    @torch.inference_mode()
+    def sample(self, pending: Pending) -> StepHandle:
+        output = None
+        if pending.logits is not None:
+            output = self.sampler(pending.logits, pending.chunks)
+        return StepHandle(pending, output, self.device)
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        state, chunks = self.state, plan.chunks
+        slots = np.fromiter((c.slot for c in chunks), np.int32, len(chunks))
+        counts = np.fromiter((c.num_tokens for c in chunks), np.int32, len(chunks))
+        starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
+        query_start = np.zeros(len(chunks) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        total = int(query_start[-1])
+        # row r of chunk i is at position starts[i] + (r - query_start[i])
+        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+        up = state.staging.upload
+        row_slots, row_positions = up(np.repeat(slots, counts).astype(np.int64)), up(positions)
+        contexts = starts + counts
+        decodes = 0
+        while decodes < len(chunks) and chunks[decodes].num_tokens == 1:
+            decodes += 1
+        return ForwardBatch(
+            token_ids=state.token_ids[row_slots, row_positions],
+            positions=row_positions,
+            slot_mapping=state.slot_mapping(row_slots, row_positions),
+            block_tables=state.block_tables,
+            seq_slots=up(slots),
+            query_start=up(query_start),
+            seq_lens=up(contexts),
+            num_decodes=decodes,
+            query_lens=counts.tolist(),
+            context_lens=contexts.tolist(),
+        )
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logprobs of the prompt tokens that the rows of `chunk` predict (row p predicts position p + 1)."""
+        stop = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
+        targets = self.state.token_ids[chunk.slot, chunk.start + 1 : stop + 1].to(torch.int64)
+        hidden = hidden[: stop - chunk.start]
+        return self.sampler.prompt_logprobs(self.decoder.logits, hidden, targets, chunk.request.params.prompt_logprobs)
+
+
+class StepHandle:
+    """The result of a launched step, on its way to the host."""
+
+    def __init__(self, pending: Pending, output, device: torch.device):
+        self.plan = pending.plan
+        self._chunks = pending.chunks
+        self._cuda = device.type == "cuda"
+        self._output = None if output is None else output.to_host(self._host)
+        self._prompt = [(c, self._host(i), self._host(p), self._host(r)) for c, i, p, r in pending.prompt_logprobs]
+        self._pooled = [(c, self._host(v)) for c, v in pending.pooled]
+        self._done = None
+        if self._cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def _host(self, tensor: Tensor) -> Tensor:
+        if not self._cuda:
+            return tensor.cpu()
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return target.copy_(tensor, non_blocking=True)
+
+    def result(self) -> StepResult:
+        """Wait for the step and read what it produced."""
+        if self._done is not None:
+            self._done.synchronize()
+        index = {id(c): i for i, c in enumerate(self.plan.chunks)}
+        token_ids: list[list[int]] = [[] for _ in self.plan.chunks]
+        failed, logprobs = set(), {}
+        if self._output is not None:
+            ids, bad = self._output.token_ids.tolist(), self._output.failed.tolist()
+            for row, chunk in enumerate(self._chunks):
+                i = index[id(chunk)]
+                token_ids[i] = [ids[row]]
+                if bad[row]:
+                    failed.add(i)
+                if chunk.request.params.logprobs is not None:
+                    logprobs[i] = self._output.logprobs_of(row, chunk.request.params.logprobs)
+        prompt = {index[id(c)]: (i.numpy(), p.numpy(), r.numpy()) for c, i, p, r in self._prompt}
+        pooled = {index[id(c)]: v.numpy() for c, v in self._pooled}
+        return StepResult(token_ids, frozenset(failed), logprobs, prompt, pooled)
