@@ -1,0 +1,79 @@
+"""Log-probabilities of sampled and of prompt tokens: raw, of the logits before any edit or temperature (vLLM's default)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DEFAULT_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class LogprobsRequest:
+    """Which rows of a batch want log-probabilities, and how many alternatives the most demanding of them wants."""
+
+    rows: Tensor  # [Q] int64 on the logits' device
+    num_top: int  # 0: the token only; -1: the whole vocabulary. A row that wants fewer reads its first columns
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Of Q tokens. `top_*` are ordered from the likeliest down, equal ones by id where the device's topk does so."""
+
+    token_ids: Tensor  # [Q] int64
+    logprobs: Tensor  # [Q] float32
+    ranks: Tensor  # [Q] int32: 1 + number of ids with a strictly greater log-probability
+    top_ids: Tensor  # [Q, K] int32
+    top_logprobs: Tensor  # [Q, K] float32
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, request: LogprobsRequest) -> Logprobs:
+    """Logprobs of `token_ids` [R] under `logits` [R, V], for the rows asked; memory: 2 * Q * V floats."""
+    return logprobs_of(logits[request.rows], token_ids[request.rows], request.num_top)
+
+
+def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    """Logprobs of token_ids [Q] under logits [Q, V]."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    token_ids = token_ids.long()
+    chosen = logprobs.gather(1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
+    vocab = logprobs.shape[1]
+    width = vocab if num_top < 0 else min(num_top, vocab)
+    top_logprobs, top_ids = logprobs.topk(width, dim=-1)
+    return Logprobs(token_ids, chosen[:, 0], ranks, top_ids.int(), top_logprobs)
+
+
+def prompt_logprobs(
+    hidden: Tensor,
+    next_ids: Tensor,
+    to_logits: Callable[[Tensor], Tensor],
+    num_top: int,
+    vocab_size: int,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Logprobs:
+    """Logprobs of next_ids [T], each under the logits of its row of hidden [T, H] (the token after that position).
+
+    At most `chunk_bytes` of logits and as much of log-probabilities exist at a time: rows go through `to_logits`
+    ([n, H] -> [n, V]) in chunks of chunk_bytes / (4 V), at least one. The result itself is [T, num_top].
+    """
+    rows = rows_per_chunk(vocab_size, chunk_bytes)
+    parts = [
+        logprobs_of(to_logits(hidden[start : start + rows]), next_ids[start : start + rows], num_top)
+        for start in range(0, max(1, len(next_ids)), rows)
+    ]
+    return Logprobs(
+        torch.cat([p.token_ids for p in parts]),
+        torch.cat([p.logprobs for p in parts]),
+        torch.cat([p.ranks for p in parts]),
+        torch.cat([p.top_ids for p in parts]),
+        torch.cat([p.top_logprobs for p in parts]),
+    )
+
+
+def rows_per_chunk(vocab_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> int:
+    """Rows of float32 logits that fit into `chunk_bytes`; never less than one."""
+    return max(1, chunk_bytes // (4 * vocab_size))
