@@ -1,0 +1,311 @@
+"""From token ids to text, a piece at a time: whole characters only, stop strings found wherever they lie.
+
+One automaton over text (`MarkerScanner`) finds stop strings here and the markers of reasoning and tool calls in `api`.
+
+    ids -> detokenizer (holds incomplete characters) -> scanner (holds what may begin a stop string) -> delta
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+MAX_BYTE_RUN = 64  # byte-fallback tokens held at most before what is whole of them is released
+
+
+class TextTokenizer(Protocol):
+    """What a TextStream needs to know of a tokenizer."""
+
+    byte_level: bool  # decode(ids) is the UTF-8 text of all token_bytes, invalid bytes replaced
+    special_ids: frozenset[int]  # dropped by decode() when skip_special_tokens
+    byte_fallback: Mapping[int, int]  # id -> byte, of the <0xNN> tokens of a decoder that joins runs of them
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# strings in a stream of text
+
+
+class Markers:
+    """A set of non-empty strings as one Aho-Corasick automaton; immutable, shared by any number of scanners.
+
+    Aho & Corasick, "Efficient string matching" (1975). Building costs one dictionary entry per character.
+    """
+
+    def __init__(self, strings: Iterable[str]):
+        self.strings = tuple(dict.fromkeys(strings))
+        if not all(self.strings):
+            raise ValueError("an empty string cannot be searched for")
+        self.edges: list[dict[str, int]] = [{}]
+        self.depth = [0]  # of a state: how many of the last characters may begin a match
+        self.match: list[str | None] = [None]  # the longest string that ends in a state
+        for s in self.strings:
+            self.match[self._insert(s)] = s
+        self.fail = [0] * len(self.edges)
+        self._link()
+        # from the root most text is skipped at once: to the next character that begins any string
+        self.first = re.compile("[" + "".join(re.escape(c) for c in self.edges[0]) + "]") if self.strings else None
+
+    def _insert(self, s: str) -> int:
+        state = 0
+        for c in s:
+            following = self.edges[state].get(c)
+            if following is None:
+                following = len(self.edges)
+                self.edges[state][c] = following
+                self.edges.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.match.append(None)
+            state = following
+        return state
+
+    def _link(self) -> None:
+        queue = deque(self.edges[0].values())
+        while queue:
+            state = queue.popleft()
+            for c, following in self.edges[state].items():
+                self.fail[following] = self.step(self.fail[state], c)
+                queue.append(following)
+            if self.match[state] is None:
+                self.match[state] = self.match[self.fail[state]]
+
+    def step(self, state: int, c: str) -> int:
+        while True:
+            following = self.edges[state].get(c)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self.fail[state]
+
+
+class Scan(NamedTuple):
+    text: str  # certain to lie before any marker
+    marker: str | None  # the marker that follows `text`
+    rest: str  # what follows the marker, not looked at yet; "" without a marker
+
+
+class MarkerScanner:
+    """Finds the first of a set of strings in text that comes in pieces.
+
+    First is what ends first; of several that end together, the longest (so the one that starts first). Only the
+    longest suffix of the text that may still become a marker is held back. Linear in the text, whatever the pieces.
+    """
+
+    __slots__ = ("_held", "_state", "markers")
+
+    def __init__(self, markers: Markers | Iterable[str]):
+        self.markers = markers if isinstance(markers, Markers) else Markers(markers)
+        self._state = 0
+        self._held = ""
+
+    @property
+    def held(self) -> str:
+        """What is held back: the beginning of a marker, perhaps."""
+        return self._held
+
+    def push(self, text: str) -> Scan:
+        """Take the next piece. After a marker the scanner starts afresh: push `rest` again to go on."""
+        m = self.markers
+        if m.first is None:
+            return Scan(text, None, "")
+        state, i, n = self._state, 0, len(text)
+        while i < n:
+            if state == 0:
+                hit = m.first.search(text, i)
+                if hit is None:
+                    i = n
+                    break
+                i = hit.start()
+            state = m.step(state, text[i])
+            i += 1
+            marker = m.match[state]
+            if marker is not None:
+                seen = self._held + text[:i]
+                self._state, self._held = 0, ""
+                return Scan(seen[: len(seen) - len(marker)], marker, text[i:])
+        seen = self._held + text if self._held else text
+        self._state = state
+        cut = len(seen) - m.depth[state]
+        self._held = seen[cut:]
+        return Scan(seen[:cut], None, "")
+
+    def flush(self) -> str:
+        """The text has ended: what was held is plain text."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ids to text
+
+
+class ByteDetokenizer:
+    """For tokenizers whose tokens are bytes (byte-level BPE): one incremental UTF-8 decoder."""
+
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool):
+        self._bytes_of = tokenizer.token_bytes
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._skip else self._decoder.decode(self._bytes_of(token_id))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other tokenizer: decodes a small window, the last token as context and what has no text yet.
+
+    The context makes the decoder treat what follows as not being the first (no leading space is dropped, words are
+    joined as in the middle of a text). Byte-fallback tokens are decoded when their run has ended, because decode()
+    replaces all bytes of a run that is not valid UTF-8 as a whole. A run longer than MAX_BYTE_RUN is released
+    character by character; only there the text may differ from decode(), and only where the run is not valid UTF-8.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._byte_of = tokenizer.byte_fallback
+        self._context: list[int] = []  # tokens whose text is out
+        self._baseline = ""  # the decoded context
+        self._pending: list[int] = []  # tokens whose text is not out
+        self._run = bytearray()  # bytes of the run that `_pending` ends with
+        self._long_run: codecs.IncrementalDecoder | None = None  # set while in a run that was released
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        byte = self._byte_of.get(token_id)
+        if byte is not None:
+            return self._push_byte(token_id, byte)
+        head = self._end_long_run()
+        self._run.clear()
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        if len(text) > len(self._baseline):
+            delta = text[len(self._baseline) :]
+            self._advance([token_id])
+            return head + delta
+        if self._without_text(token_id):
+            self._pending.pop()  # kept, it would only make the window grow
+        return head
+
+    def _without_text(self, token_id: int) -> bool:
+        """Whether the last pending token has no text now and none when others follow."""
+        if not self._context:
+            return not self._decode([token_id, token_id])
+        before, after = self._context + self._pending[:-1], self._context
+        return self._decode([*before, token_id, *after]) == self._decode(before + after)
+
+    def _advance(self, context: list[int]) -> None:
+        self._context, self._pending = context, []
+        self._baseline = self._decode(context)
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        if self._long_run is not None:
+            return self._long_run.decode(bytes([byte]))
+        self._pending.append(token_id)
+        self._run.append(byte)
+        return self._release_run() if len(self._run) >= MAX_BYTE_RUN else ""
+
+    def _release_run(self) -> str:
+        """Let the run go, but for an incomplete last character; what follows of it is decoded as plain UTF-8."""
+        tail = 0
+        try:
+            self._run.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                tail = len(self._run) - error.start
+        split = len(self._pending) - tail
+        delta = self._decode(self._context + self._pending[:split])[len(self._baseline) :]
+        self._long_run = codecs.getincrementaldecoder("utf-8")("replace")
+        self._long_run.decode(bytes(self._run[len(self._run) - tail :]))
+        self._advance(self._pending[-1:])
+        self._run.clear()
+        return delta
+
+    def _end_long_run(self) -> str:
+        if self._long_run is None:
+            return ""
+        text, self._long_run = self._long_run.decode(b"", True), None
+        return text
+
+    def finish(self) -> str:
+        text = self._end_long_run()
+        if self._pending:
+            text += self._decode(self._context + self._pending)[len(self._baseline) :]
+        self._pending, self._run = [], bytearray()
+        return text
+
+
+class TextDelta(NamedTuple):
+    text: str
+    stop_hit: str | None  # the stop string that ended the text
+    num_ids: int  # how many of the pushed ids the text took; fewer than pushed only when a stop string was hit
+
+
+class TextStream:
+    """The text of one output, from its token ids: push() as they come, finish() at the end.
+
+    Joined, the deltas are tokenizer.decode(all ids), cut at the first stop string: the one that ends first, and of
+    those that end together the longest. With `include_stop` the text ends with the stop string, else just before it.
+    No delta holds a part of a character or of a stop string that a later one would complete. Work is linear in the
+    number of ids.
+    """
+
+    __slots__ = ("_detokenizer", "_include_stop", "_scanner", "stop_hit")
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        stop: Sequence[str] | Markers = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ):
+        kind: type[ByteDetokenizer | WindowDetokenizer]
+        kind = ByteDetokenizer if tokenizer.byte_level else WindowDetokenizer
+        self._detokenizer = kind(tokenizer, skip_special_tokens)
+        self._scanner = MarkerScanner(stop)
+        self._include_stop = include_stop
+        self.stop_hit: str | None = None
+
+    def push(self, ids: Sequence[int]) -> TextDelta:
+        """Take ids; after a stop string nothing more is taken."""
+        if self.stop_hit is not None:
+            return TextDelta("", self.stop_hit, 0)
+        parts: list[str] = []
+        for i, token_id in enumerate(ids):
+            piece = self._detokenizer.push(token_id)
+            if piece and self._scan(piece, parts):
+                return TextDelta("".join(parts), self.stop_hit, i + 1)
+        return TextDelta("".join(parts), None, len(ids))
+
+    def _scan(self, piece: str, parts: list[str]) -> bool:
+        text, self.stop_hit, _ = self._scanner.push(piece)
+        parts.append(text)
+        if self.stop_hit is not None and self._include_stop:
+            parts.append(self.stop_hit)
+        return self.stop_hit is not None
+
+    def finish(self) -> str:
+        """What was held: an unfinished character (as U+FFFD) and what could have begun a stop string.
+
+        The last character may itself complete a stop string: look at `stop_hit` afterwards.
+        """
+        if self.stop_hit is not None:
+            return ""
+        parts: list[str] = []
+        if not self._scan(self._detokenizer.finish(), parts):
+            parts.append(self._scanner.flush())
+        return "".join(parts)

@@ -1,0 +1,296 @@
+"""Incremental text: joined deltas are decode() of the ids, for any tokenizer, any split, any set of stop strings."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from headrace.engine.text import MAX_BYTE_RUN, Markers, MarkerScanner, TextStream
+
+CORPUS = ["the theme of the thesis", "naïve café 😀😀🎉", "aab aaab ab", "日本語のテキスト", "\n\n  indented\n"]
+
+
+def gpt2_byte_map() -> dict[str, int]:
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class Adapter:
+    """A `tokenizers` tokenizer as the engine sees one; counts the tokens that it decodes."""
+
+    def __init__(self, backend: Tokenizer, byte_level: bool = False):
+        self.backend, self.byte_level, self.num_decoded = backend, byte_level, 0
+        self.byte_map = gpt2_byte_map()
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        byte_tokens = {b: backend.token_to_id(f"<0x{b:02X}>") for b in range(256)}
+        self.byte_fallback = {i: b for b, i in byte_tokens.items() if i is not None}
+
+    @property
+    def size(self) -> int:
+        return self.backend.get_vocab_size()
+
+    def decode(self, ids, skip_special_tokens=True) -> str:
+        self.num_decoded += len(ids)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.num_decoded += 1
+        token = self.backend.id_to_token(token_id)
+        if all(c in self.byte_map for c in token):
+            return bytes(self.byte_map[c] for c in token)
+        return token.encode()
+
+    def id_of_byte(self, byte: int) -> int:
+        return next(i for i, b in self.byte_fallback.items() if b == byte)
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+
+def byte_level() -> Adapter:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>", "<|im start|>"]
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<tool>", special=False)])
+    return Adapter(backend, byte_level=True)
+
+
+def sentencepiece(decoder) -> Adapter:
+    words = ["▁", "▁the", "the", "▁a", "a", "b", "c", "▁▁", "é", "▁日", "本", "aa", "ab", "▁b", "\n", "▁ab", "#", ""]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for token in [f"<0x{b:02X}>" for b in range(256)] + words:
+        vocab.setdefault(token, len(vocab))
+    merges = [("a", "a"), ("a", "b"), ("▁", "a"), ("▁", "b"), ("▁", "▁"), ("▁a", "b")]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoder
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Adapter(backend)
+
+
+def llama_decoder():
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+
+def wordpiece() -> Adapter:
+    words = ["[UNK]", "[SEP]", "the", "##me", "a", "##a", ".", "b", "##", "'", "s"]
+    backend = Tokenizer(models.WordPiece(vocab={w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["[SEP]"])
+    return Adapter(backend)
+
+
+def end_of_word_bpe() -> Adapter:
+    vocab = {t: i for i, t in enumerate(["<unk>", "a", "b", "</w>", "a</w>", "ab</w>", "c"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.BPEDecoder(suffix="</w>")
+    return Adapter(backend)
+
+
+TOKENIZERS = {
+    "byte_level": byte_level(),
+    "llama": sentencepiece(llama_decoder()),
+    "metaspace": sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
+    "wordpiece": wordpiece(),
+    "end_of_word": end_of_word_bpe(),
+}
+names = st.sampled_from(sorted(TOKENIZERS))
+
+
+@st.composite
+def tokenizer_and_ids(draw):
+    """Any ids at all, bytes more often than not, or the ids of a text, perhaps cut in the middle of a character."""
+    tokenizer = TOKENIZERS[draw(names)]
+    if draw(st.booleans()):
+        text = draw(st.text(st.sampled_from("ab c\n é日本😀🎉the▁�"), max_size=30))
+        ids = tokenizer.encode(text)
+        return tokenizer, ids[: draw(st.integers(0, len(ids)))]
+    some_id = st.integers(0, tokenizer.size - 1)
+    if tokenizer.byte_fallback:
+        some_id = st.one_of(
+            some_id, st.sampled_from([tokenizer.byte_fallback_id(b) for b in b"\xf0\x9f\x98\x80 \nA\xff"])
+        )
+    return tokenizer, draw(st.lists(some_id, max_size=40))
+
+
+def split(draw, ids: list[int]) -> list[list[int]]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=8)))
+    return [ids[a:b] for a, b in itertools.pairwise([0, *cuts, len(ids)])]
+
+
+def naive_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """(end, stop) of the match that ends first, the longest of those."""
+    for end in range(1, len(text) + 1):
+        ending = [s for s in stops if text[:end].endswith(s)]
+        if ending:
+            return end, max(ending, key=len)
+    return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(tokenizer_and_ids(), st.booleans(), st.data())
+def test_joined_deltas_are_decode_of_the_ids(case, skip, data):
+    tokenizer, ids = case
+    stream = TextStream(tokenizer, [], False, skip)
+    deltas = []
+    for part in split(data.draw, ids):
+        delta = stream.push(part)
+        assert delta.stop_hit is None and delta.num_ids == len(part)
+        deltas.append(delta.text)
+    deltas.append(stream.finish())
+    assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=400, deadline=None)
+@given(tokenizer_and_ids(), st.lists(st.text(st.sampled_from("ab theé😀\n"), min_size=1, max_size=4), max_size=4),
+       st.booleans(), st.data())  # fmt: skip
+def test_stop_strings_cut_where_the_offline_definition_cuts(case, stops, include, data):
+    tokenizer, ids = case
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    hit = naive_stop(text, stops)
+    expected = text if hit is None else text[: hit[0] if include else hit[0] - len(hit[1])]
+
+    one_by_one = TextStream(tokenizer, stops, include, True)
+    count = 0
+    for i in ids:
+        count += one_by_one.push([i]).num_ids
+
+    stream = TextStream(tokenizer, stops, include, True)
+    deltas, taken = [], 0
+    for part in split(data.draw, ids):
+        delta = stream.push(part)
+        deltas.append(delta.text)
+        taken += delta.num_ids
+        assert expected.startswith("".join(deltas))
+    deltas.append(stream.finish())
+    assert "".join(deltas) == expected
+    one_by_one.finish()
+    assert stream.stop_hit == one_by_one.stop_hit == (hit[1] if hit else None)
+    assert taken == count
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("ab é😀\n"), max_size=20), st.text(st.sampled_from("ab é😀"), min_size=1, max_size=3))
+def test_no_more_ids_are_taken_than_the_stop_string_needs(text, stop):
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode(text)
+    needed = next((n for n in range(len(ids) + 1) if stop in tokenizer.decode(ids[:n])), len(ids))
+    assert TextStream(tokenizer, [stop], False, True).push(ids).num_ids == needed
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace"])
+def test_a_character_over_several_tokens_comes_whole(name):
+    tokenizer = TOKENIZERS[name]
+    stream = TextStream(tokenizer, [], False, True)
+    ids = tokenizer.encode("a🦜b🦜🦜c")
+    deltas = [stream.push([i]).text for i in ids] + [stream.finish()]
+    assert len(ids) >= 12 and "".join(deltas) == "a🦜b🦜🦜c"
+    assert not any("�" in d for d in deltas)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace"])
+def test_a_truncated_character_ends_as_decode_has_it(name):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("ab🦜")[:-1]
+    stream = TextStream(tokenizer, [], False, True)
+    pushed = stream.push(ids).text
+    assert "�" not in pushed
+    assert pushed + stream.finish() == tokenizer.decode(ids) != "ab"
+
+
+def test_only_what_may_begin_a_stop_string_is_held():
+    tokenizer = TOKENIZERS["byte_level"]
+    stream = TextStream(tokenizer, ["aab"], True, True)
+    assert [stream.push(tokenizer.encode(c)).text for c in "aaaxaaab"] == ["", "", "a", "aax", "", "", "a", "aab"]
+    assert stream.push(tokenizer.encode("more")) == ("", "aab", 0)
+    assert stream.finish() == ""
+
+
+def test_what_is_held_at_the_end_is_flushed():
+    tokenizer = TOKENIZERS["llama"]
+    stream = TextStream(tokenizer, ["abc"], False, True)
+    assert stream.push(tokenizer.encode("the ab")).text == "the "
+    assert stream.finish() == "ab" and stream.stop_hit is None
+
+
+def test_a_stop_string_completed_by_the_flush_is_seen():
+    tokenizer = TOKENIZERS["llama"]
+    stream = TextStream(tokenizer, ["🦜"], False, True)
+    assert stream.push(tokenizer.encode("a🦜")).text == "a"
+    assert stream.finish() == "" and stream.stop_hit == "🦜"
+
+
+def test_a_long_run_of_fallback_bytes_does_not_wait_for_its_end():
+    tokenizer = TOKENIZERS["llama"]
+    text = "a" + "မြန်မာ🦜" * 30 + " the"
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer, [], False, True)
+    got = ""
+    for n, i in enumerate(ids, start=1):
+        got += stream.push([i]).text
+        assert n - len(got.encode()) <= MAX_BYTE_RUN
+        assert text.startswith(got)
+    assert got + stream.finish() == text
+
+
+@pytest.mark.parametrize("kind", ["text", "invalid", "special", "empty", "special after half a character"])
+@pytest.mark.parametrize("name", ["byte_level", "llama", "metaspace"])
+def test_work_is_linear_in_the_number_of_ids(name, kind):
+    tokenizer = TOKENIZERS[name]
+    half = tokenizer.encode("🦜")[:-1]
+    special = min(tokenizer.special_ids)
+    ids = {
+        "text": tokenizer.encode("the ab 🦜 aab\n" * 300),
+        "invalid": [tokenizer.id_of_byte(0xFF) if tokenizer.byte_fallback else half[0]] * 3000,
+        "special": [special] * 3000,
+        "empty": [tokenizer.backend.token_to_id("") or special] * 3000,
+        "special after half a character": half + [special] * 3000,
+    }[kind]
+    tokenizer.num_decoded = 0
+    stream = TextStream(tokenizer, ["nowhere"], False, True)
+    for i in ids:
+        stream.push([i])
+    assert tokenizer.num_decoded <= 10 * len(ids) + 2 * MAX_BYTE_RUN
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=5), st.lists(st.text("ab<", max_size=8)))
+def test_scanner_finds_what_the_definition_finds_and_holds_no_more_than_it_must(markers, pieces):
+    scanner, text, released = MarkerScanner(markers), "", ""
+    for piece in pieces:
+        text += piece
+        hit = naive_stop(text, markers)
+        scan = scanner.push(piece)
+        released += scan.text
+        if hit is not None:
+            assert scan.marker == hit[1]
+            assert (released, scan.rest) == (text[: hit[0] - len(hit[1])], text[hit[0] :])
+            assert scanner.held == ""
+            return
+        assert scan.marker is None and scan.rest == ""
+        held = max((n for m in markers for n in range(len(m)) if text.endswith(m[:n])), default=0)
+        assert scanner.held == text[len(text) - held :]
+        assert released + scanner.held == text
+    assert released + scanner.flush() == text
+
+
+def test_markers_are_shared_and_empty_ones_refused():
+    markers = Markers(["</s>", "\n\n"])
+    first, second = MarkerScanner(markers), MarkerScanner(markers)
+    assert first.push("a\n").text == "a" and second.push("b").text == "b"
+    assert first.push("\n").marker == "\n\n"
+    with pytest.raises(ValueError):
+        Markers(["a", ""])
+    assert MarkerScanner([]).push("anything").text == "anything"
