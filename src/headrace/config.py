@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from headrace.errors import ParameterError
@@ -56,3 +58,16 @@ class EngineConfig:
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ParameterError(name, getattr(self, name), "one of " + ", ".join(allowed))
+
+
+def hub_offline() -> bool:
+    """Whether the environment forbids asking the Hugging Face Hub (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)."""
+    values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value.strip().upper() in ("1", "TRUE", "YES", "ON") for value in values)
+
+
+def cache_dir() -> Path:
+    """Where Headrace keeps files of its own: HEADRACE_CACHE, or `headrace` in the user's cache directory."""
+    if chosen := os.environ.get("HEADRACE_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"

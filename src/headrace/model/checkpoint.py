@@ -1,0 +1,174 @@
+"""Finds a checkpoint from what the user wrote and reads everything of it but the tensors' data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.config import EngineConfig, hub_offline
+from headrace.errors import CheckpointError
+from headrace.model.embedded import embedded_model_path
+from headrace.model.gguf import GgufFile, read_gguf
+from headrace.model.gguf_model import end_token_ids, hf_config, hf_tensors
+from headrace.model.safetensors_file import find_tensors, read_json
+from headrace.model.tensor_file import TensorEntry
+
+# Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_IGNORED = ["original/*", "consolidated*", "*/*"]
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on this machine's disk. Everything but the weights' data is read; nothing of it is ever executed.
+
+    `config` is the content of `config.json`, or what it would be for a GGUF file. `generation_defaults` holds those of
+    temperature, top_p, top_k, min_p and repetition_penalty that `generation_config.json` sets.
+    """
+
+    name: str  # as the user wrote it
+    path: Path  # a directory, or a .gguf file
+    format: Literal["safetensors", "gguf", "dummy"]
+    config: dict[str, Any]
+    eos_token_ids: tuple[int, ...]  # of config and generation config; the tokenizer may know another one
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    tokenizer_path: Path | None = None  # a directory or .gguf file; None: `path`
+    gguf: GgufFile | None = field(default=None, repr=False)
+
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Where each tensor lies, by Hugging Face name. Raises CheckpointError for broken headers or missing shards."""
+        if self.format == "dummy":
+            raise CheckpointError(f"{self.path}: load_format dummy reads no tensors")
+        return hf_tensors(self.gguf) if self.gguf is not None else find_tensors(self.path)
+
+
+def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
+    """The checkpoint that `config.model` names: a directory, a .gguf file, a Hub id, or None for the embedded model.
+
+    Raises CheckpointError that says which file is missing where.
+    """
+    name = config.model
+    path = embedded_model_path() if name is None else _locate(name, config, _HUB_FILES)
+    gguf_path = _gguf_file(path, config.load_format)
+    if gguf_path is not None:
+        checkpoint = _from_gguf(name or gguf_path.stem, gguf_path, config)
+    else:
+        checkpoint = _from_directory(str(name), path, config)
+    if config.tokenizer is None:
+        return checkpoint
+    return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, config, ["*.json", "*.jinja"]))
+
+
+def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
+    gguf = read_gguf(path)
+    kind: Literal["gguf", "dummy"] = "dummy" if config.load_format == "dummy" else "gguf"
+    return Checkpoint(name, path, kind, hf_config(gguf), tuple(end_token_ids(gguf)), gguf=gguf)
+
+
+def _from_directory(name: str, path: Path, config: EngineConfig) -> Checkpoint:
+    if not (path / "config.json").exists():
+        raise CheckpointError(f"{path} has no config.json")
+    model = read_json(path / "config.json")
+    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
+    text = model.get("text_config")
+    sources = [model, text if isinstance(text, dict) else {}, generation]
+    eos = sorted({i for source in sources for i in _token_ids(path, source.get("eos_token_id"))})
+    kind: Literal["safetensors", "dummy"] = "dummy" if config.load_format == "dummy" else "safetensors"
+    return Checkpoint(name, path, kind, model, tuple(eos), _generation_defaults(path, generation))
+
+
+def _token_ids(path: Path, value: Any) -> list[int]:
+    """An eos_token_id: null, an id or a list of ids."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int or not 0 <= i < 1 << 31 for i in ids):
+        raise CheckpointError(f"{path}: eos_token_id is {value!r}, not a token id or a list of them")
+    return ids
+
+
+def _generation_defaults(path: Path, generation: dict[str, Any]) -> dict[str, float]:
+    defaults: dict[str, float] = {}
+    for key in _DEFAULTS:
+        value = generation.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(f"{path / 'generation_config.json'}: {key} is {value!r}, not a finite number")
+        defaults[key] = value
+    return defaults
+
+
+def _gguf_file(path: Path, load_format: str) -> Path | None:
+    """The GGUF file that `path` means, or None if it is a directory of safetensors."""
+    if path.is_file():
+        if load_format == "safetensors":
+            raise CheckpointError(f"{path} is a file, but load_format safetensors needs a directory")
+        return path
+    files = sorted(path.glob("*.gguf"))
+    if load_format == "gguf" or (load_format != "safetensors" and files and not (path / "config.json").exists()):
+        if len(files) != 1:
+            raise CheckpointError(f"{path} has {len(files)} .gguf files; name one of them")
+        return files[0]
+    return None
+
+
+def _locate(name: str, config: EngineConfig, patterns: list[str]) -> Path:
+    """The local directory or file for a path or a Hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _snapshot_of_cache_root(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{path} is neither a directory nor a .gguf file")
+        return path
+    if name.startswith((".", "~", os.sep)) or name.count(os.sep) > 1 or name.endswith(".gguf") or not name.strip():
+        what = "file" if name.endswith(".gguf") else "directory"
+        parent = "" if path.parent.is_dir() else f" (nor does {path.parent})"
+        raise CheckpointError(f"{what} {path} does not exist{parent}")
+    return _download(name, config, patterns)
+
+
+def _snapshot_of_cache_root(path: Path) -> Path:
+    """`path`, or the snapshot inside it if it is a `models--org--name` directory of the Hub's cache."""
+    snapshots = path / "snapshots"
+    if (path / "config.json").exists() or not path.name.startswith("models--") or not snapshots.is_dir():
+        return path
+    main = path / "refs" / "main"
+    commit = main.read_text().strip() if main.is_file() else ""
+    if commit and (snapshots / commit).is_dir():
+        return snapshots / commit
+    found = sorted((p for p in snapshots.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise CheckpointError(f"{snapshots} holds no snapshot")
+    return found[-1]
+
+
+def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
+    """The Hub snapshot of `name`; without any network call if told so by the configuration or the environment."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    offline = config.local_files_only or hub_offline()
+    try:
+        found = snapshot_download(
+            name,
+            revision=config.revision,
+            allow_patterns=patterns,
+            ignore_patterns=_HUB_IGNORED,
+            local_files_only=offline,
+        )
+    except HFValidationError as error:
+        raise CheckpointError(f"directory {name} does not exist, and {name!r} is no Hub id") from error
+    except LocalEntryNotFoundError as error:
+        reason = "is not in the local Hub cache, and offline mode forbids downloading" if offline else f"cannot be had: {error}"
+        raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
+    except Exception as error:  # the Hub client raises many kinds; all mean that there is no checkpoint
+        raise CheckpointError(
+            f"directory {name} does not exist, and the Hub model {name!r} cannot be had: {type(error).__name__}: {error}"
+        ) from error
+    return Path(found)

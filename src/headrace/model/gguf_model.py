@@ -1,0 +1,284 @@
+"""Translates a GGUF file's metadata and tensor names into those of the Hugging Face checkpoint it was made from.
+
+So one table of families serves both formats. The translation undoes what llama.cpp's converter did: the order of rotary
+halves in the q and k rows of llama-like architectures, and the 1 that it adds to Gemma's norm weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headrace.errors import CheckpointError
+from headrace.model.gguf import GgufFile
+from headrace.model.tensor_file import TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """One GGUF architecture: the Hugging Face class it comes from and what the converter changed."""
+
+    hf_class: str
+    model_type: str
+    interleaved: bool = False  # q and k rows alternate between the rotary halves
+    norms_plus_one: bool = False
+    names: dict[str, str] = field(default_factory=dict)  # differences from _LAYER_NAMES
+
+
+_SANDWICH = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", "llama", interleaved=True),
+    "granite": _Architecture("GraniteForCausalLM", "granite", interleaved=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
+    "olmo2": _Architecture("Olmo2ForCausalLM", "olmo2", names=_SANDWICH),
+    "phi3": _Architecture("Phi3ForCausalLM", "phi3", names={"ffn_up": "mlp.gate_up_proj"}),
+    "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", norms_plus_one=True, names=_SANDWICH),
+    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", norms_plus_one=True, names=_SANDWICH),
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
+    """The file's tensors under their Hugging Face names. Raises CheckpointError for a name that the architecture lacks."""
+    arch = _architecture(gguf)
+    head_dim = _hf_head_dim(gguf)
+    layer_names = _LAYER_NAMES | arch.names
+    entries: dict[str, TensorEntry] = {}
+    for name, entry in gguf.tensors.items():
+        if name in _ROPE_TENSORS:
+            continue
+        part = ""
+        if (target := _TOP_NAMES.get(name)) is None:
+            match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
+            part = match[2] if match else ""
+            if match is None or part not in layer_names:
+                raise CheckpointError(f"{gguf.path}: unexpected tensor {name!r} for architecture {gguf.architecture!r}")
+            target = f"model.layers.{int(match[1])}.{layer_names[part]}.{match[3]}"
+        changes: dict[str, Any] = {"name": target}
+        if arch.interleaved and part in ("attn_q", "attn_k"):
+            if entry.num_rows % head_dim:
+                raise CheckpointError(f"{gguf.path}: {name!r} has {entry.num_rows} rows, not whole heads of {head_dim}")
+            changes["head_dim"] = head_dim
+        if arch.norms_plus_one and "norm" in name:
+            changes["shift"] = -1.0
+        entries[target] = dataclasses.replace(entry, **changes)
+    return entries
+
+
+def hf_config(gguf: GgufFile) -> dict[str, Any]:
+    """What the model's `config.json` would say. Raises CheckpointError for an unknown architecture or a missing value."""
+    arch, meta = _architecture(gguf), _Metadata(gguf)
+    heads = meta.integer("attention.head_count")
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{gguf.path}: no tensor 'token_embd.weight' of two dimensions")
+    config: dict[str, Any] = {
+        "architectures": [arch.hf_class],
+        "model_type": arch.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": meta.integer("embedding_length"),
+        "num_hidden_layers": meta.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "head_dim": _hf_head_dim(gguf),
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "max_position_embeddings": meta.integer("context_length"),
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(gguf, meta),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
+        "torch_dtype": "float32" if embedding.encoding.name == "F32" else "bfloat16",
+        "bos_token_id": meta.token("bos"),
+        "eos_token_id": end_token_ids(gguf),
+    }
+    config |= _special_parts(gguf, meta, config)
+    return config
+
+
+def end_token_ids(gguf: GgufFile) -> list[int]:
+    """The tokens that end a generation: eos, end of turn and end of message where the metadata name them."""
+    meta = _Metadata(gguf)
+    ids = [meta.token(name) for name in ("eos", "eot", "eom")]
+    return sorted({i for i in ids if i is not None})
+
+
+def _architecture(gguf: GgufFile) -> _Architecture:
+    name = gguf.architecture
+    if name not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{gguf.path}: GGUF architecture {name!r} is not supported ({', '.join(_ARCHITECTURES)} are)"
+        )
+    return _ARCHITECTURES[name]
+
+
+class _Metadata:
+    """Typed access to the metadata under the architecture's prefix."""
+
+    def __init__(self, gguf: GgufFile):
+        self.gguf, self.prefix = gguf, gguf.architecture + "."
+
+    def get(self, key: str) -> Any:
+        return self.gguf.metadata.get(self.prefix + key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A count. Some files give one per layer: taken if all are equal."""
+        value = self.get(key)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+            raise CheckpointError(f"{self.gguf.path}: metadata {self.prefix + key} is {value!r}, not a positive integer")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CheckpointError(f"{self.gguf.path}: metadata {self.prefix + key} is {value!r}, not a finite number")
+        return float(value)
+
+    def token(self, name: str) -> int | None:
+        """The id under `tokenizer.ggml.<name>_token_id`; an id outside of the vocabulary counts as absent."""
+        value = self.gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        vocabulary = self.gguf.metadata.get("tokenizer.ggml.tokens")
+        size = len(vocabulary) if isinstance(vocabulary, list) else 0
+        return value if type(value) is int and 0 <= value < size else None
+
+
+def _hf_head_dim(gguf: GgufFile) -> int:
+    meta = _Metadata(gguf)
+    if meta.get("attention.key_length") is not None:
+        return meta.integer("attention.key_length")
+    hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
+    if hidden % heads:
+        raise CheckpointError(f"{gguf.path}: embedding_length {hidden} is not a multiple of head_count {heads}")
+    return hidden // heads
+
+
+def _special_parts(gguf: GgufFile, meta: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """The settings that single architectures have beyond the common ones."""
+    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
+    parts: dict[str, Any] = {}
+    if gguf.architecture == "granite":
+        parts["embedding_multiplier"] = meta.number("embedding_scale", 1.0)
+        parts["residual_multiplier"] = meta.number("residual_scale", 1.0)
+        parts["attention_multiplier"] = meta.number("attention.scale", config["head_dim"] ** -0.5)
+        parts["logits_scaling"] = meta.number("logit_scale", 1.0)
+    if gguf.architecture == "phi3":
+        parts["original_max_position_embeddings"] = meta.integer(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+        parts["partial_rotary_factor"] = meta.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+        if meta.get("attention.sliding_window"):
+            parts["sliding_window"] = meta.integer("attention.sliding_window")
+    if gguf.architecture in ("gemma2", "gemma3"):
+        pattern = 2 if gguf.architecture == "gemma2" else 6
+        large = {"gemma2": 46, "gemma3": 62}[gguf.architecture]  # the 27B models scale by hidden size per head
+        parts["query_pre_attn_scalar"] = hidden // heads if layers == large else config["head_dim"]
+        parts["hidden_activation"] = "gelu_pytorch_tanh"
+        parts["sliding_window"] = meta.integer("attention.sliding_window", 4096 if pattern == 2 else 1024)
+        parts["layer_types"] = [
+            "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)
+        ]
+        if meta.get("final_logit_softcapping") is not None or pattern == 2:
+            parts["final_logit_softcapping"] = meta.number("final_logit_softcapping", 30.0)
+        if pattern == 2:
+            parts["attn_logit_softcapping"] = meta.number("attn_logit_softcapping", 50.0)
+        else:
+            parts["rope_local_base_freq"] = meta.number("rope.freq_base_swa", 10000.0)
+    return parts
+
+
+def _rope_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any] | None:
+    if "rope_factors_long.weight" in gguf.tensors:
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": _read_vector(gguf, "rope_factors_long.weight"),
+            "short_factor": _read_vector(gguf, "rope_factors_short.weight"),
+        }
+        if meta.get("rope.scaling.attn_factor") is not None:
+            scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0)
+        return scaling
+    if "rope_freqs.weight" in gguf.tensors:
+        return _llama3_scaling(gguf, meta)
+    kind = meta.get("rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError(f"{gguf.path}: rope scaling {kind!r} is not supported")
+    scaling = {"rope_type": kind, "factor": meta.number("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = meta.integer("rope.scaling.original_context_length")
+        if meta.get("rope.scaling.attn_factor") is not None:
+            scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0)
+    return scaling
+
+
+def _read_vector(gguf: GgufFile, name: str) -> list[float]:
+    entry = gguf.tensors.get(name)
+    if entry is None or len(entry.shape) != 1 or entry.num_bytes > 1 << 16:
+        raise CheckpointError(f"{gguf.path}: no small vector {name!r}")
+    with gguf.path.open("rb") as file:
+        file.seek(entry.offset)
+        raw = bytearray(file.read(entry.num_bytes))
+    if len(raw) != entry.num_bytes:
+        raise CheckpointError(f"{gguf.path}: the file ends inside {name!r}")
+    return entry.decode_rows(torch.frombuffer(raw, dtype=torch.uint8), entry.num_rows).float().tolist()
+
+
+def _llama3_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any]:
+    """The parameters behind `rope_freqs`: llama3 scaling is stored as one divisor per frequency.
+
+    All published Llama 3 models share low 1, high 4 and 8192 original positions; the largest divisor is the factor. The
+    divisors are computed again from these, and a file that does not agree is refused rather than approximated.
+    """
+    given = _read_vector(gguf, "rope_freqs.weight")
+    factor, low, high, original = max(given), 1.0, 4.0, 8192
+    base, dim = meta.number("rope.freq_base", 10000.0), meta.integer("rope.dimension_count", _hf_head_dim(gguf))
+    expected = []
+    for i in range(0, dim, 2):
+        turns = original / (2 * math.pi * base ** (i / dim))  # of this frequency within the original context
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        expected.append(1.0 / ((1.0 - smooth) / factor + smooth))
+    if len(given) != len(expected) or any(
+        not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(given, expected, strict=True)
+    ):
+        raise CheckpointError(f"{gguf.path}: 'rope_freqs.weight' is not a llama3 rope scaling, nothing else is supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
