@@ -92,7 +92,6 @@ class SampleStream:
             if params.detokenize
             else None
         )
-        self._min_tokens = params.min_tokens
 
     def push(self, news: EngineOutput) -> Delta:
         """The news as a delta; after the sample is done, empty ones."""
@@ -128,6 +127,8 @@ class SampleStream:
             delta.stopped_here = news.finish_reason is None
         elif news.finish_reason is not None:
             delta.text += self._text.finish()
+            if self._text.stop_hit is not None:  # the last, unfinished character completed it
+                delta.finish_reason, delta.stop_reason = "stop", self._text.stop_hit
 
     def _decoded(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         result: dict[int, Logprob] = {}

@@ -1,0 +1,52 @@
+"""The command line. Nothing heavy is imported before a command runs: `headrace --help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+
+COMMANDS = {  # name -> (module, help)
+    "generate": ("headrace.cli.generate", "generate text from prompts"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 1 a mistake in the input or the checkpoint, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="headrace", description="An LLM inference and serving engine.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, text) in COMMANDS.items():
+        # only the command that is asked for builds its options
+        chosen = argv and argv[0] == name
+        command = commands.add_parser(name, help=text, add_help=bool(chosen))
+        if chosen:
+            loaded = importlib.import_module(module)
+            loaded.add_arguments(command)
+            command.set_defaults(run=loaded.run)
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=getattr(args, "log_level", "warning").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    from headrace.errors import HeadraceError
+
+    try:
+        return args.run(args)
+    except HeadraceError as e:
+        print(f"headrace: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left: nobody is there to tell
+        return 0
+
+
+def _version() -> str:
+    from headrace import __version__
+
+    return f"headrace {__version__}"

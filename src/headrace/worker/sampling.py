@@ -1,0 +1,219 @@
+"""The sampler's inputs for a step, put together from the slots' parameters; its outputs, on their way to the host.
+
+What is the same for every step of a request (bias, bans, masks) is prepared once, when it gets its slot. Gathered parameters
+are kept while the same slots run, so that a steady decode builds nothing but its output indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import zeros
+from headrace.engine.plan import Chunk
+from headrace.engine.request import Request
+from headrace.sampling.logprobs import LogprobsRequest, prompt_logprobs
+from headrace.sampling.params import GREEDY_EPS, SamplingParams
+from headrace.sampling.penalties import (
+    BadWords,
+    LogitsEdits,
+    Penalties,
+    TokenMask,
+    UserProcessor,
+    count_tokens,
+    load_counts,
+    pack_mask,
+)
+from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
+from headrace.worker.batch_state import FLOATS, INTS, BatchState
+
+Host = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class SlotEdits:
+    """What one request does to its logits at every step; only requests that do anything have one."""
+
+    bias: dict[int, float]
+    banned: list[int]  # at every step
+    banned_early: list[int]  # while fewer than min_tokens exist
+    words: list[list[int]]  # bad words of several tokens
+    mask: Tensor | None  # [ceil(V / 32)] int32
+    penalties: bool
+
+
+@dataclass(slots=True)
+class DeviceOutput:
+    """Ids and logprobs of R rows; `to_host` starts their copies, then `logprobs_of` reads them."""
+
+    token_ids: Tensor
+    failed: Tensor
+    logprob_rows: dict[int, int]  # row -> place in `logprobs`
+    logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # chosen [Q], ranks [Q], top ids, top logprobs [Q, K]
+
+    def to_host(self, host: Host) -> DeviceOutput:
+        logprobs = None if self.logprobs is None else tuple(host(t) for t in self.logprobs)
+        return DeviceOutput(host(self.token_ids), host(self.failed), self.logprob_rows, logprobs)  # type: ignore[arg-type]
+
+    def logprobs_of(self, row: int, num_top: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Ids and logprobs of a row's token and its `num_top` likeliest (-1: all), and the token's rank."""
+        assert self.logprobs is not None
+        q = self.logprob_rows[row]
+        chosen, ranks, top_ids, top = (t[q].numpy() for t in self.logprobs)
+        width = len(top_ids) if num_top < 0 else num_top
+        ids = np.concatenate(([self.token_ids[row].item()], top_ids[:width]))
+        return ids, np.concatenate(([chosen], top[:width])), int(ranks)
+
+
+class StepSampler:
+    """Samples the rows of a step and leaves the ids in the state's token table, where the next step reads them."""
+
+    def __init__(self, state: BatchState, vocab_size: int):
+        self.state, self.vocab_size = state, vocab_size
+        self._edits: dict[int, SlotEdits] = {}
+        self._counts: Tensor | None = None  # [slots, V] int32, made when the first request with penalties comes
+        self._gathered_for = b""
+        self._gathered: SampleInputs | None = None
+
+    def load(self, request: Request) -> None:
+        """A request got its slot: prepare what it does to its logits. All its ids are known to the host."""
+        self._gathered_for = b""
+        edits = slot_edits(request.params, self.vocab_size, self.state.device)
+        if edits is None:
+            self._edits.pop(request.slot, None)
+            return
+        self._edits[request.slot] = edits
+        if edits.penalties:
+            if self._counts is None:
+                shape = (self.state.token_ids.shape[0], self.vocab_size)
+                self._counts = zeros(shape, torch.int32, self.state.device)
+            load_counts(self._counts, request.slot, request.prompt_ids, request.output_ids)
+
+    def __call__(self, logits: Tensor, chunks: list[Chunk]) -> DeviceOutput:
+        """One id per row of logits [R, V]; row r belongs to chunks[r]."""
+        upload = self.state.staging.upload
+        slots = np.fromiter((c.slot for c in chunks), np.int64, len(chunks))
+        # two columns, one copy: where the new id goes, and its index among the outputs
+        numbers = np.fromiter((x for c in chunks for x in (c.stop, c.output_index)), np.int64, 2 * len(chunks))
+        positions, output_index = upload(numbers.reshape(-1, 2).T.copy())
+        device_slots = upload(slots)
+        inputs = replace(self._gather(slots, device_slots), output_index=output_index)
+        inputs.edits = self._step_edits(chunks, device_slots)
+        wanted = [r for r, c in enumerate(chunks) if c.request.params.logprobs is not None]
+        if wanted:
+            tops = [c.request.params.logprobs for c in chunks if c.request.params.logprobs is not None]
+            inputs.logprobs = LogprobsRequest(upload(np.asarray(wanted)), -1 if min(tops) < 0 else max(tops))
+        output = sample(logits, inputs)
+        self.state.token_ids.index_put_((device_slots, positions), output.token_ids)
+        if inputs.edits is not None and inputs.edits.penalties is not None:
+            count_tokens(inputs.edits.penalties.counts, device_slots, output.token_ids)
+        return self._device_output(output, wanted)
+
+    def prompt_logprobs(
+        self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, num_top: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """For hidden [n, H] and the ids that follow [n]: ids [n, K + 1], logprobs [n, K + 1], ranks [n]."""
+        found = prompt_logprobs(hidden, targets, to_logits, num_top, self.vocab_size)
+        ids = torch.cat([found.token_ids[:, None].int(), found.top_ids], dim=1)
+        return ids, torch.cat([found.logprobs[:, None], found.top_logprobs], dim=1), found.ranks
+
+    @staticmethod
+    def _device_output(output: SampleOutput, wanted: list[int]) -> DeviceOutput:
+        found = output.logprobs
+        logprobs = None if found is None else (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
+        return DeviceOutput(output.token_ids, output.failed, {r: q for q, r in enumerate(wanted)}, logprobs)
+
+    def _gather(self, slots: np.ndarray, device_slots: Tensor) -> SampleInputs:
+        key = slots.tobytes()
+        if self._gathered is not None and key == self._gathered_for:
+            return self._gathered
+        floats, ints = self.state.floats[device_slots].T.contiguous(), self.state.ints[device_slots].T.contiguous()
+        host_floats, host_ints = self.state.host_floats[slots], self.state.host_ints[slots]
+        self._gathered_for = key
+        self._gathered = SampleInputs(
+            temperature=floats[FLOATS.index("temperature")],
+            top_k=ints[INTS.index("top_k")].int(),
+            top_p=floats[FLOATS.index("top_p")],
+            min_p=floats[FLOATS.index("min_p")],
+            seed=ints[INTS.index("seed")],
+            output_index=device_slots,  # replaced at every step
+            sample_index=ints[INTS.index("sample_index")].int(),
+            all_greedy=bool((host_floats[:, FLOATS.index("temperature")] < GREEDY_EPS).all()),
+            any_top_k=bool((host_ints[:, INTS.index("top_k")] > 0).any()),
+            any_top_p=bool((host_floats[:, FLOATS.index("top_p")] < 1.0).any()),
+            any_min_p=bool((host_floats[:, FLOATS.index("min_p")] > 0.0).any()),
+        )
+        return self._gathered
+
+    def _step_edits(self, chunks: list[Chunk], device_slots: Tensor) -> LogitsEdits | None:
+        rows = [(r, c, self._edits[c.slot]) for r, c in enumerate(chunks) if c.slot in self._edits]
+        users = [
+            UserProcessor(r, c.request.params.logits_processors, list(c.request.output_ids))
+            for r, c in enumerate(chunks)
+            if c.request.params.logits_processors
+        ]
+        if not rows and not users:
+            return None
+        upload = self.state.staging.upload
+        edits = LogitsEdits(processors=users)
+        masked = [(r, e.mask) for r, _, e in rows if e.mask is not None]
+        if masked:
+            bits = torch.stack([m for _, m in masked])
+            edits.masks.append(TokenMask(bits, upload(np.asarray([r for r, _ in masked]))))
+        bans = [(r, t) for r, c, e in rows for t in (*e.banned, *self._early(c, e))]
+        if bans:
+            edits.banned = tuple(upload(np.asarray(bans, np.int64).T.copy()))  # type: ignore[assignment]
+        bias = [(r, t, v) for r, _, e in rows for t, v in e.bias.items()]
+        if bias:
+            where = upload(np.asarray([b[:2] for b in bias], np.int64).T.copy())
+            edits.bias = (where[0], where[1], upload(np.asarray([b[2] for b in bias], np.float32)))
+        edits.bad_words = self._bad_words([(r, c, w) for r, c, e in rows for w in e.words])
+        if any(e.penalties for _, _, e in rows):
+            edits.penalties = self._penalties(chunks, device_slots)
+        return edits
+
+    @staticmethod
+    def _early(chunk: Chunk, edits: SlotEdits) -> list[int]:
+        return edits.banned_early if chunk.output_index < chunk.request.params.min_tokens else []
+
+    def _bad_words(self, words: list[tuple[int, Chunk, list[int]]]) -> BadWords | None:
+        if not words:
+            return None
+        upload = self.state.staging.upload
+        width = max(len(w) for _, _, w in words) - 1
+        prefixes = np.full((len(words), width), -1, np.int32)
+        for i, (_, _, w) in enumerate(words):
+            prefixes[i, width - len(w) + 1 :] = w[:-1]
+        columns = [(r, w[-1], c.slot, len(c.request.prompt_ids), c.stop) for r, c, w in words]
+        rows, last, slots, prompt_lens, lengths = upload(np.asarray(columns, np.int64).T.copy())
+        return BadWords(rows, upload(prefixes), last, self.state.token_ids, slots, prompt_lens, lengths)
+
+    def _penalties(self, chunks: list[Chunk], device_slots: Tensor) -> Penalties:
+        """Of all rows: rows without penalties get neutral values, whatever their row of the counts holds."""
+        assert self._counts is not None
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        values = self.state.floats[device_slots][:, [FLOATS.index(n) for n in names]]
+        return Penalties(self._counts, device_slots, values[:, 0], values[:, 1], values[:, 2])
+
+
+def slot_edits(params: SamplingParams, vocab_size: int, device: torch.device) -> SlotEdits | None:
+    """What `params` (complete) do to the logits, or None for nothing."""
+    early = list(params.stop_token_ids or [])
+    if not params.ignore_eos:
+        early += params.eos_token_ids
+    edits = SlotEdits(
+        bias=params.logit_bias or {},
+        banned=[w[0] for w in params.bad_word_ids if len(w) == 1],
+        banned_early=[t for t in early if t < vocab_size] if params.min_tokens else [],
+        words=[w for w in params.bad_word_ids if len(w) > 1],
+        mask=pack_mask(params.allowed_token_ids, vocab_size).to(device) if params.allowed_token_ids else None,
+        penalties=bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1.0)
+        ),
+    )
+    used = edits.bias or edits.banned or edits.banned_early or edits.words or edits.penalties
+    return edits if used or edits.mask is not None else None
