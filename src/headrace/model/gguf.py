@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.gguf_blocks import ENCODINGS
-from headrace.model.tensor_file import TensorEntry, num_elements
+from headrace.model.tensor_file import Encoding, TensorEntry, num_elements
 
-_UINT32, _ARRAY, _STRING, _BOOL = 4, 9, 8, 7
+_STRING, _ARRAY = 8, 9  # value types
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes
 _MAX_ARRAY = 1 << 24  # elements of one metadata array; the largest vocabularies have 2^18
 _MAX_NAME = 1 << 16
+_ENCODINGS = {
+    number: Encoding(name, block_size, block_bytes)
+    for number, name, block_size, block_bytes in (  # ggml's number of the type first
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2),
+        (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210), (20, "IQ4_NL", 32, 18), (23, "IQ4_XS", 256, 136),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +167,8 @@ class _Header:
         for name, shape, kind, offset in infos:
             if name in entries:
                 raise self.fail(f"the tensor {name!r} occurs twice")
-            if (encoding := ENCODINGS.get(kind)) is None:
-                known = ", ".join(e.name for e in ENCODINGS.values())
+            if (encoding := _ENCODINGS.get(kind)) is None:
+                known = ", ".join(e.name for e in _ENCODINGS.values())
                 raise self.fail(f"tensor {name!r} has type {kind}, which is not supported ({known} are)")
             if min(shape) < 1 or shape[-1] % encoding.block_size:
                 raise self.fail(f"tensor {name!r}: shape {shape} is not possible for {encoding.name}")

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import struct
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from headrace.errors import CheckpointError
 from headrace.model.gguf import GgufFile
@@ -247,14 +246,14 @@ def _rope_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any] | None:
 
 def _read_vector(gguf: GgufFile, name: str) -> list[float]:
     entry = gguf.tensors.get(name)
-    if entry is None or len(entry.shape) != 1 or entry.num_bytes > 1 << 16:
-        raise CheckpointError(f"{gguf.path}: no small vector {name!r}")
+    if entry is None or len(entry.shape) != 1 or entry.encoding.name != "F32" or entry.num_rows > 1 << 12:
+        raise CheckpointError(f"{gguf.path}: no small F32 vector {name!r}")
     with gguf.path.open("rb") as file:
         file.seek(entry.offset)
-        raw = bytearray(file.read(entry.num_bytes))
+        raw = file.read(entry.num_bytes)
     if len(raw) != entry.num_bytes:
         raise CheckpointError(f"{gguf.path}: the file ends inside {name!r}")
-    return entry.decode_rows(torch.frombuffer(raw, dtype=torch.uint8), entry.num_rows).float().tolist()
+    return list(struct.unpack(f"<{entry.num_rows}f", raw))
 
 
 def _llama3_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any]:

@@ -6,19 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace.errors import CheckpointError
-from headrace.model.tensor_file import Encoding, TensorEntry, num_elements, plain_encoding
+from headrace.model.tensor_file import Encoding, TensorEntry, num_elements
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format's own library
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _ENCODINGS: dict[str, Encoding] = {
-    name: plain_encoding(name, dtype)
-    for name, dtype in (
-        ("F64", torch.float64), ("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16),
-        ("I64", torch.int64), ("I32", torch.int32), ("U8", torch.uint8), ("I8", torch.int8), ("BOOL", torch.bool),
+    name: Encoding(name, 1, size)
+    for name, size in (
+        ("F64", 8), ("F32", 4), ("F16", 2), ("BF16", 2), ("I64", 8), ("I32", 4), ("U8", 1), ("I8", 1), ("BOOL", 1),
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""GGUF's tensor encodings: the common ones decoded with torch on any device, the rare ones by the `gguf` package.
+"""Decodes the tensors of files: plain types, the common GGUF blocks with torch on any device, rare ones by `gguf`.
 
 The layouts are those of ggml's block structs; results are bit-equal to `gguf.quants.dequantize`, in float32. Decoding with
 torch serves two ends: it runs on the device that the weights go to, and it is quicker than numpy on the CPU.
@@ -6,10 +6,28 @@ torch serves two ends: it runs on the device that the weights go to, and it is q
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from headrace.model.tensor_file import Encoding, plain_encoding
+from headrace.model.tensor_file import TensorEntry
+
+Decoder = Callable[[Tensor], Tensor]
+
+
+def decode_rows(entry: TensorEntry, raw: Tensor, num_rows: int) -> Tensor:
+    """`num_rows` rows of a tensor from their bytes `raw` (uint8 [num_rows * row_bytes], any device; whole heads where the
+    entry has a head_dim): [num_rows, *shape[1:]] in the type of the file, or in float32 if that is quantized."""
+    out = _DECODERS[entry.encoding.name](raw).view(num_rows, *entry.shape[1:])
+    if entry.head_dim:
+        pairs = out.view(num_rows // entry.head_dim, entry.head_dim // 2, 2, *entry.shape[1:])
+        out = pairs.transpose(1, 2).reshape(num_rows, *entry.shape[1:])
+    return out.float() + entry.shift if entry.shift else out
+
+
+def _plain(dtype: torch.dtype) -> Decoder:
+    return lambda raw: raw.view(dtype)
 
 
 def _half(field: Tensor) -> Tensor:
@@ -105,33 +123,39 @@ def _q6_k(raw: Tensor) -> Tensor:
     return quants.mul_(scale.unsqueeze(-1))
 
 
-def _by_package(gguf_type: int, block_bytes: int):
+def _by_package(name: str) -> Decoder:
     """Decoding with the `gguf` package, on the host."""
 
     def decode(raw: Tensor) -> Tensor:
-        from gguf import GGMLQuantizationType, quants
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-        rows = raw.cpu().view(-1, block_bytes).numpy()
-        return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType(gguf_type))).to(raw.device)
+        kind = GGMLQuantizationType[name]
+        rows = raw.cpu().view(-1, GGML_QUANT_SIZES[kind][1]).numpy()
+        return torch.from_numpy(quants.dequantize(rows, kind)).to(raw.device)
 
     return decode
 
 
-# ggml's type number -> encoding
-ENCODINGS: dict[int, Encoding] = {
-    0: plain_encoding("F32", torch.float32),
-    1: plain_encoding("F16", torch.float16),
-    2: Encoding("Q4_0", 32, 18, _q4_0),
-    3: Encoding("Q4_1", 32, 20, _q4_1),
-    6: Encoding("Q5_0", 32, 22, _q5_0),
-    7: Encoding("Q5_1", 32, 24, _q5_1),
-    8: Encoding("Q8_0", 32, 34, _q8_0),
-    10: Encoding("Q2_K", 256, 84, _by_package(10, 84)),
-    11: Encoding("Q3_K", 256, 110, _by_package(11, 110)),
-    12: Encoding("Q4_K", 256, 144, _q4_k),
-    13: Encoding("Q5_K", 256, 176, _q5_k),
-    14: Encoding("Q6_K", 256, 210, _q6_k),
-    20: Encoding("IQ4_NL", 32, 18, _by_package(20, 18)),
-    23: Encoding("IQ4_XS", 256, 136, _by_package(23, 136)),
-    30: plain_encoding("BF16", torch.bfloat16),
+_DECODERS: dict[str, Decoder] = {
+    "F64": _plain(torch.float64),
+    "F32": _plain(torch.float32),
+    "F16": _plain(torch.float16),
+    "BF16": _plain(torch.bfloat16),
+    "I64": _plain(torch.int64),
+    "I32": _plain(torch.int32),
+    "U8": _plain(torch.uint8),
+    "I8": _plain(torch.int8),
+    "BOOL": _plain(torch.bool),
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "Q2_K": _by_package("Q2_K"),
+    "Q3_K": _by_package("Q3_K"),
+    "IQ4_NL": _by_package("IQ4_NL"),
+    "IQ4_XS": _by_package("IQ4_XS"),
 }

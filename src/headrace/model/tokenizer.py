@@ -1,0 +1,274 @@
+"""Text to token ids and back: the checkpoint's tokenizer, by the `tokenizers` library. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from headrace.errors import CheckpointError, ParameterError
+from headrace.model.safetensors_file import read_json
+
+if TYPE_CHECKING:
+    from headrace.model.checkpoint import Checkpoint
+
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerExtras:
+    """What belongs to a tokenizer besides its model.
+
+    `prefix` and `suffix` are the special tokens put around a text; None leaves that to the backend's post-processor.
+    """
+
+    roles: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, unk_token -> text
+    chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; the usual one is "default"
+    prefix: tuple[int, ...] | None = None
+    suffix: tuple[int, ...] = ()
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Immutable after construction; safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, extras: TokenizerExtras):
+        backend.no_truncation()  # a tokenizer.json may carry either: both would alter prompts silently
+        backend.no_padding()
+        self.backend = backend
+        self.chat_templates = dict(extras.chat_templates)
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = (extras.roles.get(role) for role in _ROLES)
+        self._prefix, self._suffix = extras.prefix, extras.suffix
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids are below it; some may be unused
+        decoders = _decoder_kinds(backend)
+        self.byte_level = decoders == ["ByteLevel"]  # decode() is the UTF-8 text of all token_bytes
+        self.byte_fallback: dict[int, int] = {}  # id -> byte, of the tokens <0xNN>
+        if "ByteFallback" in decoders:
+            names = ((f"<0x{byte:02X}>", byte) for byte in range(256))
+            self.byte_fallback = {vocabulary[name]: byte for name, byte in names if name in vocabulary}
+        self._metaspace = bool({"ByteFallback", "Metaspace"} & set(decoders))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
+        """The tokenizer of `checkpoint`, or the one that was named in its place. Raises CheckpointError."""
+        path = checkpoint.tokenizer_path or checkpoint.path
+        if path.is_dir():
+            return cls.from_directory(path)
+        from headrace.model.gguf import read_gguf
+
+        gguf = checkpoint.gguf if checkpoint.gguf is not None and checkpoint.gguf.path == path else read_gguf(path)
+        return cls.from_gguf_metadata(path, gguf.metadata)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """From tokenizer.json, with what tokenizer_config.json and its companions add. Raises CheckpointError."""
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            others = [n for n in ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "tekken.json")
+                      if (directory / n).exists()]  # fmt: skip
+            hint = f"; {others[0]} alone is not supported, convert it with transformers" if others else ""
+            raise CheckpointError(f"{directory} has no tokenizer.json{hint}")
+        backend = build_backend(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
+        config = _optional_json(directory / "tokenizer_config.json")
+        roles = _roles(_optional_json(directory / "special_tokens_map.json")) | _roles(config)
+        _add_configured_tokens(directory, backend, config, roles)
+        prefix, suffix = _configured_ends(backend, config, roles)
+        return cls(backend, TokenizerExtras(roles, _chat_templates(directory, config), prefix, suffix))
+
+    @classmethod
+    def from_gguf_metadata(cls, path: Path, metadata: dict[str, Any]) -> Tokenizer:
+        """From the metadata of the GGUF file `path`. Raises CheckpointError for a kind of tokenizer that is not known."""
+        from headrace.model.gguf_tokenizer import tokenizer_parts
+
+        return cls(*tokenizer_parts(path, metadata))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, or the only one there is."""
+        if "default" in self.chat_templates or len(self.chat_templates) != 1:
+            return self.chat_templates.get("default")
+        return next(iter(self.chat_templates.values()))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id(self.eos_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id(self.pad_token)
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        return self.special_ids
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Special tokens written out in the text become their ids.
+
+        `add_special_tokens` puts the tokenizer's own around it, but no second bos before a text that starts with one.
+        Raises ParameterError if the text is not valid Unicode.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """encode() of each text, in parallel threads."""
+        by_backend = add_special_tokens and self._prefix is None
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=by_backend)
+        except (TypeError, UnicodeError) as error:  # a lone surrogate cannot cross into the library
+            bad = next((t for t in texts if not _is_unicode(t)), "")
+            raise ParameterError("prompt", bad, "text without lone surrogates") from error
+        batch = [encoding.ids for encoding in encodings]
+        return [self._finish(*pair) for pair in zip(texts, batch, strict=True)] if add_special_tokens else batch
+
+    def _finish(self, text: str, ids: list[int]) -> list[int]:
+        if self._prefix is not None:
+            ids = [*self._prefix, *ids, *self._suffix]
+        bos = self.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and text.startswith(self.bos_token or ""):
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; ids that no token has give no text."""
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_to_piece(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; "" for an id that no token has."""
+        return self.backend.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds in the middle of a text; not always whole characters. b"" for an id that no token has."""
+        if (byte := self.byte_fallback.get(token_id)) is not None:
+            return bytes([byte])
+        piece = self.id_to_piece(token_id)
+        if self.byte_level:
+            try:
+                return bytes([_BYTE_OF[c] for c in piece])
+            except KeyError:  # an added token, spelled as it is
+                return piece.encode()
+        if self._metaspace and token_id not in self._added:
+            piece = piece.replace("▁", " ")
+        return piece.encode()
+
+    def token_to_text(self, token_id: int) -> str:
+        """token_bytes as text; incomplete characters become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def build_backend(path: Path, build) -> tokenizers.Tokenizer:
+    """`build()`, its errors as CheckpointError. The library reports some broken files by a Rust panic, a BaseException."""
+    try:
+        return build()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE spells bytes as printable characters: this maps them back (the alphabet of GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = byte_alphabet()
+
+
+def _is_unicode(text: Any) -> bool:
+    try:
+        text.encode()
+    except (AttributeError, UnicodeError):
+        return False
+    return True
+
+
+def _decoder_kinds(backend: tokenizers.Tokenizer) -> list[str]:
+    """The type of the decoder, or those of its sequence."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return [d["type"] for d in state["decoders"]] if state["type"] == "Sequence" else [state["type"]]
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _roles(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and so on: each a string, or an object with a content."""
+    found = {role: config[role]["content"] if isinstance(config.get(role), dict) and "content" in config[role]
+             else config.get(role) for role in _ROLES}  # fmt: skip
+    return {role: token for role, token in found.items() if isinstance(token, str)}
+
+
+def _add_configured_tokens(directory: Path, backend, config: dict[str, Any], roles: dict[str, str]) -> None:
+    """Tokens that only tokenizer_config.json has, and its flags for those that tokenizer.json has too."""
+    listed = config.get("added_tokens_decoder")
+    tokens: list[tuple[int, dict[str, Any]]] = []
+    if isinstance(listed, dict):
+        tokens = sorted((int(i), t) for i, t in listed.items() if i.isdecimal() and isinstance(t, dict))
+
+    def add() -> tokenizers.Tokenizer:
+        present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        for _, flags in tokens:
+            token = tokenizers.AddedToken(
+                str(flags["content"]),
+                **{k: bool(flags[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in flags},
+            )
+            if repr(present.get(token.content)) != repr(token):
+                backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
+        for content in roles.values():
+            if content not in present or not present[content].special:
+                backend.add_special_tokens([present.get(content, tokenizers.AddedToken(content, normalized=False))])
+        return backend
+
+    build_backend(directory / "tokenizer_config.json", add)
+
+
+def _configured_ends(backend, config: dict[str, Any], roles: dict[str, str]) -> tuple[tuple[int, ...] | None, tuple]:
+    """The tokens around a text where tokenizer_config.json decides it: an explicit add_bos_token or add_eos_token wins over
+    the post-processor of tokenizer.json, as in transformers 5."""
+    if not {"add_bos_token", "add_eos_token"} & config.keys():
+        return None, ()
+    ends = []
+    for flag, role in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        token = backend.token_to_id(roles[role]) if config.get(flag) and role in roles else None
+        ends.append(() if token is None else (token,))
+    return ends[0], ends[1]
+
+
+def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Chat templates by name. A file of its own wins over tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    given = config.get("chat_template")
+    if given is None:
+        given = _optional_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(given, str):
+        templates["default"] = given
+    elif isinstance(given, list):
+        pairs = [(t.get("name"), t.get("template")) for t in given if isinstance(t, dict)]
+        templates |= {n: t for n, t in pairs if isinstance(n, str) and isinstance(t, str)}
+    files = [("default", directory / "chat_template.jinja")]
+    files += [(p.stem, p) for p in sorted((directory / "additional_chat_templates").glob("*.jinja"))]
+    for name, path in files:
+        if path.is_file():
+            try:
+                templates[name] = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return templates
