@@ -176,9 +176,7 @@ class EngineCore:
             return
         kept = self._prompt_logprobs.setdefault(chunk.request.id, [None])
         del kept[chunk.start + 1 :]  # computed again after a preemption
-        kept.extend(
-            TokenLogprobs(i, p, r) for i, p, r in zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
-        )
+        kept.extend(TokenLogprobs(i, p, r) for i, p, r in zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True))
 
     def _keep_pooled(self, chunk, vector: np.ndarray) -> None:
         if chunk.request.finish_reason is None:

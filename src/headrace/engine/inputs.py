@@ -53,9 +53,7 @@ class InputProcessor:
         params = params.resolved(self.defaults)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
-            raise ParameterError(
-                "min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more"
-            )
+            raise ParameterError("min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more")
         return msgspec.structs.replace(
             params,
             max_tokens=max_tokens,

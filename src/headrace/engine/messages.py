@@ -49,3 +49,72 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     times: RequestTimes | None = None  # with the last output
     embedding: list[float] | None = None
     error: str | None = None  # what went wrong, for finish_reason "error"
+
+
+# ---------------------------------------------------------------- between the core's process and its client's
+
+
+class Abort(msgspec.Struct, tag=True):
+    ids: list[str]
+
+
+class Add(msgspec.Struct, tag=True):
+    request: EngineRequest
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """End now; the client has drained what it wanted to."""
+
+
+ToCore = Add | Abort | Shutdown
+
+
+class CoreStats(msgspec.Struct, array_like=True):
+    """The core's state and its counters since it started. Times are sums of seconds over all steps."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+    scheduled_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # prompt tokens found
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    settle_seconds: float = 0.0
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The core has loaded its model: what the client must know of it."""
+
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    device: str
+    dtype: str
+    load_seconds: float
+
+
+class News(msgspec.Struct, tag=True):
+    outputs: list[EngineOutput]
+    stats: CoreStats | None = None
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    """Sent by a thread of its own. `busy_seconds`: how long the loop has been inside the same step; 0 when idle."""
+
+    busy_seconds: float
+
+
+class Fatal(msgspec.Struct, tag=True):
+    """The core ends because of this; a mistake in the options (`permanent`) is not worth another try."""
+
+    error: str
+    permanent: bool
+
+
+FromCore = Ready | News | Heartbeat | Fatal

@@ -211,9 +211,7 @@ def slot_edits(params: SamplingParams, vocab_size: int, device: torch.device) ->
         banned_early=[t for t in early if t < vocab_size] if params.min_tokens else [],
         words=[w for w in params.bad_word_ids if len(w) > 1],
         mask=pack_mask(params.allowed_token_ids, vocab_size).to(device) if params.allowed_token_ids else None,
-        penalties=bool(
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1.0)
-        ),
+        penalties=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1.0)),
     )
     used = edits.bias or edits.banned or edits.banned_early or edits.words or edits.penalties
     return edits if used or edits.mask is not None else None

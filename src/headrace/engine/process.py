@@ -1,0 +1,159 @@
+"""The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
+
+Started by `engine.client` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL`; the first message is the EngineConfig.
+It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore, refused
+from headrace.engine.messages import Abort, Add, CoreStats, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore
+from headrace.errors import HeadraceError
+
+logger = logging.getLogger(__name__)
+HEARTBEAT_SECONDS = 0.5
+STATS_SECONDS = 0.1
+IDLE_POLL_MS = 100
+PR_SET_PDEATHSIG = 1
+
+
+class CoreLoop:
+    """Feeds one EngineCore from a socket and sends what it has to say."""
+
+    def __init__(self, core: EngineCore, inbox: zmq.Socket, send: Callable[[FromCore], None]):
+        self.core, self.inbox, self.send = core, inbox, send
+        self.stats = CoreStats()
+        self.step_began = 0.0  # time.monotonic(), 0 between steps; read by the heartbeat's thread
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self._stats_sent = 0.0
+
+    def run(self) -> None:
+        """Until a Shutdown comes."""
+        while True:
+            if not self._receive(wait=not self.core.has_work):
+                return
+            outputs = []
+            if self.core.has_work:
+                self.step_began = time.monotonic()
+                outputs = self.core.step()
+                self.step_began = 0.0
+                self._count()
+            now = time.monotonic()
+            stats = None
+            if now - self._stats_sent > STATS_SECONDS:
+                stats, self._stats_sent = self._snapshot(), now
+            if outputs or stats is not None:
+                self.send(News(outputs, stats))
+
+    def _receive(self, wait: bool) -> bool:
+        """Take all messages there are; False when one of them was the end."""
+        if wait and not self.inbox.poll(IDLE_POLL_MS):
+            return True
+        while True:
+            try:
+                message = self._decoder.decode(self.inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            if isinstance(message, Shutdown):
+                return False
+            if isinstance(message, Abort):
+                for request_id in message.ids:
+                    self.core.abort(request_id)
+            elif isinstance(message, Add):
+                try:
+                    self.core.add(message.request)
+                except HeadraceError as e:
+                    self.send(News([refused(message.request.id, e)]))
+
+    def _count(self) -> None:
+        times, stats = self.core.times, self.stats
+        stats.schedule_seconds += times.schedule
+        stats.launch_seconds += times.launch
+        stats.wait_seconds += times.wait
+        stats.settle_seconds += times.settle
+        stats.scheduled_tokens += times.num_tokens
+
+    def _snapshot(self) -> CoreStats:
+        stats, scheduler = self.stats, self.core.scheduler
+        stats.running, stats.waiting = scheduler.num_running, scheduler.num_waiting
+        stats.kv_usage, stats.steps = scheduler.kv_usage, self.core.steps
+        stats.preemptions = scheduler.num_preemptions
+        stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
+        return stats
+
+
+def watch(loop_of: Callable[[], CoreLoop | None], send: Callable[[FromCore], None], parent: int) -> None:
+    """The heartbeat: says that the process lives and how long its loop has been busy; ends it with its parent."""
+    while True:
+        if os.getppid() != parent:
+            os._exit(1)
+        loop = loop_of()
+        began = loop.step_began if loop is not None else 0.0
+        send(Heartbeat(time.monotonic() - began if began else 0.0))
+        time.sleep(HEARTBEAT_SECONDS)
+
+
+def main(inbox_address: str, outbox_address: str, parent: int, builder: str) -> int:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # the terminal's Ctrl-C and a group's SIGTERM are for the parent: it drains first and then says Shutdown
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)  # bounded by the requests in flight, which admission bounds
+        socket.linger = 1000
+    inbox.connect(inbox_address)
+    outbox.connect(outbox_address)
+    encoder, lock = msgspec.msgpack.Encoder(), threading.Lock()
+
+    def send(message: FromCore) -> None:
+        with lock:  # two threads send
+            outbox.send(encoder.encode(message))
+
+    loop: CoreLoop | None = None
+    threading.Thread(target=watch, args=(lambda: loop, send, parent), daemon=True).start()
+    try:
+        config = msgspec.msgpack.decode(inbox.recv(), type=EngineConfig)
+        module, _, function = builder.partition(":")
+        engine = getattr(importlib.import_module(module), function)(config)
+        resolved = engine.config
+        ready = Ready(
+            max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
+            num_blocks=engine.core.scheduler.config.num_blocks, max_num_seqs=resolved.max_num_seqs,
+            device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
+        )  # fmt: skip
+        loop = CoreLoop(engine.core, inbox, send)
+        send(ready)
+        loop.run()
+        return 0
+    except HeadraceError as e:
+        send(Fatal(str(e), permanent=loop is None))
+        return 2
+    except Exception as e:
+        traceback.print_exc()
+        send(Fatal(f"{type(e).__name__}: {e}", permanent=False))
+        return 3
+    finally:
+        context.destroy(linger=1000)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=sys.argv[5], format="%(asctime)s %(levelname)s core: %(message)s")
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))
