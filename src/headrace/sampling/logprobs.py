@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and of prompt tokens: raw, of the logits before any edit or temperature (vLLM's default)."""
+"""Log-probabilities of sampled and prompt tokens: raw, of the logits before any edit or temperature (as in vLLM)."""
 
 from __future__ import annotations
 

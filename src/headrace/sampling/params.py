@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ LogitsProcessor = Callable[[list[int], Any], Any]  # (output ids so far, logits 
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling parameters of one request; every range is checked when it is made, ids against the vocabulary at admission.
+    """Sampling parameters of one request; ranges are checked when it is made, ids against the vocabulary at admission.
 
     `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are None until somebody sets them: then the
     checkpoint's generation_config.json decides, and the neutral value where it is silent (`resolved`).
@@ -34,7 +33,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     min_p: float | None = None  # [0, 1]
     presence_penalty: float = 0.0  # [-2, 2], over output tokens
     frequency_penalty: float = 0.0  # [-2, 2], over output tokens
-    repetition_penalty: float | None = None  # (0, inf), over prompt and output
+    repetition_penalty: float | None = None  # [1e-6, 1e6], over prompt and output
     logit_bias: dict[int, float] | None = None  # token id -> [-100, 100]
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -51,7 +50,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last k; -1: what fits the context
-    logits_processors: Any = None  # list[LogitsProcessor]; in-process engines only: a function crosses no process border
+    logits_processors: Any = None  # list[LogitsProcessor]; in-process engines only: no function crosses the border
     # filled in by the engine, never by callers
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)
@@ -65,7 +64,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_float("min_p", self.min_p, 0.0, 1.0, optional=True)
         check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6, optional=True, open_low=True)
+        check_float("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, optional=True)
         check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -100,32 +99,31 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 check_int(name, i, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParameterError("allowed_token_ids", [], "at least one token id")
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise ParameterError("logit_bias", self.logit_bias, "a map of token id to number")
-            bias = {}
-            for k, v in self.logit_bias.items():
-                try:
-                    key = int(k)
-                except (TypeError, ValueError):
-                    raise ParameterError("logit_bias", k, "token ids as keys") from None
-                check_int("logit_bias", key, 0, 2**31 - 1)
-                check_float("logit_bias", v, -100.0, 100.0)
-                bias[key] = float(v)
-            self.logit_bias = bias
+        self.logit_bias = check_bias(self.logit_bias)
+        processors = self.logits_processors
+        if processors is not None and not (isinstance(processors, list | tuple) and all(map(callable, processors))):
+            raise ParameterError("logits_processors", processors, "a list of callables")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ParameterError unless every token id in any field is below `vocab_size`."""
+        """Raise ParameterError unless every token id is below `vocab_size` and some token may be sampled."""
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for i in getattr(self, name) or ():
                 if not 0 <= i < vocab_size:
                     raise ParameterError(name, i, f"token ids in [0, {vocab_size - 1}]")
+        if self.allowed_token_ids is not None:
+            banned = {word[0] for word in self.bad_word_ids if len(word) == 1}
+            if self.min_tokens:
+                banned.update(self.stop_token_ids or (), () if self.ignore_eos else self.eos_token_ids)
+            if banned.issuperset(self.allowed_token_ids):
+                allowed = "at least one id that bad_words and min_tokens do not ban"
+                raise ParameterError("allowed_token_ids", self.allowed_token_ids, allowed)
 
     def resolved(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which every None that has a neutral value is replaced: by `defaults` (the checkpoint's
         generation_config), else by the neutral value. An explicit value wins, also when it is 0."""
         neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        changes = {k: defaults.get(k, v) for k, v in neutral.items() if getattr(self, k) is None}
+        given = {k: v for k, v in defaults.items() if k in neutral and v is not None}
+        changes = {k: v for k, v in (neutral | given).items() if getattr(self, k) is None}
         return msgspec.structs.replace(self, **changes)
 
     @property
@@ -140,15 +138,39 @@ def check_float(name, value, low, high, *, optional=False, open_low=False) -> No
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ParameterError(name, value, interval)
     # written so that NaN fails: every comparison with it is false
-    if not (low <= value <= high) or (open_low and value == low) or not math.isfinite(value):
-        raise ParameterError(name, value, interval)
+    if not (low <= value <= high) or (open_low and value == low):
+        raise ParameterError(name, shown(value), interval)
 
 
 def check_int(name, value, low, high, *, optional=False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not (low <= value <= high):
-        raise ParameterError(name, value, f"an integer in [{low}, {high}]")
+        raise ParameterError(name, shown(value), f"an integer in [{low}, {high}]")
+
+
+def shown(value):
+    """`value` as an error message can hold it: Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return value
+
+
+def check_bias(bias) -> dict[int, float] | None:
+    """`logit_bias` with integer keys (JSON only has strings) and float values."""
+    if bias is None:
+        return None
+    if not isinstance(bias, dict):
+        raise ParameterError("logit_bias", bias, "a map of token id to number")
+    checked: dict[int, float] = {}
+    for key, value in bias.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        check_int("logit_bias", token, 0, 2**31 - 1)
+        check_float("logit_bias", value, -100.0, 100.0)
+        if token in checked:
+            raise ParameterError("logit_bias", key, "each token id once")
+        checked[token] = float(value)
+    return checked
 
 
 def check_strings(name, value, most: int) -> None:

@@ -133,8 +133,8 @@ def apply_processors(logits: Tensor, user: UserProcessor) -> None:
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
-    """Repetition (Keskar et al. 2019, as in Transformers: over prompt and output, divides a positive logit and multiplies a
-    negative one), then frequency and presence (OpenAI: over the output only, subtracted)."""
+    """Repetition over prompt and output (Keskar et al. 2019: divides a positive logit, multiplies a negative one), then
+    frequency and presence over the output (OpenAI: subtracted)."""
     counts = penalties.counts[penalties.slots]
     repetition = penalties.repetition[:, None]
     penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -145,7 +145,7 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
 
 
 def load_counts(counts: Tensor, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-    """Set a slot's row of counts [num_slots, V] int32 from all that is known: at admission and when a request resumes."""
+    """Set a slot's row of counts [num_slots, V] int32 from all known ids: at admission and when a request resumes."""
     row = counts[slot]
     row.zero_()
     if output_ids:

@@ -21,9 +21,7 @@ WORD = 0xFFFFFFFF
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def uniform(
-    seed: Tensor, position: Tensor, purpose: int = PURPOSE_SAMPLE, sample_index: Tensor | None = None
-) -> Tensor:
+def uniform(seed: Tensor, position: Tensor, purpose: int = PURPOSE_SAMPLE, sample_index: Tensor | None = None) -> Tensor:
     """One float32 in (0, 1) per row: odd multiples of 2^-24, so never 0 or 1 and exact in float32.
 
     seed, position: [R] int64 (any bits; position is the index of the output token); sample_index: [R], None means 0.

@@ -13,8 +13,8 @@ A row goes through these stages (vLLM's order):
   7. draw:   one uniform u per row, inverse CDF over the kept ids in *vocabulary order*, which needs no sort and which
              every tensor-parallel rank and every kernel walks alike
 
-Every filter is a threshold on y, so equal values share one fate: all ties at the edge are kept (as in vLLM's top-k; a sort
-would cut ties by its own order). At least the largest logit survives every filter.
+Every filter is a threshold on y, so equal values share one fate: all ties at the edge are kept (as in vLLM's top-k; a
+sort would cut ties by its own order). At least the largest logit survives every filter.
 
 A row whose largest logit is not finite (any NaN, +inf, or nothing but -inf) is reported in `failed` and yields token 0.
 """
@@ -40,7 +40,8 @@ TINY = torch.finfo(torch.float32).tiny
 class SampleInputs:
     """Parameters of R rows as tensors [R], and what the host knows of them so that whole stages can be left out.
 
-    A flag may be true without need (that costs time only), never false when some row needs the stage. Padded rows: temperature 0.
+    A flag may be true without need (that costs time only), never false when some row needs the stage. Padded rows have
+    temperature 0.
     """
 
     temperature: Tensor  # float32, below GREEDY_EPS: greedy
@@ -133,7 +134,7 @@ def _blocks(logits: Tensor) -> Tensor:
 
 
 def _first_equal(blocks: Tensor, block_max: Tensor, largest: Tensor) -> Tensor:
-    """Lowest id of the largest logit: [R] int64. Two small argmaxes, where one over the whole row costs ten times amax."""
+    """Lowest id of the largest logit: [R] int64. Two small argmaxes: one over the whole row costs ten times amax."""
     block = (block_max == largest[:, None]).int().argmax(-1)
     inside = blocks[torch.arange(len(block), device=block.device), block]
     return block * BLOCK + (inside == largest[:, None]).int().argmax(-1)
@@ -165,7 +166,7 @@ def _top_k_threshold(y: Tensor, top_k: Tensor, greedy: Tensor) -> Tensor:
 
 
 def _top_p_threshold(y: Tensor, w: Tensor, top_p: Tensor, greedy: Tensor) -> Tensor:
-    """The smallest y that top-p keeps, -inf where it is off: [R]. y, w [R, blocks, BLOCK]; w is 0 where already dropped.
+    """The smallest y that top-p keeps, -inf where it is off: [R]. y, w [R, blocks, BLOCK]; w is 0 where dropped.
 
     All weights below (1 - p) * total / V together cannot make up (1 - p) * total, so the threshold lies above that:
     only the ids above it are sorted.
@@ -189,8 +190,8 @@ def _top_p_threshold(y: Tensor, w: Tensor, top_p: Tensor, greedy: Tensor) -> Ten
 def _inverse_cdf(w: Tensor, u: Tensor) -> Tensor:
     """The first id in vocabulary order at which the running sum of w [R, blocks, BLOCK] exceeds u * total: [R] int64.
 
-    First the block, then the id in it. Sums of blocks are rounded otherwise than running sums inside one, so what is left of
-    u * total may exceed the block's last running sum: then the last id with a weight is taken.
+    First the block, then the id in it. Sums of blocks are rounded otherwise than running sums inside one, so what is
+    left of u * total may exceed the block's last running sum: then the last id with a weight is taken.
     """
     per_block = w.sum(-1).double()
     mass = per_block.cumsum(-1)

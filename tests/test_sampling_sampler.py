@@ -1,0 +1,195 @@
+"""The torch sampler: equal to the float64 reference, right in distribution, indifferent to batch mates and NaN."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import SampleInputs, sample
+from sampling_reference import Row, kept, tokens
+
+INF = float("inf")
+
+
+def inputs_of(rows: list[Row], **kwargs) -> SampleInputs:
+    params = [
+        SamplingParams(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, sample_index=r.sample_index)
+        for r in rows
+    ]
+    return SampleInputs.from_params(params, [r.seed for r in rows], [r.output_index for r in rows], **kwargs)
+
+
+ROWS = st.builds(
+    Row,
+    temperature=st.sampled_from([0.0, 1e-6, 1e-5, 1e-4, 0.3, 0.7, 1.0, 2.0]),
+    top_k=st.sampled_from([0, -1, 1, 2, 7, 50, 10**9]),
+    top_p=st.sampled_from([1.0, 0.999, 0.95, 0.5, 0.1, 1e-9]),
+    min_p=st.sampled_from([0.0, 1e-6, 0.05, 0.5, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    output_index=st.integers(0, 2**20),
+    sample_index=st.integers(0, 127),
+)
+
+
+@st.composite
+def batches(draw):
+    """Rows of peaked, flat, tied, masked and huge logits."""
+    rows = draw(st.lists(ROWS, min_size=1, max_size=6))
+    vocab = draw(st.sampled_from([1, 2, 5, 31, 33, 512, 513, 1500]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    logits = rng.standard_normal((len(rows), vocab)) * np.array(
+        [[draw(st.sampled_from([0.01, 1, 5, 1e4, 1e30]))] for _ in rows]
+    )
+    if draw(st.booleans()):
+        logits = np.round(logits)  # many ties
+    if draw(st.booleans()):
+        logits[rng.random(logits.shape) < 0.6] = -np.inf
+        logits[np.arange(len(rows)), rng.integers(vocab, size=len(rows))] = 0.0
+    return rows, logits.astype(np.float32)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_equals_the_reference(batch):
+    rows, logits = batch
+    out = sample(torch.tensor(logits), inputs_of(rows))
+    assert not out.failed.any() and out.token_ids.dtype == torch.int32
+    for i, row in enumerate(rows):
+        assert int(out.token_ids[i]) in tokens(logits[i], row)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches())
+def test_a_row_is_the_same_alone_and_among_others(batch):
+    rows, logits = batch
+    together = sample(torch.tensor(logits), inputs_of(rows)).token_ids.tolist()
+    alone = [int(sample(torch.tensor(logits[i : i + 1]), inputs_of([r])).token_ids[0]) for i, r in enumerate(rows)]
+    order = np.random.default_rng(len(rows)).permutation(len(rows))
+    shuffled = sample(torch.tensor(logits[order]), inputs_of([rows[i] for i in order])).token_ids.tolist()
+    assert together == alone
+    assert [together[i] for i in order] == shuffled
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(),
+        Row(temperature=0.5),
+        Row(temperature=2.0),
+        Row(top_k=3),
+        Row(top_p=0.7),
+        Row(min_p=0.2),
+        Row(temperature=0.8, top_k=8, top_p=0.9, min_p=0.05),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distribution(row, dtype):
+    """Chi-square of 20,000 draws over a small vocabulary; nothing outside the kept set is ever drawn."""
+    n, vocab = 20_000, 12
+    logits = torch.tensor(np.random.default_rng(1).standard_normal(vocab) * 1.5).to(dtype)
+    logits[5] = logits[2]  # a tie
+    rows = [Row(**{**row.__dict__, "seed": 1234, "output_index": i}) for i in range(n)]
+    ids = sample(logits.repeat(n, 1), inputs_of(rows)).token_ids
+    counts = np.bincount(ids.numpy(), minlength=vocab)
+    exact = logits.float().numpy()
+    keep = kept(exact, row)
+    assert not counts[~keep].any()
+    p = np.where(keep, np.exp((exact - exact.max()).astype(np.float64) / row.temperature), 0.0)
+    expected = n * p / p.sum()
+    chi2 = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
+    assert chi2 < 40  # up to 11 degrees of freedom: a fair sampler exceeds it with probability 4e-5; the draws are fixed
+
+
+def test_filters_at_their_edges():
+    logits = np.array([2.0, 2.0, 1.0, 1.0, 0.0, -INF], np.float32)
+    cases = {
+        (0, 1.0, 1.0): {0, 1},  # min_p 1: the largest and its equals
+        (1, 1.0, 0.0): {0, 1},  # ties at the k-th value are kept
+        (3, 1.0, 0.0): {0, 1, 2, 3},
+        (0, 1e-9, 0.0): {0, 1},  # a tiny top_p keeps the largest
+        (100, 1.0, 0.0): {0, 1, 2, 3, 4},  # top_k beyond the vocabulary is off; -inf is never drawn
+        (5, 1.0, 0.0): {0, 1, 2, 3, 4},
+        (6, 0.9999999, 0.0): {0, 1, 2, 3, 4},
+    }
+    for (top_k, top_p, min_p), want in cases.items():
+        rows = [Row(top_k=top_k, top_p=top_p, min_p=min_p, output_index=i) for i in range(400)]
+        got = set(sample(torch.tensor(logits).repeat(400, 1), inputs_of(rows)).token_ids.tolist())
+        assert got == want, (top_k, top_p, min_p)
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits = torch.zeros(4, 3000)
+    logits[1, [700, 2999, 1500]] = 3.0
+    logits[2, 2999] = 1.0
+    logits[3] = -INF
+    logits[3, [2100, 2999]] = -5.0
+    assert sample(logits, inputs_of([Row(temperature=0.0)] * 4)).token_ids.tolist() == [0, 700, 2999, 2100]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize("where", [0, 511, 700, 1299])
+def test_a_broken_row_is_reported_and_harms_nobody(temperature, bad, where):
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((4, 1300)).astype(np.float32)
+    rows = [Row(temperature=t, top_k=20, top_p=0.9, min_p=0.01, seed=i) for i, t in enumerate([1.0, temperature, 0.0, 0.7])]
+    clean = sample(torch.tensor(logits), inputs_of(rows))
+    assert not clean.failed.any()
+    broken = logits.copy()
+    broken[1, where] = bad
+    out = sample(torch.tensor(broken), inputs_of(rows))
+    assert out.failed.tolist() == [False, True, False, False]
+    assert int(out.token_ids[1]) == 0
+    assert out.token_ids[[0, 2, 3]].tolist() == clean.token_ids[[0, 2, 3]].tolist()
+    broken[1] = -INF
+    assert sample(torch.tensor(broken), inputs_of(rows)).failed.tolist() == [False, True, False, False]
+
+
+def test_flags_only_skip_work():
+    """A stage that is run without need changes nothing."""
+    rng = np.random.default_rng(5)
+    logits = torch.tensor(rng.standard_normal((6, 900)) * 4).float()
+    rows = [Row(temperature=t, seed=i) for i, t in enumerate([0.0, 1.0, 0.5, 2.0, 0.0, 1e-4])]
+    lean = inputs_of(rows)
+    assert not (lean.any_top_k or lean.any_top_p or lean.any_min_p or lean.all_greedy)
+    full = inputs_of(rows)
+    full.any_top_k = full.any_top_p = full.any_min_p = True
+    assert sample(logits, lean).token_ids.tolist() == sample(logits, full).token_ids.tolist()
+    greedy = inputs_of([Row(temperature=0.0)] * 6)
+    assert greedy.all_greedy
+    greedy_full = inputs_of([Row(temperature=0.0)] * 6)
+    greedy_full.all_greedy = False
+    assert sample(logits, greedy).token_ids.tolist() == sample(logits, greedy_full).token_ids.tolist()
+
+
+PROGRAM = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_sampling_sampler import Row, inputs_of, sample
+torch.manual_seed(int(sys.argv[2]))  # must not matter
+logits = torch.sin(torch.arange(8 * 5000).float().view(8, 5000) * 0.37) * 4
+rows = [Row(temperature=0.9, top_k=i * 9, top_p=0.95, seed=-7 + i, output_index=i) for i in range(8)]
+print(sample(logits, inputs_of(rows)).token_ids.tolist())
+"""
+
+
+def test_other_processes_draw_the_same():
+    here = str(Path(__file__).parent)
+    runs = {
+        subprocess.run([sys.executable, "-c", PROGRAM, here, str(s)], capture_output=True, text=True, check=True).stdout
+        for s in (1, 2)
+    }
+    assert len(runs) == 1 and "[" in runs.pop()
+
+
+def test_inputs_are_not_written():
+    logits = torch.randn(3, 1000)
+    before = logits.clone()
+    sample(logits, inputs_of([Row(top_k=5, top_p=0.5, min_p=0.1)] * 3))
+    assert torch.equal(logits, before)
