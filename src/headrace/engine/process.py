@@ -1,7 +1,7 @@
 """The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
 
-Started by `engine.client` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL`; the first message is the EngineConfig.
-It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
+Started by `engine.client` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL`; the first message
+is the EngineConfig. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
 """
 
 from __future__ import annotations

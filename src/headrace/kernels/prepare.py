@@ -1,0 +1,155 @@
+"""The rows of a decode step from three numbers each: what a captured step derives from the slot tables on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """Outputs of `prepare_decode`, each [R], at fixed addresses; see ForwardBatch and SampleInputs for their meaning."""
+
+    token_ids: Tensor  # int32
+    positions: Tensor  # int32
+    slot_mapping: Tensor  # int64
+    seq_slots: Tensor  # int32
+    seq_lens: Tensor  # int32
+    temperature: Tensor  # float32
+    top_p: Tensor  # float32
+    min_p: Tensor  # float32
+    top_k: Tensor  # int32
+    seed: Tensor  # int64
+    output_index: Tensor  # int64
+    sample_index: Tensor  # int32
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> DecodeRows:
+        types = dict(
+            token_ids=torch.int32, positions=torch.int32, slot_mapping=torch.int64, seq_slots=torch.int32,
+            seq_lens=torch.int32, temperature=torch.float32, top_p=torch.float32, min_p=torch.float32, top_k=torch.int32,
+            seed=torch.int64, output_index=torch.int64, sample_index=torch.int32,
+        )  # fmt: skip
+        return cls(**{name: torch.zeros(rows, dtype=t, device=device) for name, t in types.items()})
+
+    def first(self, rows: int) -> DecodeRows:
+        """Views of the first rows."""
+        return DecodeRows(*(getattr(self, name)[:rows] for name in self.__slots__))
+
+
+def prepare_decode(
+    numbers: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, rows: DecodeRows, *, block_size: int
+) -> None:
+    """Fill `rows` and enter new blocks into the block tables.
+
+    numbers [3, R] int32: slot, position (-1: a padded row), id of the block that this position opens (-1: none);
+    token_table [slots, L] int32; block_tables [slots, B] int32; floats [slots, 6] float32 and ints [slots, 4] int64 as in
+    worker.batch_state. A padded row reads nothing and gets slot_mapping -1, seq_lens 0, temperature 0.
+    """
+    if not on_gpu(numbers):
+        prepare_decode_reference(numbers, token_table, block_tables, floats, ints, rows, block_size=block_size)
+        return
+    launch(numbers, token_table, block_tables, floats, ints, rows, block_size)
+
+
+def launch(numbers, token_table, block_tables, floats, ints, rows: DecodeRows, block_size: int) -> None:
+    count = numbers.shape[1]
+    block = min(256, next_power_of_2(count))
+    outputs = (getattr(rows, name) for name in rows.__slots__)
+    _prepare_decode[(-(-count // block),)](
+        numbers, token_table, block_tables, floats, ints, *outputs, count, numbers.stride(0), token_table.stride(0),
+        block_tables.stride(0), BLOCK_SIZE=block_size, FLOATS=floats.shape[1], INTS=ints.shape[1], BLOCK=block,
+        num_warps=4, **pdl(numbers),
+    )  # fmt: skip
+
+
+def prepare_decode_reference(numbers, token_table, block_tables, floats, ints, rows: DecodeRows, *, block_size: int) -> None:
+    """See `prepare_decode`."""
+    slots, positions, new_blocks = numbers.long()
+    real = positions >= 0
+    at = positions.clamp(min=0)
+    opened = real & (new_blocks >= 0)
+    block_tables[slots[opened], at[opened] // block_size] = new_blocks[opened].int()
+    blocks = block_tables[slots, at // block_size].long()
+    rows.seq_slots.copy_(slots)
+    rows.positions.copy_(at)
+    rows.token_ids.copy_(torch.where(real, token_table[slots, at], 0))
+    rows.slot_mapping.copy_(torch.where(real, blocks * block_size + at % block_size, -1))
+    rows.seq_lens.copy_(torch.where(real, at + 1, 0))
+    rows.temperature.copy_(torch.where(real, floats[slots, 0], 0.0))
+    rows.top_p.copy_(floats[slots, 1])
+    rows.min_p.copy_(floats[slots, 2])
+    rows.seed.copy_(ints[slots, 0])
+    rows.top_k.copy_(ints[slots, 1])
+    rows.sample_index.copy_(ints[slots, 2])
+    rows.output_index.copy_(at + 1 - ints[slots, 3])
+
+
+@jit
+def _prepare_decode(
+    numbers, token_table, block_tables, floats, ints,
+    token_ids, positions, slot_mapping, seq_slots, seq_lens, temperature, top_p, min_p, top_k, seed, output_index, sample_index,
+    count, number_stride, token_stride, table_stride,
+    BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < count
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.load(numbers + row, there, 0).to(tl.int64)
+    position = tl.load(numbers + number_stride + row, there, -1)
+    new_block = tl.load(numbers + 2 * number_stride + row, there, -1)
+    real = there & (position >= 0)
+    at = tl.maximum(position, 0)
+    place = block_tables + slot * table_stride + at // BLOCK_SIZE
+    # a row's block is the new one or the table's: no read after a write
+    block = tl.where(new_block >= 0, new_block, tl.load(place, real & (new_block < 0), 0)).to(tl.int64)
+    tl.store(place, new_block, real & (new_block >= 0))
+    tl.store(seq_slots + row, slot.to(tl.int32), there)
+    tl.store(positions + row, at, there)
+    tl.store(token_ids + row, tl.load(token_table + slot * token_stride + at, real, 0), there)
+    tl.store(slot_mapping + row, tl.where(real, block * BLOCK_SIZE + at % BLOCK_SIZE, -1), there)
+    tl.store(seq_lens + row, tl.where(real, at + 1, 0), there)
+    f, i = floats + slot * FLOATS, ints + slot * INTS
+    tl.store(temperature + row, tl.load(f, real, 0.0), there)
+    tl.store(top_p + row, tl.load(f + 1, there, 1.0), there)
+    tl.store(min_p + row, tl.load(f + 2, there, 0.0), there)
+    tl.store(seed + row, tl.load(i, there, 0), there)
+    tl.store(top_k + row, tl.load(i + 1, there, 0).to(tl.int32), there)
+    tl.store(sample_index + row, tl.load(i + 2, there, 0).to(tl.int32), there)
+    tl.store(output_index + row, at + 1 - tl.load(i + 3, there, 0), there)
+
+
+def publish(token_ids: Tensor, rows: DecodeRows, token_table: Tensor) -> None:
+    """Write sampled ids [R] int32 where the next step reads its input: token_table[slot, position + 1]; not of padded rows."""
+    if not on_gpu(token_ids):
+        real = rows.seq_lens > 0
+        token_table[rows.seq_slots[real].long(), rows.seq_lens[real].long()] = token_ids[real]
+        return
+    launch_publish(token_ids, rows, token_table)
+
+
+def launch_publish(token_ids: Tensor, rows: DecodeRows, token_table: Tensor) -> None:
+    count = token_ids.shape[0]
+    block = min(256, next_power_of_2(count))
+    _publish[(-(-count // block),)](
+        token_ids, rows.seq_slots, rows.seq_lens, token_table, count, token_table.stride(0), BLOCK=block, num_warps=4,
+        **pdl(token_ids),
+    )  # fmt: skip
+
+
+@jit
+def _publish(token_ids, seq_slots, seq_lens, token_table, count, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < count
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    length = tl.load(seq_lens + row, there, 0)
+    slot = tl.load(seq_slots + row, there, 0).to(tl.int64)
+    tl.store(token_table + slot * stride + length, tl.load(token_ids + row, there, 0), there & (length > 0))

@@ -1,0 +1,43 @@
+"""The decode step's row preparation: the Triton kernels (interpreted) equal their references."""
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.kernels import prepare
+from headrace.kernels.prepare import DecodeRows, prepare_decode_reference
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the interpreter is for machines without a card", allow_module_level=True)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 300])
+def test_rows_equal_the_reference(count):
+    rng = np.random.default_rng(count)
+    slots, length, block_size = 320, 70, 16
+    token_table = torch.from_numpy(rng.integers(0, 1000, (slots, length + 1)).astype(np.int32))
+    tables = torch.from_numpy(rng.integers(0, 500, (slots, -(-length // block_size))).astype(np.int32))
+    floats = torch.from_numpy(rng.random((slots, 6)).astype(np.float32))
+    ints = torch.from_numpy(rng.integers(-(2**62), 2**62, (slots, 4)))
+    ints[:, 1:] %= 1000
+    position = rng.integers(-1, length, count)
+    new_block = np.where(position % block_size == 0, rng.integers(0, 500, count), -1)
+    numbers = torch.from_numpy(np.stack([rng.permutation(slots)[:count], position, new_block]).astype(np.int32))
+    got, want = (DecodeRows.empty(count, torch.device("cpu")) for _ in range(2))
+    tables_got, tables_want = tables.clone(), tables.clone()
+    prepare.launch(numbers, token_table, tables_got, floats, ints, got, block_size)
+    prepare_decode_reference(numbers, token_table, tables_want, floats, ints, want, block_size=block_size)
+    assert torch.equal(tables_got, tables_want)
+    real = position >= 0
+    for name in DecodeRows.__slots__:
+        a, b = getattr(got, name), getattr(want, name)
+        if name in ("top_k", "output_index", "sample_index", "seed", "top_p", "min_p"):
+            a, b = a[real], b[real]  # of padded rows anything will do: temperature 0 makes them greedy
+        assert torch.equal(a, b), name
+    ids = torch.arange(count, dtype=torch.int32) + 5000
+    got_table, want_table = token_table.clone(), token_table.clone()
+    prepare.launch_publish(ids, got, got_table)
+    prepare.publish(ids, want, want_table)
+    assert torch.equal(got_table, want_table)
+    assert int((got_table != token_table).sum()) == int(real.sum())
