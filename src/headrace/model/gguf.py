@@ -1,11 +1,12 @@
 """Reads the header of a GGUF file: metadata and where each tensor lies, all checked against the file's size.
 
-The `gguf` package's reader trusts counts and lengths and takes seconds for a vocabulary of 50,000 tokens; this one reads
-it in a tenth of a second and answers every lie with CheckpointError. Format: ggml's docs/gguf.md, versions 2 and 3.
+The `gguf` package's reader trusts counts and lengths and takes seconds for a vocabulary of 50,000 tokens; this one
+reads it in a tenth of a second and answers every lie with CheckpointError. Format: ggml's docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Header of the GGUF file at `path`. Raises CheckpointError if it is not one, is truncated or contradicts itself."""
+    """Header of the GGUF file at `path`. Raises CheckpointError if it is none, is truncated or contradicts itself."""
     try:
         size = path.stat().st_size
         if size < 24:
@@ -176,15 +177,14 @@ class _Header:
                 raise self.fail(f"tensor {name!r}: offset {offset} is not a multiple of {alignment}")
             num_bytes = num_elements(shape) // encoding.block_size * encoding.block_bytes
             if start + offset + num_bytes > self.size:
-                raise self.fail(
-                    f"tensor {name!r}: {num_bytes} bytes at {start + offset} reach past the file's end ({self.size} bytes)"
-                )
+                span = f"{num_bytes} bytes at {start + offset}"
+                raise self.fail(f"tensor {name!r}: {span} reach past the file's end ({self.size} bytes)")
             entries[name] = TensorEntry(name, shape, encoding, self.path, start + offset, num_bytes)
         self.check_overlap(entries)
         return entries
 
     def check_overlap(self, entries: dict[str, TensorEntry]) -> None:
         ordered = sorted(entries.values(), key=lambda e: e.offset)
-        for first, second in zip(ordered, ordered[1:], strict=False):
+        for first, second in itertools.pairwise(ordered):
             if first.offset + first.num_bytes > second.offset:
                 raise self.fail(f"the tensors {first.name!r} and {second.name!r} overlap")

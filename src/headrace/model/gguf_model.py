@@ -67,7 +67,7 @@ _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 
 
 def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
-    """The file's tensors under their Hugging Face names. Raises CheckpointError for a name that the architecture lacks."""
+    """The file's tensors by Hugging Face name. Raises CheckpointError for one that the architecture lacks."""
     arch = _architecture(gguf)
     head_dim = _hf_head_dim(gguf)
     layer_names = _LAYER_NAMES | arch.names
@@ -94,7 +94,7 @@ def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
 
 
 def hf_config(gguf: GgufFile) -> dict[str, Any]:
-    """What the model's `config.json` would say. Raises CheckpointError for an unknown architecture or a missing value."""
+    """What the model's `config.json` would say. Raises CheckpointError for an unknown architecture or missing value."""
     arch, meta = _architecture(gguf), _Metadata(gguf)
     heads = meta.integer("attention.head_count")
     embedding = gguf.tensors.get("token_embd.weight")
@@ -135,9 +135,7 @@ def end_token_ids(gguf: GgufFile) -> list[int]:
 def _architecture(gguf: GgufFile) -> _Architecture:
     name = gguf.architecture
     if name not in _ARCHITECTURES:
-        raise CheckpointError(
-            f"{gguf.path}: GGUF architecture {name!r} is not supported ({', '.join(_ARCHITECTURES)} are)"
-        )
+        raise CheckpointError(f"{gguf.path}: GGUF architecture {name!r} is not supported ({', '.join(_ARCHITECTURES)} are)")
     return _ARCHITECTURES[name]
 
 
@@ -157,14 +155,14 @@ class _Metadata:
             value = value[0]
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise CheckpointError(f"{self.gguf.path}: metadata {self.prefix + key} is {value!r}, not a positive integer")
+            raise CheckpointError(f"{self.gguf.path}: {self.prefix + key} is {value!r}, not a positive integer")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointError(f"{self.gguf.path}: metadata {self.prefix + key} is {value!r}, not a finite number")
+            raise CheckpointError(f"{self.gguf.path}: {self.prefix + key} is {value!r}, not a finite number")
         return float(value)
 
     def token(self, name: str) -> int | None:
@@ -207,9 +205,7 @@ def _special_parts(gguf: GgufFile, meta: _Metadata, config: dict[str, Any]) -> d
         parts["query_pre_attn_scalar"] = hidden // heads if layers == large else config["head_dim"]
         parts["hidden_activation"] = "gelu_pytorch_tanh"
         parts["sliding_window"] = meta.integer("attention.sliding_window", 4096 if pattern == 2 else 1024)
-        parts["layer_types"] = [
-            "full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)
-        ]
+        parts["layer_types"] = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
         if meta.get("final_logit_softcapping") is not None or pattern == 2:
             parts["final_logit_softcapping"] = meta.number("final_logit_softcapping", 30.0)
         if pattern == 2:
@@ -221,7 +217,7 @@ def _special_parts(gguf: GgufFile, meta: _Metadata, config: dict[str, Any]) -> d
 
 def _rope_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any] | None:
     if "rope_factors_long.weight" in gguf.tensors:
-        scaling = {
+        scaling: dict[str, Any] = {
             "rope_type": "longrope",
             "long_factor": _read_vector(gguf, "rope_factors_long.weight"),
             "short_factor": _read_vector(gguf, "rope_factors_short.weight"),
@@ -270,10 +266,8 @@ def _llama3_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any]:
         turns = original / (2 * math.pi * base ** (i / dim))  # of this frequency within the original context
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         expected.append(1.0 / ((1.0 - smooth) / factor + smooth))
-    if len(given) != len(expected) or any(
-        not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(given, expected, strict=True)
-    ):
-        raise CheckpointError(f"{gguf.path}: 'rope_freqs.weight' is not a llama3 rope scaling, nothing else is supported")
+    if len(given) != len(expected) or any(not math.isclose(a, b, rel_tol=1e-3) for a, b in zip(given, expected, strict=True)):
+        raise CheckpointError(f"{gguf.path}: 'rope_freqs.weight' is no llama3 rope scaling; no other is supported")
     return {
         "rope_type": "llama3",
         "factor": factor,

@@ -68,9 +68,8 @@ def tokenizer_parts(path: Path, metadata: dict[str, Any]) -> tuple[tokenizers.To
     else:
         raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported (gpt2 and llama are)")
     build_backend(path, lambda: _add_tokens(backend, vocabulary))
-    roles = {role: vocabulary.role(name) for role, name in
-             (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))}  # fmt: skip
-    known = {role: token for role, token in roles.items() if token is not None}
+    names = (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))
+    known = {role: token for role, name in names if (token := vocabulary.role(name)) is not None}
     ends = [
         (vocabulary.index[known[role]],) if role in known and vocabulary.flag(flag, default) else ()
         for role, flag, default in (("bos_token", "add_bos_token", add_bos), ("eos_token", "add_eos_token", False))
@@ -131,12 +130,12 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     model = models.BPE(vocab=vocabulary.index, merges=vocabulary.merges, ignore_merges=pre.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     if pre.nfc:
-        backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
+        backend.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()
     return backend
 
 
@@ -155,11 +154,11 @@ def _sentencepiece_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     spaces = normalizers.Replace(" ", "▁")
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.flag("add_space_prefix", True):
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])  # type: ignore[assignment]
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
         steps.append(decoders.Strip(content=" ", left=1, right=0))
     else:
-        backend.normalizer = spaces  # type: ignore[assignment]
-    backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 

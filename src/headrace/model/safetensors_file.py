@@ -1,4 +1,4 @@
-"""Finds the tensors of a safetensors checkpoint, single or sharded, and checks their places against the files' sizes."""
+"""Finds the tensors of a safetensors checkpoint, single or sharded, and checks their places against the file sizes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _sharded(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index_path}: tensor {name!r} is in {shard!r}, which is not a name of a safetensors file")
+            raise CheckpointError(f"{index_path}: tensor {name!r} is in {shard!r}, no safetensors file's name")
         if shard not in headers:
             if not (directory / shard).exists():
                 raise CheckpointError(f"{directory / shard} does not exist, but {INDEX_NAME} names it for {name!r}")

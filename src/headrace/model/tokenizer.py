@@ -1,4 +1,4 @@
-"""Text to token ids and back: the checkpoint's tokenizer, by the `tokenizers` library. Imports neither torch nor transformers."""
+"""Text to token ids and back: the checkpoint's tokenizer, by the `tokenizers` library. Imports no torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf_metadata(cls, path: Path, metadata: dict[str, Any]) -> Tokenizer:
-        """From the metadata of the GGUF file `path`. Raises CheckpointError for a kind of tokenizer that is not known."""
+        """From the metadata of the GGUF file `path`. Raises CheckpointError for a kind of tokenizer that is unknown."""
         from headrace.model.gguf_tokenizer import tokenizer_parts
 
         return cls(*tokenizer_parts(path, metadata))
@@ -170,7 +170,7 @@ class Tokenizer:
 
 
 def build_backend(path: Path, build) -> tokenizers.Tokenizer:
-    """`build()`, its errors as CheckpointError. The library reports some broken files by a Rust panic, a BaseException."""
+    """`build()`, its errors as CheckpointError. The library reports some faults by a Rust panic, a BaseException."""
     try:
         return build()
     except BaseException as error:
@@ -226,10 +226,8 @@ def _add_configured_tokens(directory: Path, backend, config: dict[str, Any], rol
     def add() -> tokenizers.Tokenizer:
         present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
         for _, flags in tokens:
-            token = tokenizers.AddedToken(
-                str(flags["content"]),
-                **{k: bool(flags[k]) for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in flags},
-            )
+            options = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            token = tokenizers.AddedToken(str(flags["content"]), **{k: bool(flags[k]) for k in options if k in flags})
             if repr(present.get(token.content)) != repr(token):
                 backend.add_special_tokens([token]) if token.special else backend.add_tokens([token])
         for content in roles.values():
@@ -241,8 +239,8 @@ def _add_configured_tokens(directory: Path, backend, config: dict[str, Any], rol
 
 
 def _configured_ends(backend, config: dict[str, Any], roles: dict[str, str]) -> tuple[tuple[int, ...] | None, tuple]:
-    """The tokens around a text where tokenizer_config.json decides it: an explicit add_bos_token or add_eos_token wins over
-    the post-processor of tokenizer.json, as in transformers 5."""
+    """The tokens around a text where tokenizer_config.json decides it: an explicit add_bos_token or add_eos_token wins
+    over the post-processor of tokenizer.json, as in transformers 5."""
     if not {"add_bos_token", "add_eos_token"} & config.keys():
         return None, ()
     ends = []
