@@ -1,0 +1,269 @@
+"""Paged attention of sequences with few new rows (decode, verification): the context is split over programs and merged.
+
+    grid = (kv heads, chunks, sequences); a program takes one chunk of one sequence's context for all query heads that share
+    a kv head (GQA packed into the rows of one matrix product)
+
+The grid has as many chunks as the longest context that may come; programs past a sequence's end leave at once. So one CUDA
+graph serves every mix of lengths, and a long context is spread over many programs whatever the batch. A sequence of one
+chunk is written at once; of several, each program leaves its partial sum and the last one to arrive (an integer counter)
+merges all of them in the order of their chunks: no second kernel, and the same bits in every run.
+Split over the context: Dao et al., Flash-Decoding (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.launch import (
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    num_multiprocessors,
+    pdl,
+    tl,
+)
+
+MIN_CHUNK, MAX_CHUNK = 64, 1024
+MAX_ROWS = 64  # tokens of a sequence times query heads of a kv head
+
+
+@jit
+def _tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@jit(do_not_specialize=["first_seq", "window"])
+def _split_attention(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
+    tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
+    q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_CHUNKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    part = tl.program_id(1)
+    max_parts = tl.num_programs(1)
+    local_seq = tl.program_id(2)
+    seq = first_seq + local_seq
+    length = tl.load(lens_ptr + seq)
+    if TOKENS == 1:
+        row0 = seq
+        num_tokens = 1
+    else:
+        row0 = tl.load(query_start_ptr + seq)
+        num_tokens = tl.load(query_start_ptr + seq + 1) - row0
+    lo = 0
+    if WINDOW:  # nothing before the first token's window is touched
+        lo = tl.maximum(length - num_tokens + 1 - window, 0) // TILE * TILE
+    start = lo + part * chunk
+    num_parts = tl.cdiv(length - lo, chunk)
+    if PDL:
+        gdc_wait()
+    if (start < length) | (part == 0):
+        table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
+        stop = tl.minimum(length, start + chunk)
+        r = tl.arange(0, ROWS)
+        d = tl.arange(0, DIM)
+        n = tl.arange(0, TILE)
+        token = r // GROUP
+        real = (r < TOKENS * GROUP) & (token < num_tokens)
+        q_head = head * GROUP + r % GROUP
+        row = (row0 + token).to(tl.int64)
+        q = tl.load(
+            q_ptr + (row * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :],
+            mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        position = length - num_tokens + token
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        for n0 in range(start, stop, TILE):
+            key = n0 + n
+            inside = key < stop
+            if BLOCK % TILE == 0:
+                block = tl.load(table + n0 // BLOCK).to(tl.int64)
+                offset = block * block_stride + (n0 % BLOCK + n) * token_stride + head * head_stride
+            else:
+                block = tl.load(table + key // BLOCK, mask=inside, other=0).to(tl.int64)
+                offset = block * block_stride + (key % BLOCK) * token_stride + head * head_stride
+            mask = inside[:, None] & (d < HEAD_DIM)[None, :]
+            k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
+            v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if SOFTCAP:
+                s = softcap * _tanh(s * (scale / softcap)) * 1.4426950408889634
+            else:
+                s = s * (scale * 1.4426950408889634)
+            if TOKENS == 1:
+                seen = inside[None, :]
+            else:
+                seen = key[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            s = tl.where(seen, s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = m_new
+            if TOKENS > 1:  # a row may see nothing of this tile
+                base = tl.where(m_new == -float("inf"), 0.0, m_new)
+            p = tl.exp2(s - base[:, None])
+            shrink = tl.exp2(m - base)
+            total = total * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            m = m_new
+        o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if num_parts <= 1:  # also length 0: zeros
+            tl.store(
+                out_ptr + (row * out_stride + q_head * HEAD_DIM)[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty),
+                mask=real[:, None] & (d < HEAD_DIM)[None, :],
+            )  # fmt: skip
+        else:
+            place = (local_seq.to(tl.int64) * max_parts + part) * KV_HEADS + head
+            place = place * (TOKENS * GROUP) + r
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], o, mask=real[:, None] & (d < HEAD_DIM)[None, :])
+            lse = tl.where(total == 0.0, -float("inf"), m + tl.log2(tl.where(total == 0.0, 1.0, total)))
+            tl.store(lse_ptr + place, lse, mask=real)
+            tl.debug_barrier()  # the whole program's sums are written before it is counted
+            counter = counter_ptr + local_seq * KV_HEADS + head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_parts - 1:
+                tl.store(counter, 0)  # as the next launch wants to find it
+                _merge(
+                    out_ptr, partial_ptr, lse_ptr, local_seq, head, row0, num_tokens, num_parts, max_parts, out_stride,
+                    KV_HEADS, GROUP, HEAD_DIM, DIM, TOKENS, MERGE_ROWS, MERGE_CHUNKS,
+                )  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+
+
+@jit
+def _merge(
+    out_ptr, partial_ptr, lse_ptr, local_seq, head, row0, num_tokens, num_parts, max_parts, out_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Weigh the partial sums of one sequence and kv head by their exponential sums, MERGE_CHUNKS at a time."""
+    r = tl.arange(0, MERGE_ROWS)
+    c = tl.arange(0, MERGE_CHUNKS)
+    d = tl.arange(0, DIM)
+    token = r // GROUP
+    real = (r < TOKENS * GROUP) & (token < num_tokens)
+    m = tl.full([MERGE_ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([MERGE_ROWS], tl.float32)
+    acc = tl.zeros([MERGE_ROWS, DIM], tl.float32)
+    for c0 in range(0, num_parts, MERGE_CHUNKS):
+        place = (local_seq.to(tl.int64) * max_parts + c0 + c) * KV_HEADS + head
+        place = place[:, None] * (TOKENS * GROUP) + r[None, :]
+        mask = (c0 + c < num_parts)[:, None] & real[None, :]
+        # .cg: from L2, where the other programs' sums are
+        lse = tl.load(lse_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
+        o = tl.load(
+            partial_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        base = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weight = tl.exp2(lse - base[None, :])
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], 0)
+        m = m_new
+    o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = (row0 + token).to(tl.int64) * out_stride + (head * GROUP + r % GROUP) * HEAD_DIM
+    tl.store(
+        out_ptr + at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=real[:, None] & (d < HEAD_DIM)[None, :]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWorkspace:
+    """Where partial sums meet; allocated once, so that CUDA graphs find it at the same place. Zero between launches.
+
+    `slots` (sequence row, chunk) pairs hold num_heads sums of head_dim float32 each: a launch picks its chunk size so that
+    sequences * tokens * chunks fit.
+    """
+
+    slots: int
+    partial: Tensor  # [slots, num_heads, head_dim] float32
+    lse: Tensor  # [slots, num_heads] float32, base 2
+    counters: Tensor  # [max_num_seqs * kv_heads] int32
+
+    @classmethod
+    def allocate(
+        cls, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> SplitWorkspace:
+        slots = cls.num_slots(max_num_seqs)
+        return cls(
+            slots,
+            torch.empty((slots, num_heads, head_dim), dtype=torch.float32, device=device),
+            torch.empty((slots, num_heads), dtype=torch.float32, device=device),
+            torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+    @staticmethod
+    def num_slots(max_num_seqs: int) -> int:
+        return max(4096, 4 * max_num_seqs)
+
+    @classmethod
+    def bytes(cls, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+        return 4 * (cls.num_slots(max_num_seqs) * num_heads * (head_dim + 1) + max_num_seqs * num_kv_heads)
+
+
+def choose_chunk(num_seqs: int, tokens: int, kv_heads: int, context: int, multiprocessors: int, slots: int) -> int:
+    """Context tokens per program, a power of two.
+
+    Small enough to fill the card twice with contexts of up to 2k (measured best: 64 at batch 1, 256 at 8, 1024 from 32 on),
+    large enough that no merge gets more than 128 parts and that all partial sums fit the workspace.
+    """
+    fill = num_seqs * kv_heads * min(context, 2048) // (2 * multiprocessors)
+    chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(max(fill, 1))), next_power_of_2(-(-context // 128)))
+    most = max(1, slots // (num_seqs * tokens))
+    return max(chunk, next_power_of_2(-(-context // most)))
+
+
+def max_tokens(group: int) -> int:
+    """New rows of one sequence that the split kernel takes, `group` query heads to a kv head."""
+    return max(1, MAX_ROWS // group)
+
+
+def split_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
+    seq_lens: Tensor, workspace: SplitWorkspace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int,
+    scale: float, window: int = 0, softcap: float = 0.0, chunk: int | None = None,
+) -> None:  # fmt: skip
+    """Attention of the sequences first_seq .. first_seq + num_seqs, each with at most `tokens` rows, into `out`.
+
+    q [T, num_heads, head_dim] (rows may be strided); k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim], alike in
+    strides; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots [S] int32; query_start
+    [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and themselves, the last
+    `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0, nothing is read.
+    max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Writes nothing else but `workspace`.
+    """
+    num_heads, head_dim = q.shape[-2:]
+    kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
+    real_rows = tokens * group
+    rows, dim = max(16, next_power_of_2(real_rows)), max(16, next_power_of_2(head_dim))
+    tile = max(16, min(64, 16384 // (dim * k_cache.element_size())))
+    context = min(max_context, window + tokens + tile - 2) if window else max_context  # from the first touched tile on
+    if chunk is None:
+        sms = num_multiprocessors(q.device)
+        chunk = choose_chunk(num_seqs, tokens, kv_heads, context, sms, workspace.slots)
+    parts = max(1, -(-context // chunk))
+    if chunk % tile or parts > 1 and num_seqs * tokens * parts > workspace.slots:
+        raise ValueError(f"chunk {chunk} does not suit {num_seqs} sequences of {context} tokens")
+    merge_rows = next_power_of_2(real_rows)
+    hopper = capability(q.device) >= (9, 0)
+    _split_attention[(kv_heads, parts, num_seqs)](
+        q, k_cache, v_cache, out, workspace.partial, workspace.lse, workspace.counters,
+        block_tables, seq_slots, query_start, seq_lens, first_seq, scale, softcap, window, chunk,
+        q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows,
+        TILE=tile, MERGE_ROWS=merge_rows, MERGE_CHUNKS=max(1, 8192 // (merge_rows * dim)),
+        WINDOW=window > 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4 if rows * dim <= 4096 else 8, num_stages=3 if hopper else 2, **pdl(q),
+    )  # fmt: skip

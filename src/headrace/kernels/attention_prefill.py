@@ -1,0 +1,200 @@
+"""Paged attention of sequences with many new rows: prompts, chunks of prompts behind a context, and mixtures of both.
+
+One launch serves any number of sequences. A program takes some rows of one sequence for all query heads that share a kv
+head: `TOKENS` tokens times `GROUP` heads are the rows of its matrix products (Dao 2023, FlashAttention-2, with GQA packed).
+Keys and values are read from the cache's blocks in place: through the tensor memory accelerator where the card has one and
+a block holds whole tiles, by pointers otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.attention_decode import _tanh
+from headrace.kernels.launch import (
+    TensorDescriptor,
+    capability,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    next_power_of_2,
+    pdl,
+    tl,
+)
+
+
+@jit
+def _attend_tiles(
+    acc, total, m, q, k_src, v_src, table, lo, hi, stop, position, n, d, head, scale, softcap, window,
+    block_stride, token_stride, head_stride,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over keys lo .. hi (multiples of TILE); MASK where some row may not see some key below `stop`."""
+    for n0 in range(lo, hi, TILE):
+        key = n0 + n
+        if TMA:
+            row = tl.load(table + n0 // BLOCK) * BLOCK + n0 % BLOCK
+            k = tl.reshape(k_src.load([row, head, 0]), [TILE, DIM])
+        else:
+            if BLOCK % TILE == 0:
+                block = tl.load(table + n0 // BLOCK).to(tl.int64)
+                offset = block * block_stride + (n0 % BLOCK + n) * token_stride + head * head_stride
+            else:
+                block = tl.load(table + key // BLOCK, mask=key < stop, other=0).to(tl.int64)
+                offset = block * block_stride + (key % BLOCK) * token_stride + head * head_stride
+            at = offset[:, None] + d[None, :]
+            if MASK:
+                k = tl.load(k_src + at, mask=(key < stop)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+            elif DIM == HEAD_DIM:
+                k = tl.load(k_src + at)
+            else:
+                k = tl.load(k_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            s = softcap * _tanh(s * (scale / softcap)) * 1.4426950408889634
+        else:
+            s = s * (scale * 1.4426950408889634)
+        if MASK:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            s = tl.where(seen, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        base = m_new
+        if WINDOW:  # a row may see nothing of the tiles so far
+            base = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(m - base)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if TMA:
+            v = tl.reshape(v_src.load([row, head, 0]), [TILE, DIM])
+            if MASK:  # what lies behind the sequence's end may be anything, and 0 * NaN is NaN
+                v = tl.where((key < stop)[:, None], v, 0.0)
+        elif MASK:
+            v = tl.load(v_src + at, mask=(key < stop)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        elif DIM == HEAD_DIM:
+            v = tl.load(v_src + at)
+        else:
+            v = tl.load(v_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, total, m
+
+
+@jit
+def _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.constexpr):
+    """The sequence that a tile belongs to, and the tile's number within it.
+
+    With p rows before sequence s in the launch, its tiles begin at p // TOKENS + (s - first_seq): enough for each sequence to
+    round up, and monotone, so that counting the beginnings finds it.
+    """
+    lane = tl.arange(0, 128)
+    row0 = tl.load(query_start_ptr + first_seq)
+    found = 0
+    for s0 in range(0, num_seqs, 128):
+        s = s0 + lane
+        before = tl.load(query_start_ptr + first_seq + s, mask=s < num_seqs, other=0) - row0 - s * skip
+        found += tl.sum(((before // TOKENS + s <= tile) & (s < num_seqs)).to(tl.int32), 0)
+    s = found - 1
+    before = tl.load(query_start_ptr + first_seq + s) - row0 - s * skip
+    return first_seq + s, tile - (before // TOKENS + s)
+
+
+@jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window"])
+def _varlen_attention(
+    q_ptr, k_src, v_src, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, num_seqs, skip,
+    scale, softcap, window, q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
+    head = tl.program_id(1)
+    seq, local = _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS)
+    row0 = tl.load(query_start_ptr + seq)
+    num_tokens = tl.load(query_start_ptr + seq + 1) - row0
+    length = tl.load(lens_ptr + seq)
+    token0 = skip + local * TOKENS
+    if PDL:
+        gdc_wait()
+    if token0 < num_tokens:
+        table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
+        r = tl.arange(0, ROWS)
+        d = tl.arange(0, DIM)
+        n = tl.arange(0, TILE)
+        token = token0 + r // GROUP
+        real = (r < TOKENS * GROUP) & (token < num_tokens)
+        mask = real[:, None] & (d < HEAD_DIM)[None, :]
+        row = (row0 + token).to(tl.int64)
+        q_head = head * GROUP + r % GROUP
+        q = tl.load(q_ptr + (row * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM], tl.float32)
+        position0 = length - num_tokens + token0
+        position = position0 + r // GROUP
+        stop = tl.maximum(tl.minimum(length, position0 + TOKENS), 0)  # 0 for a padded sequence: it reads nothing
+        # keys lo..even: seen by some rows' windows; even..full: by all rows; full..stop: by rows that are late enough
+        full = tl.minimum(tl.maximum(position0 + 1, 0), stop) // TILE * TILE
+        lo = 0
+        if WINDOW:
+            lo = tl.minimum(tl.maximum(position0 + 1 - window, 0) // TILE * TILE, full)
+            even = tl.maximum(position0 + TOKENS - window + TILE - 1, 0) // TILE * TILE
+            even = tl.maximum(tl.minimum(even, full), lo)
+            acc, total, m = _attend_tiles(
+                acc, total, m, q, k_src, v_src, table, lo, even, stop, position, n, d, head, scale, softcap, window,
+                block_stride, token_stride, head_stride, HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, TMA, PRECISION,
+            )  # fmt: skip
+            lo = even
+        acc, total, m = _attend_tiles(
+            acc, total, m, q, k_src, v_src, table, lo, full, stop, position, n, d, head, scale, softcap, window,
+            block_stride, token_stride, head_stride, HEAD_DIM, DIM, BLOCK, TILE, False, WINDOW, SOFTCAP, TMA, PRECISION,
+        )  # fmt: skip
+        acc, total, m = _attend_tiles(
+            acc, total, m, q, k_src, v_src, table, full, stop, stop, position, n, d, head, scale, softcap, window,
+            block_stride, token_stride, head_stride, HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, TMA, PRECISION,
+        )  # fmt: skip
+        o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        at = out_ptr + (row * out_stride + q_head * HEAD_DIM)[:, None] + d[None, :]
+        tl.store(at, o.to(out_ptr.dtype.element_ty), mask=mask)
+    if PDL:
+        gdc_launch_dependents()
+
+
+def varlen_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
+    seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float, window: int = 0,
+    softcap: float = 0.0, skip: int = 0, tma: bool | None = None,
+) -> None:  # fmt: skip
+    """Attention of the sequences first_seq .. first_seq + num_seqs without each one's first `skip` rows, into `out`.
+
+    Tensors as in `attention_decode.split_attention`. num_rows bounds the rows of these sequences together, max_tokens of one
+    of them. `skip` rows (fewer than any of these sequences has) are left to another kernel and stay untouched in `out`.
+    """
+    num_heads, head_dim = q.shape[-2:]
+    block_size, kv_heads, group = k_cache.shape[1], k_cache.shape[2], num_heads // k_cache.shape[2]
+    dim = max(16, next_power_of_2(head_dim))
+    hopper = capability(q.device) >= (9, 0)
+    tile = max(16, min(64, 16384 // (dim * k_cache.element_size())))
+    if tma is None:
+        tma = hopper and block_size % tile == 0 and k_cache.numel() // (kv_heads * head_dim) < 2**31
+    rows = 32 if q.dtype == torch.float32 else 64 if tma and dim <= 128 else 128
+    rows = max(16, next_power_of_2(group), min(rows, next_power_of_2((max_tokens - skip) * group)))
+    k_src, v_src = k_cache, v_cache
+    if tma:
+        k_src, v_src = (
+            TensorDescriptor.from_tensor(c.view(-1, kv_heads, head_dim), [tile, 1, dim]) for c in (k_cache, v_cache)
+        )
+    tokens = rows // group
+    tiles = (num_rows - num_seqs * skip) // tokens + num_seqs
+    _varlen_attention[(tiles, kv_heads)](
+        q, k_src, v_src, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
+        scale, softcap, window, q.stride(0), out.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, TMA=tma, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=8 if rows * dim >= 16384 else 4, num_stages=3 if hopper else 2, **pdl(q),
+    )  # fmt: skip
