@@ -1,0 +1,309 @@
+"""Attention of one new token a sequence, from the raw QKV product to the context vector, in one kernel.
+
+A program owns (sequence, KV head, split of the context). It sums the partial QKV products, applies qk-norm and rotary embedding,
+attends over its part of the paged cache with all query heads of the group at once, and the split that holds the new token also
+writes its key and value to the cache. Splits are merged by the program that finishes last (an integer ticket), always in
+the order of the splits: replays are bit-identical (Flash-Decoding, Dao et al. 2023). The first tile of keys and values is
+loaded before the wait for the previous kernel: it is older than this step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.epilogues import runs_triton, soft_cap
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.qkv import rotate_reference
+
+MERGE_ELEMENTS = 4096  # of partial outputs that a merging program holds at once
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """block_n tokens a step; a split has at least `min_tiles` of them, so a short sequence is split less or not at all."""
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    min_tiles: int = 1
+
+
+class MergeSpace:
+    """Partial outputs, their log-sum-exps and the tickets of `rows` sequences of up to `splits` splits."""
+
+    def __init__(self, rows: int, splits: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        self.splits = splits
+        self.partials = torch.empty(rows * splits * num_heads * head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(rows * splits * num_heads, dtype=torch.float32, device=device)
+        self.tickets = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
+
+
+@jit
+def _sum_slabs(pointers, slab_stride, mask, SLABS: tl.constexpr):
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    for j in tl.static_range(1, SLABS):
+        x += tl.load(pointers + j * slab_stride, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@jit
+def _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets of tokens n0 .. n0 + BLOCK_N of a sequence in a cache tensor, 64-bit."""
+    if BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block
+        block = tl.load(table + n0 // BLOCK_SIZE).to(tl.int64)
+        return block * stride_block + (n0 % BLOCK_SIZE + rn) * stride_token
+    token = n0 + rn
+    block = tl.load(table + token // BLOCK_SIZE, mask=token < hi, other=0).to(tl.int64)
+    return block * stride_block + (token % BLOCK_SIZE) * stride_token
+
+
+@jit
+def _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """One tile of the online softmax, in powers of two."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        s = soft_cap(s, softcap)
+    s = tl.where(ok[None, :], s * 1.4426950408889634, -float("inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - top[:, None])
+    shrink = tl.exp2(m - top)
+    l = l * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return top, l, acc
+
+
+@jit
+def _merge(
+    out_ptr, partials_ptr, lse_ptr, base, used, rd, d_ok,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum of `used` partial outputs of one KV head's group, weighted by their log-sum-exps, in the order of the splits."""
+    rg = tl.arange(0, GROUP_BLOCK)
+    g_ok = rg < GROUP
+    m = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+    l = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    for s0 in range(0, used, SPLITS_BLOCK):
+        rs = s0 + tl.arange(0, SPLITS_BLOCK)
+        row = (base + rs)[:, None] * GROUP + rg[None, :]
+        ok = (rs < used)[:, None] & g_ok[None, :]
+        lse = tl.load(lse_ptr + row, mask=ok, other=-float("inf"), cache_modifier=".cg")
+        part = tl.load(partials_ptr + row[:, :, None] * DIM + rd[None, None, :],
+                       mask=ok[:, :, None] & d_ok[None, None, :], other=0.0, cache_modifier=".cg")  # fmt: skip
+        top = tl.maximum(m, tl.max(lse, 0))
+        top = tl.where(g_ok, top, 0.0)
+        weight = tl.exp2(lse - top[None, :])
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.sum(weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        m = top
+    l = tl.where(g_ok, l, 1.0)
+    tl.store(out_ptr + rg[:, None] * DIM + rd[None, :], (acc / l[:, None]).to(out_ptr.dtype.element_ty),
+             mask=g_ok[:, None] & d_ok[None, :])  # fmt: skip
+
+
+@jit
+def _decode_attention_kernel(
+    qkv_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, space_splits, window,
+    scale, softcap, eps, norm_offset,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    rg = tl.arange(0, GROUP_BLOCK)
+    rd = tl.arange(0, DIM_BLOCK)
+    rn = tl.arange(0, BLOCK_N)
+    d_ok = rd < DIM
+    g_ok = rg < GROUP
+    pos = tl.load(lens_ptr + b) - 1  # of the new token; -1 in a padded row
+    first = 0  # oldest token that is seen
+    if HAS_WINDOW:
+        first = tl.maximum(pos - window + 1, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    tiles = (pos - begin) // BLOCK_N + 1
+    share = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_TILES) * BLOCK_N
+    lo = begin + split * share
+    out = out_ptr + (b * HEADS + head * GROUP) * DIM
+    out_place = rg[:, None] * DIM + rd[None, :]
+    out_ok = g_ok[:, None] & d_ok[None, :]
+    if lo > pos:  # nothing to read
+        if PDL:
+            gdc_wait()
+        if (pos < 0) & (split == 0):
+            tl.store(out + out_place, tl.zeros([GROUP_BLOCK, DIM_BLOCK], out_ptr.dtype.element_ty), mask=out_ok)
+        return
+    owner = pos < lo + share
+    hi = tl.minimum(pos, lo + share)  # of the cached tokens; the new one comes from the product
+    table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
+    # rotary embedding as x * cos + partner * sin, the partner half a rotation away; the rest of the head is left alone
+    turned = rd < 2 * HALF
+    partner = tl.where(turned, tl.where(rd < HALF, rd + HALF, rd - HALF), rd)
+    angle = pos * HALF + tl.where(rd < HALF, rd, rd - HALF)
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+    sin = tl.where(rd < HALF, -sin, sin)
+    if QK_NORM:
+        q_cos = (tl.load(q_norm_ptr + rd, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * cos
+        q_sin = (tl.load(q_norm_ptr + partner, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * sin
+        k_cos = (tl.load(k_norm_ptr + rd, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * cos
+        k_sin = (tl.load(k_norm_ptr + partner, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * sin
+    offsets = _token_offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+    ok = (lo + rn < hi) & (lo + rn >= first)
+    k_base = k_ptr + head * stride_head + rd[None, :]
+    v_base = v_ptr + head * stride_head + rd[None, :]
+    k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+    v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
+    q_row = row + (head * GROUP + rg)[:, None] * DIM
+    k_row = row + (HEADS + head) * DIM
+    q = _sum_slabs(q_row + rd[None, :], slab_stride, out_ok, SLABS)
+    q_partner = _sum_slabs(q_row + partner[None, :], slab_stride, out_ok, SLABS)
+    k_new = _sum_slabs(k_row + rd, slab_stride, d_ok, SLABS)
+    k_partner = _sum_slabs(k_row + partner, slab_stride, d_ok, SLABS)
+    v_new = _sum_slabs(k_row + KV_HEADS * DIM + rd, slab_stride, d_ok, SLABS).to(v.dtype)
+    if QK_NORM:
+        q_factor = tl.rsqrt(tl.sum(q * q, 1) / DIM + eps)[:, None]
+        q = q_factor * (q * q_cos[None, :] + q_partner * q_sin[None, :])
+        k_factor = tl.rsqrt(tl.sum(k_new * k_new, 0) / DIM + eps)
+        k_new = k_factor * (k_new * k_cos + k_partner * k_sin)
+    else:
+        q = q * cos[None, :] + q_partner * sin[None, :]
+        k_new = k_new * cos + k_partner * sin
+    q = q.to(k.dtype)
+    k_new = k_new.to(k.dtype)
+    m = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+    l = tl.zeros([GROUP_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    if owner:
+        place = tl.load(mapping_ptr + b)
+        if place >= 0:
+            place = place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token + head * stride_head
+            tl.store(k_ptr + place + rd, k_new, mask=d_ok)
+            tl.store(v_ptr + place + rd, v_new, mask=d_ok)
+        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+        if HAS_SOFTCAP:
+            m = soft_cap(m, softcap)
+        m = m * 1.4426950408889634
+        l = l + 1.0
+        acc = acc + v_new.to(tl.float32)[None, :]
+    if lo < hi:
+        m, l, acc = _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP)
+    for n0 in range(lo + BLOCK_N, hi, BLOCK_N):
+        offsets = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+        ok = n0 + rn < hi
+        k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        m, l, acc = _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP)
+    if PDL:
+        gdc_launch_dependents()
+    used = (tiles * BLOCK_N + share - 1) // share
+    result = acc / l[:, None]
+    if used == 1:
+        tl.store(out + out_place, result.to(out_ptr.dtype.element_ty), mask=out_ok)
+    else:
+        base = (b * KV_HEADS + head) * space_splits
+        part = ((base + split) * GROUP + rg).to(tl.int64)
+        tl.store(partials_ptr + part[:, None] * DIM + rd[None, :], result, mask=out_ok)
+        tl.store(lse_ptr + part, m + tl.log2(l), mask=g_ok)
+        tl.debug_barrier()  # all threads' stores before the one thread's release
+        ticket = tl.atomic_add(tickets_ptr + b * KV_HEADS + head, 1, sem="acq_rel")
+        if ticket == used - 1:
+            tl.store(tickets_ptr + b * KV_HEADS + head, 0)
+            _merge(out, partials_ptr, lse_ptr, base, used, rd, d_ok, GROUP, MERGE_GROUP, DIM, DIM_BLOCK, MERGE_SPLITS)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """What attention must know of a model's heads; `rotated` of `head_dim` dimensions turn (halves paired)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float = 0.0
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+
+
+def decode_attention(
+    qkv: Tensor, out: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
+    slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
+    window: int, num_splits: int, tile: AttentionTile, space: MergeSpace,
+) -> None:  # fmt: skip
+    """qkv [slabs, B, (heads + 2 kv heads) * head_dim] (summed over the slabs) -> out [B, heads * head_dim].
+
+    Row b is the newest token of a sequence: seq_lens[b] tokens long with it, block table block_tables[seq_slots[b]], its own
+    place slot_mapping[b] (-1: not written); a row with seq_lens 0 is padding and gets zeros. cos, sin [P, rotated / 2]
+    float32; q_norm, k_norm [head_dim] or None. window counts tokens with the query's own (0: all).
+    num_splits <= space.splits programs share a sequence's context.
+    """
+    slabs, rows, _ = qkv.shape
+    if not runs_triton(qkv):
+        out.copy_(decode_attention_reference(
+            qkv.sum(0), kv, layer, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
+            slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
+        ))  # fmt: skip
+        return
+    k, v = kv.k[layer], kv.v[layer]
+    group = heads.num_heads // heads.num_kv_heads
+    dim_block = max(16, next_power_of_2(heads.head_dim))
+    merge_group = next_power_of_2(group)
+    merge_splits = max(1, min(next_power_of_2(num_splits), MERGE_ELEMENTS // (merge_group * dim_block)))
+    _decode_attention_kernel[(rows, heads.num_kv_heads, num_splits)](
+        qkv, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
+        out, space.partials, space.lse, space.tickets,
+        qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, space.splits, window,
+        heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
+        HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, DIM_BLOCK=dim_block, HALF=cos.shape[1],
+        GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
+        BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
+        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
+    )  # fmt: skip
+
+
+def decode_attention_reference(
+    qkv: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
+    slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
+    window: int,
+) -> Tensor:  # fmt: skip
+    """What `decode_attention` computes, one sequence at a time in float32; qkv [B, (heads + 2 kv heads) * head_dim]."""
+    out = torch.zeros(qkv.shape[0], heads.num_heads, heads.head_dim, device=qkv.device)
+    group = heads.num_heads // heads.num_kv_heads
+    for b, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            continue
+        x = qkv[b].float().view(1, -1, heads.head_dim)
+        q, k, v = x.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], 1)
+        if q_norm is not None and k_norm is not None:
+            q, k = (
+                y * torch.rsqrt(y.square().mean(-1, keepdim=True) + heads.norm_eps) * (w.float() + heads.norm_offset)
+                for y, w in ((q, q_norm), (k, k_norm))
+            )
+        turn = cos[length - 1 : length], sin[length - 1 : length]
+        q, k = rotate_reference(q, *turn), rotate_reference(k, *turn).to(kv.k[layer].dtype)
+        v = v.to(kv.v[layer].dtype)
+        if slot_mapping[b] >= 0:
+            kv.write(layer, k, v, slot_mapping[b : b + 1])
+        first = max(0, length - window) if window else 0
+        blocks = block_tables[seq_slots[b].item()][: -(-length // kv.block_size)].long()
+        keys = torch.cat((kv.k[layer][blocks].flatten(0, 1)[first : length - 1], k)).float()
+        values = torch.cat((kv.v[layer][blocks].flatten(0, 1)[first : length - 1], v)).float()
+        scores = torch.einsum("kgd,tkd->kgt", q[0].view(-1, group, heads.head_dim), keys) * heads.scale
+        if heads.softcap:
+            scores = heads.softcap * torch.tanh(scores / heads.softcap)
+        out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), values).flatten(0, 1)
+    return out.flatten(1)

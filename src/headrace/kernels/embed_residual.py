@@ -1,0 +1,52 @@
+"""The first kernel of a fused decode step: embedding rows become the residual and what the first product needs of it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.kernels.epilogues import runs_triton
+from headrace.kernels.launch import gdc_launch_dependents, jit, next_power_of_2, pdl, tl
+
+
+@jit
+def _embed_residual_kernel(
+    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, scale, norm_offset, sumsq_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(0)
+    r = tl.arange(0, BLOCK)
+    ok = r < WIDTH
+    norm = tl.load(norm_ptr + r, mask=ok, other=0.0).to(tl.float32) + norm_offset
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    x = tl.load(table_ptr + token * WIDTH + r, mask=ok, other=0.0)
+    x = (x.to(tl.float32) * scale).to(table_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(residual_ptr + row * WIDTH + r, x, mask=ok)
+    tl.store(normed_ptr + row * WIDTH + r, (x * norm).to(normed_ptr.dtype.element_ty), mask=ok)
+    t = tl.arange(0, TILES_BLOCK)
+    tl.store(sumsq_ptr + row * sumsq_stride + t, tl.where(t == 0, tl.sum(x * x, 0), 0.0), mask=t < TILES)
+
+
+def embed_residual(
+    token_ids: Tensor, table: Tensor, residual: Tensor, normed: Tensor, sumsq: Tensor, next_norm: Tensor, *,
+    scale: float = 1.0, norm_offset: float = 0.0,
+) -> None:  # fmt: skip
+    """residual [B, H] float32 = scale * table [V, H][token_ids [B] int32], rounded to the table's dtype.
+
+    Also normed [B, H] = residual * (next_norm + norm_offset) and sumsq [B, tiles] float32, the sum of residual^2 in column 0:
+    see `gemv_residual`. Launched as an ordinary kernel: everything before it in the stream has ended when it starts, so all
+    later kernels of the step may read lengths, tables and the older cache before they wait.
+    """
+    if not runs_triton(residual):
+        residual.copy_((table[token_ids.long()].float() * scale).to(table.dtype))
+        normed.copy_(residual * (next_norm.float() + norm_offset))
+        sumsq.zero_()[:, 0] = residual.square().sum(1)
+        return
+    rows, width = residual.shape
+    tiles = sumsq.shape[1]
+    _embed_residual_kernel[(rows,)](
+        token_ids, table, next_norm, residual, normed, sumsq, scale, norm_offset, sumsq.stride(0),
+        WIDTH=width, BLOCK=next_power_of_2(width), TILES=tiles, TILES_BLOCK=next_power_of_2(tiles),
+        PDL=pdl(residual)["PDL"], num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""What the small-batch matrix products do around the product: RMSNorm scale, gated activation, soft cap, residual add.
+
+RMSNorm is split between two kernels so that neither needs a pass of its own. The kernel that makes a residual r [M, H] also
+stores x = r * norm weight and, per row and output tile, the sum of r^2; the next product computes x @ W.T, which is the
+normed product up to one factor a row, and multiplies it by 1 / sqrt(sum / H + eps) (Zhang & Sennrich 2019).
+Below: the Triton helpers of both product kernels and the torch references that say what they compute.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.launch import jit, tl
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether the fused decode kernels run as Triton: on a card, or on the CPU in Triton's interpreter (tests)."""
+    if tensor.is_cuda:
+        return True
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@jit
+def activate(x, KIND: tl.constexpr):
+    """silu, gelu_tanh or gelu of a float32 tensor."""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "gelu_tanh":  # 0.5 (1 + tanh u) = sigmoid(2 u); 2 sqrt(2 / pi)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@jit
+def soft_cap(x, cap):
+    """cap * tanh(x / cap)"""
+    return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
+
+
+def rms_factor_reference(sumsq: Tensor | None, width: int, eps: float) -> Tensor | float:
+    """[M, tiles] partial sums of squares -> [M, 1] factors; None -> 1."""
+    return 1.0 if sumsq is None else torch.rsqrt(sumsq.sum(1, keepdim=True) / width + eps)
+
+
+def project_reference(
+    x: Tensor, weight: Tensor, sumsq: Tensor | None, eps: float, bias: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """x [M, K], weight [N, K] -> softcap(scale * (norm factor * x @ weight.T + bias)) [M, N] float32."""
+    y = F.linear(x.float(), weight.float()) * rms_factor_reference(sumsq, x.shape[1], eps)
+    if bias is not None:
+        y = y + bias.float()
+    y = y * scale
+    return softcap * torch.tanh(y / softcap) if softcap else y
+
+
+def glu_reference(x: Tensor, weight: Tensor, sumsq: Tensor | None, eps: float, kind: str) -> Tensor:
+    """x [M, K], weight [2 I, K] (gate rows, then up rows) -> activation(gate) * up [M, I] float32."""
+    gate, up = (F.linear(x.float(), weight.float()) * rms_factor_reference(sumsq, x.shape[1], eps)).chunk(2, 1)
+    if kind == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+
+
+def residual_reference(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    next_norm: Tensor,
+    norm_offset: float,
+    scale: float,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(r = residual + scale * (x @ weight.T + bias), r * (next_norm + offset), sum of r^2 [M, 1]), all float32."""
+    y = F.linear(x.float(), weight.float())
+    if bias is not None:
+        y = y + bias.float()
+    r = residual + scale * y
+    return r, r * (next_norm.float() + norm_offset), r.square().sum(1, keepdim=True)

@@ -1,0 +1,195 @@
+"""Matrix products of one to eight rows on the CUDA cores, with everything around the product in the same kernel.
+
+At such sizes a step is the time to stream the weights. A program owns BLOCK_N output columns over the whole of K, so no sum is
+split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
+loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
+With BLOCK_K = 256 every warp has columns of its own (a sum is shuffles only); with 256 * num_warps the warps share columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.kernels.epilogues import (
+    activate,
+    glu_reference,
+    project_reference,
+    residual_reference,
+    runs_triton,
+    soft_cap,
+)
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+
+MAX_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """One program's work: block_n columns in steps of block_k; `prefetch` steps' weights are loaded before the wait."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    prefetch: int
+
+
+@jit
+def _load_weights(pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr):
+    if EVEN_N and k + BLOCK_K <= K:
+        return tl.load(pointers + k)
+    return tl.load(pointers + k, mask=rows_ok[:, None] & (k + rk < K)[None, :], other=0.0)
+
+
+@jit
+def _multiply_add(
+    acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """acc [BLOCK_N, BLOCK_K / 8] += weights * x, eight neighbours summed within the thread that loaded them."""
+    if k + BLOCK_K <= K:
+        x = tl.load(x_ptr + k + rk).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + k + rk, mask=k + rk < K, other=0.0).to(tl.float32)
+    return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
+
+
+@jit
+def _gemv_kernel(
+    x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr,
+    N, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
+    MODE: tl.constexpr, SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:  # at once: the next kernel's weights stream while this one still waits for its input
+        gdc_launch_dependents()
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok = rn < N
+    rk = tl.arange(0, BLOCK_K)
+    pointers = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
+    up_pointers = pointers + N.to(tl.int64) * K  # the up rows of a gate-up weight
+    early = ()
+    early_up = ()
+    for i in tl.static_range(PREFETCH):
+        early = early + (_load_weights(pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N),)
+        if MODE == "glu":
+            early_up = early_up + (_load_weights(up_pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N),)
+    if MODE == "residual":
+        norm = tl.load(norm_ptr + rn, mask=ok, other=0.0).to(tl.float32) + norm_offset
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rn, mask=ok, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    accs = ()
+    up_accs = ()
+    for _ in tl.static_range(ROWS):
+        accs = accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
+        up_accs = up_accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
+    for i in tl.static_range(STEPS):
+        if i < PREFETCH:
+            w = early[i].to(tl.float32)
+        else:
+            w = _load_weights(pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N).to(tl.float32)
+        new = ()
+        for m in tl.static_range(ROWS):
+            new = new + (_multiply_add(accs[m], w, x_ptr + m * K, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K),)
+        accs = new
+        if MODE == "glu":
+            if i < PREFETCH:
+                u = early_up[i].to(tl.float32)
+            else:
+                u = _load_weights(up_pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N).to(tl.float32)
+            new = ()
+            for m in tl.static_range(ROWS):
+                new = new + (_multiply_add(up_accs[m], u, x_ptr + m * K, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K),)
+            up_accs = new
+    for m in tl.static_range(ROWS):
+        y = tl.sum(accs[m], 1)
+        factor = 1.0
+        if SUMSQ_TILES > 0:
+            rs = tl.arange(0, SUMSQ_BLOCK)
+            parts = tl.load(sumsq_ptr + m * sumsq_stride + rs, mask=rs < SUMSQ_TILES, other=0.0)
+            factor = tl.rsqrt(tl.sum(parts, 0) / K + eps)
+            y = y * factor
+        if HAS_BIAS:
+            y += bias
+        if MODE == "residual":
+            r = tl.load(residual_ptr + m * N + rn, mask=ok, other=0.0) + scale * y
+            tl.store(residual_ptr + m * N + rn, r, mask=ok)
+            tl.store(out_ptr + m * N + rn, (r * norm).to(out_ptr.dtype.element_ty), mask=ok)
+            tl.store(sumsq_out_ptr + m * sumsq_out_stride + tl.program_id(0), tl.sum(r * r, 0))
+        else:
+            if MODE == "glu":
+                y = activate(y, ACTIVATION) * (tl.sum(up_accs[m], 1) * factor)
+            else:
+                y = y * scale
+                if HAS_SOFTCAP:
+                    y = soft_cap(y, softcap)
+            tl.store(out_ptr + m * N + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def _launch(
+    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, columns: int, sumsq: Tensor | None = None,
+    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
+    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0, sumsq_out: Tensor | None = None,
+) -> None:  # fmt: skip
+    rows, width = x.shape
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"gemv: {rows} rows, allowed 1 to {MAX_ROWS}")
+    steps = -(-width // tile.block_k)
+    tiles = 0 if sumsq is None else sumsq.shape[1]
+    _gemv_kernel[(-(-columns // tile.block_n),)](
+        x, weight, bias, sumsq, out, residual, norm, sumsq_out,
+        columns, 0 if sumsq is None else sumsq.stride(0), 0 if sumsq_out is None else sumsq_out.stride(0),
+        eps, scale, softcap, norm_offset,
+        K=width, ROWS=rows, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PREFETCH=min(tile.prefetch, steps), MODE=mode,
+        SUMSQ_TILES=tiles, SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)), ACTIVATION=activation,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0, EVEN_N=columns % tile.block_n == 0,
+        num_warps=tile.num_warps, **pdl(x),
+    )  # fmt: skip
+
+
+def gemv_project(
+    x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, sumsq: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
+) -> None:  # fmt: skip
+    """out [M, N] = softcap(scale * (norm factor * x [M, K] @ weight [N, K].T + bias [N])), M <= 8.
+
+    sumsq [M, tiles] float32: partial sums of squares of the residual that x is made of (None: no norm).
+    """
+    if runs_triton(x):
+        _launch("project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
+                softcap=softcap)  # fmt: skip
+    else:
+        out.copy_(project_reference(x, weight, sumsq, eps, bias, scale, softcap))
+
+
+def gemv_glu(
+    x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
+) -> None:  # fmt: skip
+    """out [M, I] = activation(gate) * up, where gate, up [M, I] are the halves of norm factor * x @ weight [2 I, K].T."""
+    if runs_triton(x):
+        _launch("glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation)  # fmt: skip
+    else:
+        out.copy_(glu_reference(x, weight, sumsq, eps, activation))
+
+
+def gemv_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: GemvTile, *,
+    norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """residual [M, N] float32 += scale * (x [M, K] @ weight [N, K].T + bias), in place.
+
+    Also writes normed [M, N] = residual * (next_norm + norm_offset) and sumsq_out [M, cdiv(N, block_n)] float32, the sums
+    of residual^2 over each tile: what the next product needs to see RMSNorm(residual).
+    """
+    if runs_triton(x):
+        _launch("residual", x, weight, normed, tile, columns=weight.shape[0], residual=residual, norm=next_norm,
+                norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out)  # fmt: skip
+    else:
+        new, scaled, total = residual_reference(x, weight, residual, next_norm, norm_offset, scale, bias)
+        residual.copy_(new)
+        normed.copy_(scaled)
+        sumsq_out.zero_()[:, :1] = total

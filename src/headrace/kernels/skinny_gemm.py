@@ -1,0 +1,222 @@
+"""Matrix products of 2 to 64 rows on the tensor cores: the weights stream, the rows stay.
+
+The operands are swapped: a tile of the weight [BLOCK_N, BLOCK_K] is the left one, the few rows of x the right one, so all rows
+of a weight tile are used at once and the weight is read exactly once. Where N is too small to fill the card the sum over K is
+split between programs: each stores its partial sums and the last one to finish (an integer ticket says which) adds all
+of them in the order of the splits. So the result does not depend on who was last: replays are bit-identical.
+The epilogues are those of `gemv.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.epilogues import (
+    activate,
+    glu_reference,
+    project_reference,
+    residual_reference,
+    runs_triton,
+    soft_cap,
+)
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTile:
+    """One program's work: block_n columns over 1 / splits of K in steps of block_k, `num_stages` steps in flight."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+class SplitSpace:
+    """Partial sums and tickets of products whose K is split; one serves all products of a step, which run in order."""
+
+    def __init__(self, elements: int, tiles: int, device: torch.device):
+        self.partials = torch.empty(elements, dtype=torch.float32, device=device)
+        self.tickets = torch.zeros(tiles, dtype=torch.int32, device=device)  # each product leaves them at 0
+
+
+@jit
+def _load_weights(pointers, ok, k, k_end, rk, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers + k)
+    return tl.load(pointers + k, mask=ok[:, None] & (k + rk < k_end)[None, :], other=0.0)
+
+
+@jit
+def _rms_factor(sumsq_ptr, stride, rm, K, eps, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    rs = tl.arange(0, BLOCK)
+    parts = tl.load(sumsq_ptr + rm[:, None] * stride + rs[None, :], mask=(rs < TILES)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
+
+
+@jit
+def _update_residual(
+    acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_stride, place, ok, rm, row_ok, scale,
+):  # fmt: skip
+    """residual += scale * (acc + bias), and what the next product needs: see `gemv_residual`."""
+    r = tl.load(residual_ptr + place, mask=ok, other=0.0) + scale * (acc + bias[:, None])
+    tl.store(residual_ptr + place, r, mask=ok)
+    tl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(sumsq_out_ptr + rm * sumsq_out_stride + tl.program_id(0), tl.sum(r * r, 0), mask=row_ok)
+
+
+@jit
+def _skinny_kernel(
+    x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
+    M, N, K, k_split, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, MODE: tl.constexpr,
+    SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rk = tl.arange(0, BLOCK_K)
+    rm = tl.arange(0, BLOCK_M)
+    column_ok = rn < N
+    row_ok = rm < M
+    k_start = split * k_split
+    k_end = tl.minimum(k_start + k_split, K)
+    weights = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
+    up_weights = weights + N.to(tl.int64) * K
+    rows = x_ptr + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]  # rows past M repeat the last one, unstored
+    norm = tl.zeros([BLOCK_N], tl.float32)
+    if MODE == "residual":
+        norm = tl.load(norm_ptr + rn, mask=column_ok, other=0.0).to(tl.float32) + norm_offset
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rn, mask=column_ok, other=0.0).to(tl.float32)
+        if MODE == "project" and SPLITS > 1:
+            bias = tl.where(split == 0, bias, 0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in range(k_start, k_end, BLOCK_K):
+        w = _load_weights(weights, column_ok, k, k_end, rk, EVEN)
+        if EVEN:
+            x = tl.load(rows + k)
+        else:
+            x = tl.load(rows + k, mask=(k + rk < k_end)[:, None], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if MODE == "glu":
+            u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
+            up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
+    if SUMSQ_TILES > 0:
+        factor = _rms_factor(sumsq_ptr, sumsq_stride, tl.minimum(rm, M - 1), K, eps, SUMSQ_TILES, SUMSQ_BLOCK)
+        acc = acc * factor[None, :]
+        if MODE == "glu":
+            up_acc = up_acc * factor[None, :]
+    place = rm[None, :] * N + rn[:, None]
+    ok = row_ok[None, :] & column_ok[:, None]
+    if MODE == "glu":
+        tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
+    elif MODE == "project":
+        y = (acc + bias[:, None]) * scale
+        if HAS_SOFTCAP:
+            y = soft_cap(y, softcap)
+        tl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+    elif SPLITS == 1:
+        _update_residual(acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_stride, place, ok, rm, row_ok,
+                         scale)  # fmt: skip
+    else:
+        # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rm[None, :]
+        slab = partials_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + inner
+        tl.store(slab + split * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # all threads' stores before the one thread's release
+        ticket = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel")
+        if ticket == SPLITS - 1:
+            total = tl.load(slab, cache_modifier=".cg")
+            for s in tl.static_range(1, SPLITS):
+                total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+            tl.store(tickets_ptr + tile, 0)
+            _update_residual(total, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_stride, place, ok, rm,
+                             row_ok, scale)  # fmt: skip
+
+
+def _launch(
+    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, columns: int, sumsq: Tensor | None = None,
+    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
+    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
+    sumsq_out: Tensor | None = None, space: SplitSpace | None = None,
+) -> None:  # fmt: skip
+    rows, width = x.shape
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
+    block_m = max(16, next_power_of_2(rows))
+    k_split = split_width(width, tile)
+    tiles = 0 if sumsq is None else sumsq.shape[1]
+    _skinny_kernel[(-(-columns // tile.block_n), tile.splits)](
+        x, weight, bias, sumsq, out, residual, norm, sumsq_out,
+        None if space is None else space.partials, None if space is None else space.tickets,
+        rows, columns, width, k_split, 0 if sumsq is None else sumsq.stride(0),
+        0 if sumsq_out is None else sumsq_out.stride(0), eps, scale, softcap, norm_offset,
+        BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits, MODE=mode, SUMSQ_TILES=tiles,
+        SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)), ACTIVATION=activation, HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=softcap != 0.0,
+        EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
+    )  # fmt: skip
+
+
+def split_width(width: int, tile: GemmTile) -> int:
+    """Elements of K that one split sums: whole steps, the last split may have fewer (or none)."""
+    return -(-width // (tile.splits * tile.block_k)) * tile.block_k
+
+
+def skinny_project(
+    x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, sumsq: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
+) -> None:  # fmt: skip
+    """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias), M <= 64.
+
+    With one split also soft-capped. sumsq [M, tiles] float32 as in `gemv_project`.
+    """
+    if softcap and tile.splits > 1:
+        raise ValueError("a soft cap cannot be applied to partial sums")
+    if runs_triton(x):
+        _launch("project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
+                softcap=softcap)  # fmt: skip
+    else:
+        out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
+
+
+def skinny_glu(
+    x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, sumsq: Tensor | None, eps: float,
+    activation: str = "silu",
+) -> None:  # fmt: skip
+    """out [M, I] = activation(gate) * up, the halves of norm factor * x [M, K] @ weight [2 I, K].T. Needs splits == 1."""
+    if tile.splits != 1:
+        raise ValueError("a gated product cannot be split along K")
+    if runs_triton(x):
+        _launch("glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation)
+    else:
+        out.copy_(glu_reference(x, weight, sumsq, eps, activation))
+
+
+def skinny_residual(
+    x: Tensor, weight: Tensor, residual: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: GemmTile,
+    space: SplitSpace, *, norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """residual [M, N] += scale * (x [M, K] @ weight [N, K].T + bias) and its scaled copy: see `gemv_residual`."""
+    if runs_triton(x):
+        _launch("residual", x, weight, normed, tile, columns=weight.shape[0], residual=residual, norm=next_norm,
+                norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, space=space)  # fmt: skip
+    else:
+        new, scaled, total = residual_reference(x, weight, residual, next_norm, norm_offset, scale, bias)
+        residual.copy_(new)
+        normed.copy_(scaled)
+        sumsq_out.zero_()[:, :1] = total

@@ -1,0 +1,200 @@
+"""The fused small-batch kernels against float32 references, in Triton's interpreter or on the card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.attention_decode_fused import (
+    AttentionTile,
+    HeadShape,
+    MergeSpace,
+    decode_attention,
+    decode_attention_reference,
+)
+from headrace.kernels.embed_residual import embed_residual
+from headrace.kernels.epilogues import glu_reference, project_reference, residual_reference, runs_triton
+from headrace.kernels.gemv import GemvTile, gemv_glu, gemv_project, gemv_residual
+from headrace.kernels.skinny_gemm import GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
+from headrace.model.config import ModelConfig, RopeConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+
+pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
+
+
+def close(result: Tensor, reference: Tensor, tolerance: float) -> None:
+    error = (result.float() - reference.float()).norm() / reference.float().norm()
+    assert error < tolerance, f"relative error {error:.2e}"  # NaN fails too
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+GEMV_TILES = [GemvTile(8, 64, 4, 2), GemvTile(4, 256, 4, 1), GemvTile(16, 32, 2, 0)]
+GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 64, 2, 4, 2), GemmTile(16, 16, 5, 4, 2)]
+SHAPES = [(1, 64, 128), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "columns", "width"), [*SHAPES, (20, 48, 80)])
+@pytest.mark.parametrize("tile", [*GEMV_TILES, *GEMM_TILES], ids=str)
+def test_project(tile, rows, columns, width, dtype):
+    x, w, bias = random(rows, width, dtype=dtype), random(columns, width, dtype=dtype, seed=1), random(columns, seed=2)
+    sumsq = random(rows, 5, seed=3).square() * width
+    options = {"sumsq": sumsq, "eps": 1e-5, "bias": bias, "scale": 0.5}
+    if isinstance(tile, GemvTile):
+        if rows > 8:
+            pytest.skip("more rows than a GEMV takes")
+        out = torch.full((rows, columns), NAN, device=DEVICE)
+        gemv_project(x, w, out, tile, **options, softcap=3.0)
+        close(out, project_reference(x, w, sumsq, 1e-5, bias, 0.5, 3.0), 1e-5)
+    else:
+        out = torch.full((tile.splits, rows, columns), NAN, device=DEVICE)
+        cap = 3.0 if tile.splits == 1 else 0.0
+        skinny_project(x, w, out, tile, **options, softcap=cap)
+        close(out.sum(0), project_reference(x, w, sumsq, 1e-5, bias, 0.5, cap), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
+@pytest.mark.parametrize("tile", [*GEMV_TILES, GEMM_TILES[0]], ids=str)
+def test_glu(tile, rows, columns, width, kind):
+    x, w = random(rows, width), random(2 * columns, width, seed=1)
+    sumsq = random(rows, 7, seed=3).square() * width
+    out = torch.full((rows, columns), NAN, device=DEVICE)
+    call = gemv_glu if isinstance(tile, GemvTile) else skinny_glu
+    call(x, w, out, tile, sumsq=sumsq, eps=1e-5, activation=kind)
+    close(out, glu_reference(x, w, sumsq, 1e-5, kind), 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
+@pytest.mark.parametrize("tile", [*GEMV_TILES, *GEMM_TILES], ids=str)
+def test_residual(tile, rows, columns, width):
+    x, w, bias = random(rows, width), random(columns, width, seed=1), random(columns, seed=2)
+    norm, residual = random(columns, seed=3), random(rows, columns, seed=4)
+    expected = residual_reference(x, w, residual, norm, 0.5, 0.3, bias)
+    tiles = -(-columns // tile.block_n)
+    normed = torch.full((rows, columns), NAN, device=DEVICE)
+    sumsq = torch.full((rows, tiles), NAN, device=DEVICE)
+    options = {"norm_offset": 0.5, "scale": 0.3, "bias": bias}
+    if isinstance(tile, GemvTile):
+        gemv_residual(x, w, residual, normed, sumsq, norm, tile, **options)
+    else:
+        space = SplitSpace(tiles * tile.splits * tile.block_n * 16, tiles, torch.device(DEVICE))
+        space.partials.fill_(NAN)
+        skinny_residual(x, w, residual, normed, sumsq, norm, tile, space, **options)
+        assert not space.tickets.any()
+    close(residual, expected[0], 1e-5)
+    close(normed, expected[1], 1e-5)
+    close(sumsq.sum(1, keepdim=True), expected[2], 1e-5)
+
+
+def test_padded_rows_stay_alone():
+    """Rows past M, which the tensor-core kernel computes and drops, reach neither the output nor its neighbours."""
+    tile = GemmTile(16, 32, 1, 4, 2)
+    out = torch.full((1, 5, 32), 7.0, device=DEVICE)
+    skinny_project(random(3, 64), random(32, 64, seed=1), out.view(-1)[: 3 * 32].view(1, 3, 32), tile)
+    assert (out[:, 3:] == 7.0).all()
+
+
+def test_embed_residual():
+    table, norm = random(50, 24), random(24, seed=1)
+    ids = torch.tensor([3, 49, 0], dtype=torch.int32, device=DEVICE)
+    residual, normed = (torch.full((3, 24), NAN, device=DEVICE) for _ in range(2))
+    sumsq = torch.full((3, 6), NAN, device=DEVICE)
+    embed_residual(ids, table, residual, normed, sumsq, norm, scale=2.0, norm_offset=1.0)
+    close(residual, 2.0 * table[ids.long()], 1e-6)
+    close(normed, residual * (norm + 1.0), 1e-6)
+    close(sumsq.sum(1), residual.square().sum(1), 1e-6)
+
+
+def attention_case(lengths, *, heads, kv_heads, dim, block_size, dtype=torch.float32, seed=0):
+    """A cache with random contents, tables in random order over it, and a new row for each sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    config = ModelConfig(
+        family="llama", vocab_size=8, hidden_size=heads * dim, num_layers=2, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=dim, intermediate_size=8, max_position=512, rope=RopeConfig(1e4, dim),
+    )  # fmt: skip
+    width = -(-max(lengths) // block_size)
+    num_blocks = len(lengths) * width + 1
+    kv = KVCache(config, num_blocks, block_size, dtype, torch.device(DEVICE))
+    for tensor in (*kv.k, *kv.v):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    rows = len(lengths)
+    slots = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32)
+    tables = torch.zeros(rows + 2, width, dtype=torch.int32)
+    tables[slots.long()] = torch.randperm(num_blocks, generator=generator)[: rows * width].view(rows, width).int()
+    mapping = [
+        -1 if n == 0 else int(tables[s, (n - 1) // block_size]) * block_size + (n - 1) % block_size
+        for n, s in zip(lengths, slots.tolist(), strict=True)
+    ]
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=generator).to(DEVICE)
+    batch = {
+        "block_tables": tables.to(DEVICE),
+        "seq_slots": slots.to(DEVICE),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        "slot_mapping": torch.tensor(mapping, device=DEVICE),
+    }
+    return kv, batch, qkv
+
+
+def angles(rotated: int, positions: int = 512) -> dict[str, Tensor]:
+    turn = torch.outer(torch.arange(positions).float(), 100.0 ** -(torch.arange(rotated // 2).float() * 2 / rotated))
+    return {"cos": turn.cos().to(DEVICE), "sin": turn.sin().to(DEVICE)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated", "block_size", "window", "softcap", "qk_norm", "splits", "slabs", "min_tiles"),
+    [
+        (4, 2, 32, 32, 16, 0, 0.0, True, 4, 1, 1),
+        (4, 4, 16, 16, 64, 0, 0.0, False, 3, 2, 1),
+        (6, 2, 24, 12, 5, 0, 20.0, False, 8, 1, 2),
+        (8, 1, 16, 16, 16, 37, 0.0, True, 4, 3, 1),
+        (4, 2, 16, 16, 16, 1, 0.0, False, 2, 1, 1),
+        (32, 1, 16, 16, 32, 0, 0.0, False, 1, 1, 1),
+    ],
+)
+def test_decode_attention(
+    heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles
+):  # fmt: skip
+    lengths = [150, 1, 0, 33, 16, 65]
+    kv, batch, qkv = attention_case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
+    kv_reference = attention_case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)[0]
+    shape = HeadShape(heads, kv_heads, dim, scale=dim**-0.5, softcap=softcap, norm_eps=1e-5, norm_offset=0.25)
+    norms = {"q_norm": random(dim, seed=5), "k_norm": random(dim, seed=6)} if qk_norm else {"q_norm": None, "k_norm": None}
+    options = {**batch, **angles(rotated), **norms, "heads": shape, "window": window}
+    expected = decode_attention_reference(qkv, kv_reference, 1, **options)
+    partial = torch.randn(slabs - 1, *qkv.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    parts = torch.cat((partial, (qkv - partial.sum(0))[None]))
+    out = torch.full_like(expected, NAN)
+    space = MergeSpace(len(lengths), splits, heads, kv_heads, dim, torch.device(DEVICE))
+    space.partials.fill_(NAN)
+    tile = AttentionTile(block_n=16, num_stages=2, min_tiles=min_tiles)
+    decode_attention(parts, out, kv, 1, **options, num_splits=splits, tile=tile, space=space)
+    close(out, expected, 1e-4 if slabs > 1 else 2e-6)
+    close(kv.k[1], kv_reference.k[1], 1e-6)
+    close(kv.v[1], kv_reference.v[1], 1e-6)
+    assert (kv.k[0] == kv_reference.k[0]).all()  # the other layer is untouched
+    assert not space.tickets.any()
+    assert not out[2].any()  # the padded row
+
+
+def test_splits_do_not_matter():
+    """Any number of splits up to the space's gives the same context vector, up to rounding."""
+    results = []
+    for splits in (1, 2, 7, 16):
+        kv, batch, qkv = attention_case([300, 40], heads=4, kv_heads=2, dim=16, block_size=16)
+        out = torch.full((2, 64), NAN, device=DEVICE)
+        decode_attention(
+            qkv[None], out, kv, 0, **batch, **angles(16), q_norm=None, k_norm=None, heads=HeadShape(4, 2, 16, 0.25),
+            window=0, num_splits=splits, tile=AttentionTile(block_n=16), space=MergeSpace(2, 16, 4, 2, 16, kv.k[0].device),
+        )  # fmt: skip
+        results.append(out)
+    for out in results[1:]:
+        close(out, results[0], 1e-5)
