@@ -21,6 +21,7 @@ class EngineConfig:
     revision: str | None = None
     local_files_only: bool = False
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False  # token ids in, token ids out: nothing is tokenized or detokenized
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -44,7 +44,7 @@ class LLM:
             raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
         self.engine: Engine | None = build_engine(config, progress=progress)
         self.config = self.engine.config
-        self.tokenizer = Tokenizer.from_checkpoint(self.engine.checkpoint)
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_checkpoint(self.engine.checkpoint)
         checkpoint = self.engine.checkpoint
         self.inputs = InputProcessor(
             self.tokenizer,
@@ -67,7 +67,13 @@ class LLM:
         if engine is not None:
             engine.close()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes that no running request uses."""
+        self._core.scheduler.reset_prefix_cache()
+
     def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ParameterError("prompt", "a text", "token ids only: the engine was made with skip_tokenizer_init")
         return self.tokenizer
 
     def generate(
@@ -128,9 +134,9 @@ class LLM:
         """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
         from headrace.api.chat import ChatTemplate
 
-        template = ChatTemplate.from_tokenizer(self.tokenizer)
-        text = template.render(messages, **template_options)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+        tokenizer = self.get_tokenizer()
+        text = ChatTemplate.from_tokenizer(tokenizer).render(messages, **template_options)
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     # ---------------------------------------------------------------- how prompts become requests, and news answers
 

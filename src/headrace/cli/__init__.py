@@ -9,6 +9,7 @@ import sys
 
 COMMANDS = {  # name -> (module, help)
     "generate": ("headrace.cli.generate", "generate text from prompts"),
+    "bench": ("headrace.cli.bench", "measure the engine beside the limit of the machine"),
 }
 
 

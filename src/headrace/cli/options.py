@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 ENGINE_OPTIONS = (
-    "model", "revision", "local_files_only", "tokenizer", "load_format", "device", "dtype", "max_model_len", "max_num_seqs",
+    "model", "revision", "local_files_only", "tokenizer", "skip_tokenizer_init", "load_format",
+    "device", "dtype", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "gpu_memory_utilization", "kv_cache_bytes", "enable_prefix_caching",
     "enable_chunked_prefill", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
     "tensor_parallel_size", "debug_checks", "seed",

@@ -56,9 +56,9 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     model = model_config_from_hf(checkpoint.config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, model, device)
-    config = resolve(config, model, device)
+    asked, config = config, resolve(config, model, device)
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    weights = load_model(checkpoint, model, dtype, device, max_model_len=config.max_model_len, progress=progress)
+    weights = load_model(checkpoint, model, dtype, device, progress=progress)
     attention, why = select_attention(config.attention_backend, model, device)
     logger.info("attention: %s", why)
     decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
@@ -76,6 +76,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         num_kv_blocks=config.num_kv_blocks,
     )
     plan.log()
+    if config.num_kv_blocks is None and plan.num_blocks * config.block_size < config.max_model_len:
+        config = fit_context(config, asked, plan.num_blocks * config.block_size)
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
     scheduler = Scheduler(
@@ -126,6 +128,17 @@ def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch
     return getattr(torch, name)
 
 
+def fit_context(config: EngineConfig, asked: EngineConfig, capacity: int) -> EngineConfig:
+    """The KV cache holds fewer tokens than one request of max_model_len: lower that, unless it was asked for."""
+    if asked.max_model_len is not None:
+        raise CapacityError(
+            f"max_model_len = {asked.max_model_len} needs a KV cache of as many tokens, but there is memory for {capacity}: "
+            f"lower max_model_len, or raise gpu_memory_utilization or kv_cache_bytes"
+        )
+    logger.warning("max_model_len lowered from %s to %d tokens: the KV cache holds no more", config.max_model_len, capacity)
+    return replace(config, max_model_len=capacity)
+
+
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
     """`config` with every None decided."""
     max_model_len = config.max_model_len or model.max_position
@@ -139,10 +152,6 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
                 "max_num_batched_tokens", batched, f"at least max_model_len = {max_model_len} without chunked prefill"
             )
         batched = max(batched, max_model_len)
-    if batched < config.max_num_seqs:
-        if config.max_num_batched_tokens:
-            raise ParameterError("max_num_batched_tokens", batched, f"at least max_num_seqs = {config.max_num_seqs}")
-        batched = config.max_num_seqs
     if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
     return replace(config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched)

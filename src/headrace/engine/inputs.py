@@ -17,13 +17,15 @@ class InputProcessor:
     """Knows the tokenizer, the checkpoint's defaults and the limits; used by the offline API and the server alike."""
 
     def __init__(
-        self, tokenizer: Tokenizer, generation_defaults: dict[str, Any], eos_token_ids: tuple[int, ...], vocab_size: int,
+        self, tokenizer: Tokenizer | None, generation_defaults: dict[str, Any], eos_token_ids: tuple[int, ...], vocab_size: int,
         max_model_len: int,
     ):  # fmt: skip
         self.tokenizer, self.defaults, self.eos_token_ids = tokenizer, generation_defaults, list(eos_token_ids)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        if self.tokenizer is None:
+            raise ParameterError("prompt", prompt, "token ids only: the engine was made with skip_tokenizer_init")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
     def prompt(self, ids: list[int], params: SamplingParams) -> list[int]:
@@ -51,6 +53,8 @@ class InputProcessor:
         params.check_vocabulary(self.vocab_size)
         room = self.max_model_len - prompt_len
         params = params.resolved(self.defaults)
+        if self.tokenizer is None:
+            params = msgspec.structs.replace(params, detokenize=False)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             raise ParameterError("min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more")
@@ -66,7 +70,7 @@ class InputProcessor:
         found: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                ids = self.tokenize(text, add_special_tokens=False)
                 if ids and ids not in found:
                     found.append(ids)
         return found

@@ -79,7 +79,7 @@ class Delta:
 class SampleStream:
     """News of one sample in, deltas out. The deltas' texts joined are the sample's text, however the news was cut."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams):
         self.tokenizer, self.params = tokenizer, params
         self.done = False
         self.num_cached_tokens = 0
@@ -89,7 +89,7 @@ class SampleStream:
         stops = params.stop if isinstance(params.stop, list) else []
         self._text = (
             TextStream(tokenizer, stops, params.include_stop_str_in_output, params.skip_special_tokens)
-            if params.detokenize
+            if params.detokenize and tokenizer is not None
             else None
         )
 
@@ -134,7 +134,8 @@ class SampleStream:
         result: dict[int, Logprob] = {}
         for place, (token, logprob) in enumerate(zip(entry.ids, entry.logprobs, strict=True)):
             rank = entry.rank if place == 0 else place
-            result.setdefault(token, Logprob(logprob, rank, self.tokenizer.token_to_text(token)))
+            text = None if self.tokenizer is None else self.tokenizer.token_to_text(token)
+            result.setdefault(token, Logprob(logprob, rank, text))
         return result
 
 

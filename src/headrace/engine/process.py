@@ -89,11 +89,10 @@ class CoreLoop:
         stats.scheduled_tokens += times.num_tokens
 
     def _snapshot(self) -> CoreStats:
-        stats, scheduler = self.stats, self.core.scheduler
-        stats.running, stats.waiting = scheduler.num_running, scheduler.num_waiting
-        stats.kv_usage, stats.steps = scheduler.kv_usage, self.core.steps
-        stats.preemptions = scheduler.num_preemptions
-        stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
+        stats, now = self.stats, self.core.scheduler.stats
+        stats.running, stats.waiting, stats.kv_usage = now.num_running, now.num_waiting, now.kv_usage
+        stats.steps, stats.preemptions = self.core.steps, now.num_preemptions
+        stats.prefix_queries, stats.prefix_hits = now.prefix_query_tokens, now.prefix_hit_tokens
         return stats
 
 

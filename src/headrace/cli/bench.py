@@ -1,0 +1,210 @@
+"""`headrace bench throughput | latency | prefill | startup`: the engine alone, each figure beside the limit of the machine.
+
+The limit is computed from the copy bandwidth and the bf16 matmul rate that the same run measures (metrics/roofline.py).
+Results are printed a line each and, with --out, written as JSON with card, versions, commit and workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.options import add_engine_arguments, engine_options
+from headrace.errors import ParameterError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("throughput", "latency", "prefill", "startup", "all"))
+    parser.add_argument("--config", help="a config.json whose shape is run with random weights (--load-format dummy)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="latency: batch sizes")
+    parser.add_argument("--input-len", type=int, default=128, help="latency: prompt tokens")
+    parser.add_argument("--output-len", type=int, default=512, help="latency: output tokens")
+    parser.add_argument("--num-prompts", type=int, default=256, help="throughput: prompts")
+    parser.add_argument("--prefill-prompts", type=int, default=16, help="prefill: prompts")
+    parser.add_argument("--prefill-len", type=int, default=4096, help="prefill: tokens of each")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.6], help="0 is greedy")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each workload; the median counts")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step and of a prefill step")
+    parser.add_argument("--out", help="write the results to this JSON file")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options(args)
+    if args.config:
+        options |= {"model": shape_directory(args.config), "load_format": "dummy"}
+    if args.what == "startup":
+        return report(args, [startup(args, options)], {})
+    from headrace.llm import LLM
+    from headrace.metrics.roofline import Limits, measure_limits
+
+    options.setdefault("skip_tokenizer_init", True)
+    options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
+    with LLM(**options) as llm:
+        assert llm.engine is not None
+        limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(llm.engine.device, llm.engine.dtype))
+        bench = Bench(llm, limits)
+        results: list[dict[str, Any]] = []
+        for temperature in args.temperature:
+            if args.what in ("throughput", "all"):
+                results.append(bench.throughput(args.num_prompts, temperature, args.repeat))
+            if args.what in ("latency", "all"):
+                results += [bench.latency(b, args.input_len, args.output_len, temperature, args.repeat) for b in args.batch]
+        if args.what in ("prefill", "all"):
+            results.append(bench.prefill(args.prefill_prompts, args.prefill_len, max(args.repeat, 3)))
+        if args.profile:
+            bench.profile(args.batch[-1], args.input_len)
+        machine = limits.machine.as_dict()
+    return report(args, results, machine)
+
+
+class Bench:
+    """Runs workloads of random token ids through an LLM; the prefix cache is emptied before each."""
+
+    def __init__(self, llm, limits):
+        self.llm, self.limits = llm, limits
+        self._random = random.Random(12345)
+        self._timed([[1] * 64], [8], 0.0)  # first launches, compiled kernels, captured graphs
+
+    def throughput(self, count: int, temperature: float, repeat: int) -> dict[str, Any]:
+        """offline-random: prompts and outputs of 100-1024 tokens, all submitted at once (draws as in nano-vllm's bench)."""
+        rng = random.Random(0)
+        prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(count)]
+        outputs = [rng.randint(100, 1024) for _ in range(count)]
+        vocab = self.llm.engine.model.vocab_size
+        prompts = [[t % vocab for t in p] for p in prompts]
+        seconds = self._median(lambda: self._timed(prompts, outputs, temperature), repeat)
+        limit = self.limits.offline([len(p) for p in prompts], outputs)
+        tokens = sum(outputs)
+        return self._result(
+            "offline-random", temperature, tokens / seconds, tokens / limit, "tok/s", num_prompts=count, seconds=seconds
+        )
+
+    def latency(self, batch: int, inputs: int, outputs: int, temperature: float, repeat: int) -> dict[str, Any]:
+        """TPOT in ms: (time of `outputs` tokens - time of one token) / (outputs - 1), for `batch` prompts at once."""
+
+        def once() -> float:
+            first = self._timed(self._prompts(batch, inputs), [1] * batch, temperature)
+            total = self._timed(self._prompts(batch, inputs), [outputs] * batch, temperature)
+            return (total - first) / (outputs - 1)
+
+        seconds = self._median(once, repeat)
+        context = inputs + outputs // 2
+        limit = self.limits.decode_seconds(batch, batch * context)
+        moved = self.limits.decode_bytes(batch * context)
+        return self._result(
+            f"batch {batch}", temperature, 1e3 * seconds, 1e3 * limit, "ms", input_len=inputs, output_len=outputs,
+            gigabytes_per_second=moved / seconds / 1e9,
+        )  # fmt: skip
+
+    def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
+        seconds = min(self._timed(self._prompts(count, length), [1] * count, 0.0) for _ in range(repeat))
+        limit = count * self.limits.prefill_seconds(length)
+        flops = count * self.limits.prefill_flops(length)
+        return self._result(
+            f"prefill {count} x {length}", 0.0, count * length / seconds, count * length / limit, "tok/s",
+            teraflops=flops / seconds / 1e12,
+        )  # fmt: skip
+
+    def profile(self, batch: int, inputs: int) -> None:
+        """The kernels of 16 decode steps and of the prefill before them, by time on the device."""
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self.llm.engine.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        for name, outputs in (("prefill", 1), ("prefill and 16 decode steps", 17)):
+            with profile(activities=activities) as profiler:
+                self._timed(self._prompts(batch, inputs), [outputs] * batch, 0.6)
+            key = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
+            print(f"-- {name}, batch {batch}\n" + profiler.key_averages().table(sort_by=key, row_limit=16), flush=True)
+
+    def _prompts(self, count: int, length: int) -> list[list[int]]:
+        top = min(10000, self.llm.engine.model.vocab_size - 1)
+        return [[self._random.randint(0, top) for _ in range(length)] for _ in range(count)]
+
+    def _timed(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
+        from headrace.sampling.params import SamplingParams
+
+        params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for n in outputs]
+        self.llm.reset_prefix_cache()
+        began = time.perf_counter()
+        self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    @staticmethod
+    def _median(once: Callable[[], float], repeat: int) -> float:
+        return sorted(once() for _ in range(repeat))[repeat // 2]
+
+    @staticmethod
+    def _result(name: str, temperature: float, value: float, limit: float, unit: str, **more: Any) -> dict[str, Any]:
+        """`value` beside its limit; the share is of speed, so for times it is limit / value."""
+        share = limit / value if unit == "ms" else value / limit
+        return {
+            "workload": name, "temperature": temperature, "value": value, "unit": unit, "limit": limit,
+            "percent_of_limit": 100 * share, **more,
+        }  # fmt: skip
+
+
+def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """Seconds from the start of a fresh process to its first token."""
+    code = "import sys, json; from headrace.cli.bench import first_token; first_token(json.loads(sys.argv[1]))"
+    times = []
+    for _ in range(max(1, args.repeat)):
+        began = time.perf_counter()
+        process = subprocess.Popen([sys.executable, "-c", code, json.dumps(options)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        times.append(time.perf_counter() - began)
+        process.wait()
+        if process.returncode:
+            raise ParameterError("startup", options, f"options that run (exit code {process.returncode})")
+        print("first token", line.strip(), flush=True)
+    return {"workload": "startup", "value": sorted(times)[len(times) // 2], "unit": "s", "all": times}
+
+
+def first_token(options: dict[str, Any]) -> None:
+    from headrace.llm import LLM
+    from headrace.sampling.params import SamplingParams
+
+    options.setdefault("skip_tokenizer_init", True)
+    with LLM(**options) as llm:
+        for *_, output in llm.stream([[1] * 128], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)):
+            print(output.outputs[0].token_ids, flush=True)
+
+
+def shape_directory(config: str) -> str:
+    """A checkpoint directory that holds only this config.json."""
+    try:
+        text = Path(config).read_text()
+        json.loads(text)
+    except (OSError, ValueError) as e:
+        raise ParameterError("--config", config, f"a readable JSON file ({e})") from None
+    directory = tempfile.mkdtemp(prefix="headrace-shape-")
+    (Path(directory) / "config.json").write_text(text)
+    return directory
+
+
+def report(args: argparse.Namespace, results: list[dict[str, Any]], machine: dict[str, Any]) -> int:
+    for r in results:
+        share = f"  {r['percent_of_limit']:5.1f} % of the limit {r['limit']:,.3f}" if "limit" in r else ""
+        extra = "".join(f"  {k}={r[k]:,.1f}" for k in ("gigabytes_per_second", "teraflops") if k in r)
+        print(f"{r['workload']:22s} t={r.get('temperature', 0)}  {r['value']:,.3f} {r['unit']}{share}{extra}", flush=True)
+    if args.out:
+        import torch
+
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        document = {
+            "machine": machine, "torch": torch.__version__, "python": sys.version.split()[0], "commit": commit or None,
+            "model": args.config or args.model, "dtype": args.dtype, "results": results,
+        }  # fmt: skip
+        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+    return 0

@@ -1,0 +1,77 @@
+"""Drives an EngineCore in tests: requests in, ids and logprobs out, with arrivals and aborts at chosen steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.config import EngineConfig
+from headrace.engine.build import build_engine
+from headrace.engine.core import EngineCore
+from headrace.engine.messages import EngineRequest
+from headrace.sampling.params import SamplingParams
+
+
+@dataclass
+class Result:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached: int = 0
+    prompt_logprobs: list | None = None
+    embedding: list[float] | None = None
+
+
+def make_core(model: str, **options) -> EngineCore:
+    """A float32 core on the CPU with every check on."""
+    options = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 256, "block_size": 8} | options
+    return build_engine(EngineConfig(model=model, device="cpu", dtype="float32", debug_checks=True, **options)).core
+
+
+def complete(params: SamplingParams, **changes) -> SamplingParams:
+    return msgspec.structs.replace(params.resolved({}), **changes)
+
+
+def run(core: EngineCore, requests: list[EngineRequest], *, arrivals=None, aborts=None, most_steps=20000) -> dict[str, Result]:
+    """Run to the end. `arrivals[i]`: the step before which request i is added; `aborts`: {request id: step}."""
+    arrivals, aborts = arrivals or [0] * len(requests), dict(aborts or {})
+    todo = sorted(zip(arrivals, range(len(requests)), strict=True))
+    results = {r.id: Result() for r in requests}
+    for step in range(most_steps):
+        while todo and todo[0][0] <= step:
+            core.add(requests[todo.pop(0)[1]])
+        for name in [n for n, at in aborts.items() if at <= step]:
+            if results[name].finish_reason is None and any(r.id == name for r in requests):
+                core.abort(name)
+            del aborts[name]
+        for news in core.step():
+            take(results[news.id], news)
+        if not todo and not core.has_work:
+            break
+    else:
+        raise AssertionError(f"not finished after {most_steps} steps: {results}")
+    pool = core.scheduler.pool
+    assert core.scheduler.num_running == core.scheduler.num_waiting == 0
+    assert core.scheduler.kv_usage == 0.0, f"blocks are still held: {pool}"
+    return results
+
+
+def take(result: Result, news) -> None:
+    assert result.finish_reason is None, f"news of {news.id} after its end"
+    result.ids += news.token_ids
+    result.logprobs += [t.logprobs[0] for t in news.logprobs or []]
+    result.finish_reason, result.stop_reason = news.finish_reason, news.stop_reason
+    result.cached = news.num_cached_tokens
+    result.prompt_logprobs = news.prompt_logprobs or result.prompt_logprobs
+    result.embedding = news.embedding or result.embedding
+
+
+def assert_same(got: Result, want: Result, name: str = "") -> None:
+    """The same tokens, end and logprobs (within 1e-4)."""
+    assert got.ids == want.ids, f"{name}: {got.ids} != {want.ids}"
+    assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason), name
+    assert len(got.logprobs) == len(want.logprobs), name
+    worst = max((abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)), default=0.0)
+    assert worst <= 1e-4, f"{name}: logprobs differ by {worst}"

@@ -1,0 +1,187 @@
+"""Law 1: what a request generates depends on weights, prompt, parameters and seed alone, however it is scheduled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_driver import assert_same, complete, make_core, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import write_tiny
+
+from headrace.engine.messages import EngineRequest
+from headrace.sampling.params import SamplingParams
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny("qwen3", tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def vocab(model):
+    return make_core(model).vocab_size
+
+
+def make_requests(seed: int, count: int, vocab: int) -> list[EngineRequest]:
+    """Requests with all kinds of parameters; some share prefixes, some lengths lie at block edges."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(vocab) for _ in range(3 * BLOCK)]
+    requests = []
+    for i in range(count):
+        length = rng.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, rng.randint(1, 60)])
+        prompt = [rng.randrange(vocab) for _ in range(length)]
+        if rng.random() < 0.5:
+            prompt = (shared[: rng.choice([BLOCK, 2 * BLOCK, 3 * BLOCK, 5])] + prompt)[:60]
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
+            top_p=rng.choice([1.0, 0.8]),
+            top_k=rng.choice([0, 20]),
+            min_p=rng.choice([0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            frequency_penalty=rng.choice([0.0, 0.2]),
+            logit_bias=rng.choice([None, {3: 5.0, 7: -5.0}]),
+            allowed_token_ids=rng.choice([None, None, list(range(0, vocab, 2))]),
+            min_tokens=rng.choice([0, 4]),
+            max_tokens=rng.randint(4, 24),
+            stop_token_ids=rng.choice([None, [5, 6, 7, 8]]),
+            logprobs=0,
+        )
+        words = [[4], [rng.randrange(vocab), 9]] if rng.random() < 0.3 else []
+        params = complete(params, bad_word_ids=words, eos_token_ids=[2])
+        requests.append(EngineRequest(f"r{i}", prompt, params, rng.randrange(2**63), rng.randint(0, 2)))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def alone(model, vocab):
+    """The reference: each request by itself, no cache, no chunks, nothing in flight."""
+    core = make_core(model, enable_prefix_caching=False, async_scheduling=False)
+    known = {}
+
+    def answer(seed: int, count: int):
+        if (seed, count) not in known:
+            known[seed, count] = [run(core, [r])[r.id] for r in make_requests(seed, count, vocab)]
+        return known[seed, count]
+
+    return answer
+
+
+SCHEDULES = {
+    "together": {},
+    "chunks of 1": {"max_num_batched_tokens": 1},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "chunks of block - 1": {"max_num_batched_tokens": BLOCK - 1},
+    "chunks of a block": {"max_num_batched_tokens": BLOCK},
+    "chunks of block + 1": {"max_num_batched_tokens": BLOCK + 1},
+    "not asynchronous": {"async_scheduling": False},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "whole prompts": {"enable_chunked_prefill": False},
+    "blocks of 1": {"block_size": 1, "num_kv_blocks": 1024},
+    "blocks of 64": {"block_size": 64},
+    "two slots": {"max_num_seqs": 2},
+    "tiny pool": {"num_kv_blocks": 12},
+    "tiny pool, chunks of 5": {"num_kv_blocks": 11, "max_num_batched_tokens": 5},
+    "tiny pool, not asynchronous": {"num_kv_blocks": 11, "async_scheduling": False},
+    "by priority, tiny pool": {"scheduling_policy": "priority", "num_kv_blocks": 12},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_schedule_gives_the_same_tokens(model, vocab, alone, schedule):
+    core = make_core(model, **SCHEDULES[schedule])
+    for seed in (1, 2):
+        requests = make_requests(seed, 10, vocab)
+        results = run(core, requests)
+        for request, want in zip(requests, alone(seed, 10), strict=True):
+            assert_same(results[request.id], want, f"{schedule}, seed {seed}, {request.id}")
+    if "tiny pool" in schedule:
+        assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
+
+
+@pytest.fixture(scope="module")
+def cores(model):
+    """Cores that live through all examples: caches get warm, slots and blocks are reused."""
+    return [
+        make_core(model),
+        make_core(model, num_kv_blocks=13, max_num_batched_tokens=9, max_num_seqs=4),
+        make_core(model, num_kv_blocks=20, async_scheduling=False, max_num_batched_tokens=16),
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_arrivals_and_aborts_change_nobody_else(vocab, alone, cores, data):
+    seed = data.draw(st.integers(0, 5), label="requests")
+    core = data.draw(st.sampled_from(cores), label="core")
+    requests = make_requests(seed, 8, vocab)
+    order = data.draw(st.permutations(range(8)), label="order")
+    arrivals = data.draw(st.lists(st.integers(0, 12), min_size=8, max_size=8), label="arrivals")
+    aborts = data.draw(st.dictionaries(st.sampled_from([r.id for r in requests]), st.integers(0, 30), max_size=4), label="aborts")
+    results = run(core, [requests[i] for i in order], arrivals=arrivals, aborts=aborts)
+    for request, want in zip(requests, alone(seed, 8), strict=True):
+        got = results[request.id]
+        if got.finish_reason == "abort":
+            assert got.ids == want.ids[: len(got.ids)]
+        else:
+            assert_same(got, want, request.id)
+
+
+def test_a_cached_prompt_gives_the_same_tokens(model, vocab):
+    """Cold, warm, and with prompts of whole blocks, where every token but the last comes from the cache."""
+    core = make_core(model)
+    params = complete(SamplingParams(temperature=0.0, max_tokens=6, logprobs=0))
+    for length in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK):
+        prompt = [(7 * i + length) % vocab for i in range(length)]
+        cold = run(core, [EngineRequest("a", prompt, params, 1)])["a"]
+        warm = run(core, [EngineRequest("a", prompt, params, 1)])["a"]
+        assert cold.cached == 0
+        assert warm.cached == (length - 1) // BLOCK * BLOCK
+        assert_same(warm, cold, f"length {length}")
+
+
+def test_salted_caches_share_nothing(model, vocab):
+    core = make_core(model)
+    params = complete(SamplingParams(temperature=0.0, max_tokens=2))
+    prompt = list(range(4 * BLOCK))
+    cached = [
+        run(core, [EngineRequest("a", prompt, params, 1, cache_salt=salt)])["a"].cached for salt in ("x", "y", "x", "")
+    ]
+    assert cached == [0, 0, 3 * BLOCK, 0]
+
+
+def test_samples_of_one_request_differ_and_repeat(model, vocab):
+    core = make_core(model)
+    prompt = [t % vocab for t in range(20)]
+
+    def samples():
+        requests = [
+            EngineRequest(f"s{k}", prompt, complete(SamplingParams(temperature=1.5, max_tokens=12), sample_index=k), 42)
+            for k in range(6)
+        ]
+        return [r.ids for r in run(core, requests).values()]
+
+    first = samples()
+    assert len(set(map(tuple, first))) > 1
+    assert samples() == first
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7])
+def test_a_stream_that_was_cut_off_goes_on(model, vocab, cut):
+    """What a restarted server does: prompt + tokens so far + the same seed."""
+    core = make_core(model)
+    for request in make_requests(3, 8, vocab):
+        whole = run(core, [request])[request.id]
+        if len(whole.ids) <= cut:
+            continue
+        fresh = make_core(model)
+        rest = EngineRequest(
+            request.id, request.prompt_ids, request.params, request.seed, request.priority, output_ids=whole.ids[:cut]
+        )
+        got = run(fresh, [rest])[request.id]
+        assert whole.ids[:cut] + got.ids == whole.ids
+        assert got.finish_reason == whole.finish_reason
