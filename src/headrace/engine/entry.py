@@ -1,0 +1,71 @@
+"""What the scheduler notes about one request beside the request itself. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain
+
+from headrace.cache.radix_tree import ID_BYTES, Node
+from headrace.engine.request import Request, Status
+from headrace.errors import ParameterError
+
+OFF_INDEX = 2**31  # as num_indexed: no block of this entry enters the index
+
+
+class Entry:
+    """One live request, from add() until its last launched step has settled.
+
+    `rank` orders all requests, lower first: a request may take blocks only from those behind it. `limit` is the number
+    of tokens at which it ends whatever it samples.
+    """
+
+    __slots__ = (
+        "caching", "capacity", "cursor", "delayed", "ids", "limit", "max_output", "min_output", "num_hit", "num_indexed",
+        "num_prompt", "parted", "path", "rank", "reads_cache", "request", "stops",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, rank: tuple[float, float, int], limit: int, caching: bool):
+        params = request.params
+        self.request = request
+        self.rank = rank
+        self.num_prompt = len(request.prompt_ids)
+        self.limit = limit
+        self.max_output = limit - self.num_prompt
+        self.min_output = params.min_tokens
+        # id -> stop_reason; that of an EOS is None, also for an EOS that the caller names as a stop id
+        self.stops: dict[int, int | None] = {i: i for i in params.stop_token_ids or ()}
+        if not params.ignore_eos:
+            self.stops.update(dict.fromkeys(params.eos_token_ids))
+        # a hit would skip the very rows whose logprobs were asked for
+        self.reads_cache = caching and params.prompt_logprobs is None
+        self.delayed = False  # has waited a step for somebody else's blocks
+        self.parted = False  # finished or preempted while a launched step holds its row: wants no more of them
+        self.caching = caching
+        self.rest()
+
+    def rest(self) -> None:
+        """Be as if never admitted; ParameterError if an id is no int32."""
+        request = self.request
+        try:
+            # int32 bytes of the known ids: the keys of the prefix index, made once and not again in each step of waiting
+            self.ids = array("i", chain(request.prompt_ids, request.output_ids)).tobytes()
+        except (TypeError, OverflowError):
+            raise ParameterError("prompt_ids", request.prompt_ids, "token ids: integers in [0, 2^31)") from None
+        self.path: list[Node] = []  # where the index agrees with ids, while waiting
+        self.cursor: Node | None = None  # the node of the last block that is indexed; None: the root
+        self.num_indexed = 0 if self.caching else OFF_INDEX
+        self.num_hit = 0  # blocks got from the index
+        self.capacity = 0  # tokens that the block table has room for
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status is Status.FINISHED
+
+    def key(self, index: int, width: int) -> bytes:
+        """The key of the full block `index`, `width` bytes, of ids that the host knows."""
+        key = self.ids[index * width : (index + 1) * width]
+        if len(key) < width:
+            self.ids = b""  # beyond what was known at admission: from here on each block is asked for once
+            size = width // ID_BYTES
+            key = array("i", self.request.token_ids(index * size, (index + 1) * size)).tobytes()
+        return key

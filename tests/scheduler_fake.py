@@ -1,0 +1,193 @@
+"""A device without a model, for tests of the scheduler: it remembers what a real one would, and checks every read.
+
+The KV of a token is a hash of all tokens up to it, as a transformer's is a function of them. A step reads the KV of its
+whole context and compares each with what it must be at that moment; so a block that was reused, indexed or shared too
+early, a stale slot or a wrong id shows as an AssertionError at the row that would have read it. The sampled id is a function
+of (seed, position, context), so what a request generates is known without a scheduler: `reference()`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from headrace.engine.plan import StepPlan
+from headrace.engine.request import Request, Status
+from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.sampling.params import SamplingParams
+
+VOCAB = 50
+EOS = 7
+
+
+def extend(context: int, token: int) -> int:
+    return hash((context, token))
+
+
+def context_of(ids: list[int]) -> int:
+    context = 0
+    for token in ids:
+        context = extend(context, token)
+    return context
+
+
+def sample(seed: int, position: int, context: int, min_output: bool) -> int:
+    token = random.Random(hash((seed, position, context))).randrange(VOCAB)
+    return (token + 1) % VOCAB if min_output and token == EOS else token  # the device masks EOS before min_tokens
+
+
+def reference(prompt: list[int], seed: int, params: SamplingParams, max_len: int) -> tuple[list[int], str]:
+    """(output ids, finish_reason) of a request, by the definition of the fake."""
+    context, output = context_of(prompt), []
+    while True:
+        token = sample(seed, len(prompt) + len(output), context, len(output) < params.min_tokens)
+        output.append(token)
+        context = extend(context, token)
+        stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else set(params.eos_token_ids))
+        if token in stops and len(output) >= params.min_tokens:
+            return output, "stop"
+        if len(prompt) + len(output) >= max_len or len(output) == params.max_tokens:
+            return output, "length"
+
+
+class FakeDevice:
+    """Slots with ids and block tables, and blocks with KV."""
+
+    def __init__(self, config: SchedulerConfig):
+        self.block_size = config.block_size
+        self.ids: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
+        self.tables: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
+        self.owner: list[Request | None] = [None] * config.max_num_seqs
+        self.kv: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.flight: deque[tuple[StepPlan, dict[Request, list[int]], list[list[int]]]] = deque()
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+
+    def launch(self, plan: StepPlan) -> None:
+        tables: dict[Request, list[int]] = {}
+        results = []
+        assert 0 < plan.num_tokens <= self.max_num_batched_tokens
+        requests = [chunk.request for chunk in plan.chunks]
+        assert len(set(requests)) == len(requests), "two chunks of one request in a step"
+        sizes = [chunk.num_tokens == 1 and chunk.samples for chunk in plan.chunks if not chunk.admitted]
+        assert sizes == sorted(sizes, reverse=True), "decodes come first"
+        for chunk in plan.chunks:
+            request, slot = chunk.request, chunk.slot
+            assert chunk.num_tokens >= 1 and request.status is not Status.WAITING
+            if chunk.admitted:
+                for launched, launched_tables, _ in self.flight:
+                    for other in launched.chunks:
+                        assert other.slot != slot, f"slot {slot} is reused while step {launched.step} is in flight"
+                    del launched_tables
+                known = request.token_ids(0, request.num_known)
+                self.ids[slot] = dict(enumerate(known))
+                self.tables[slot] = []
+                self.owner[slot] = request
+                assert chunk.block_offset == 0 and request.num_known >= chunk.stop
+            assert self.owner[slot] is request, "a row of a request whose slot holds another one"
+            table = self.tables[slot]
+            if chunk.new_blocks:
+                assert chunk.block_offset == len(table), "a gap or an overlap in the block table"
+                table += chunk.new_blocks
+            assert table == request.block_ids[: len(table)]
+            tables[request] = table
+            results.append(self._compute(chunk, table))
+        self.flight.append((plan, tables, results))
+
+    def _compute(self, chunk, table: list[int]) -> list[int]:
+        ids, size, request = self.ids[chunk.slot], self.block_size, chunk.request
+        context = 0
+        for position in range(chunk.stop):
+            context = extend(context, ids[position])
+            block = table[position // size]
+            if position >= chunk.start:
+                self._write(request, block, position % size, context)
+            else:
+                assert self.kv[block][position % size] == context, (
+                    f"{request.id} reads foreign KV: position {position}, block {block}"
+                )
+        assert chunk.output_index == max(0, chunk.stop - len(request.prompt_ids)) or not chunk.samples
+        if not chunk.samples:
+            return []
+        masked = chunk.output_index < request.params.min_tokens
+        token = sample(request.seed, chunk.stop, context, masked)
+        ids[chunk.stop] = token
+        return [token]
+
+    def _write(self, request: Request, block: int, offset: int, context: int) -> None:
+        for launched, tables, _ in self.flight:
+            for other, table in tables.items():
+                assert other is request or block not in table, (
+                    f"{request.id} overwrites block {block} of {other.id} while step {launched.step} is in flight"
+                )
+        self.kv[block][offset] = context
+
+
+class FakeEngine:
+    """Scheduler and fake device in the order of the real loop; `depth` launched steps may be unsettled at schedule()."""
+
+    def __init__(self, config: SchedulerConfig, depth: int = 0, check: bool = True):
+        self.scheduler, self.device = Scheduler(config), FakeDevice(config)
+        self.depth, self.checks = depth, check
+
+    def add(self, id: str, prompt: list[int], seed: int = 0, **kwargs) -> Request:
+        fields = {k: kwargs.pop(k) for k in ("priority", "cache_salt", "arrival", "output_ids") if k in kwargs}
+        kwargs.setdefault("eos_token_ids", [EOS])
+        request = Request(id=id, prompt_ids=prompt, params=SamplingParams(**kwargs), seed=seed, **fields)
+        self.scheduler.add(request)
+        self.check()
+        return request
+
+    def check(self) -> None:
+        if self.checks:
+            self.scheduler.check()
+
+    def schedule(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        self.check()
+        return plan
+
+    def launch(self, plan: StepPlan) -> None:
+        self.device.launch(plan)
+        self.scheduler.launched(plan)
+        self.check()
+
+    def settle(self, failed: frozenset[int] = frozenset()) -> list[tuple[Request, list[int]]]:
+        plan, _, sampled = self.device.flight.popleft()
+        results = self.scheduler.settle(plan, [[] if i in failed else ids for i, ids in enumerate(sampled)], failed)
+        for request, ids in results:
+            assert ids or request.finish_reason == "error"
+            assert not ids or request.output_ids[-len(ids) :] == ids
+        assert len({id(request) for request, _ in results}) == len(results)
+        self.check()
+        return results
+
+    def step(self, failed: frozenset[int] = frozenset()) -> StepPlan | None:
+        plan = self.schedule()
+        if plan is not None:
+            self.launch(plan)
+        elif not self.device.flight:
+            assert not self.scheduler.has_unfinished, "nothing runs, nothing is in flight, and requests are left"
+        while len(self.device.flight) > (self.depth if plan is not None else 0):
+            self.settle(failed)
+        return plan
+
+    def run(self, most: int = 100_000) -> int:
+        """Step until all is done; the number of steps."""
+        steps = 0
+        while self.scheduler.has_unfinished:
+            assert steps < most, f"not done after {most} steps"
+            self.step()
+            steps += 1
+        while self.device.flight:
+            self.settle()
+        self.assert_idle()
+        return steps
+
+    def assert_idle(self) -> None:
+        """The pool is whole: nothing leaked."""
+        scheduler = self.scheduler
+        self.scheduler.check()
+        assert scheduler.num_running == scheduler.num_waiting == 0 and not scheduler.has_unfinished
+        assert scheduler.kv_usage == 0.0
+        assert scheduler.pool.num_free + scheduler.tree.num_cached == scheduler.config.num_blocks
+        assert len(scheduler._free_slots) == scheduler.config.max_num_seqs and not scheduler._live
