@@ -1,0 +1,27 @@
+"""Attention over the paged KV cache: one interface, several backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.model.batch import ForwardBatch
+
+
+class AttentionBackend(ABC):
+    """Computes causal attention of a batch's rows over their sequences' cached keys and values."""
+
+    def begin(self, batch: ForwardBatch, kv: KVCache) -> None:  # noqa: B027  (a hook: most backends need none)
+        """Called once per forward, before the first layer: work that all layers share."""
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        """q [T, num_heads, head_dim] -> [T, num_heads * head_dim], q's dtype.
+
+        The batch's own keys and values were written to `kv` before. A row at position p sees positions <= p and, with a
+        window > 0, > p - window. softcap > 0: scores become softcap * tanh(scores / softcap) after `scale`.
+        """

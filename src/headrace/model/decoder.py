@@ -1,0 +1,163 @@
+"""The one decoder that every family runs through: token rows in, logits out, keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from headrace.attention import AttentionBackend
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.activation import act_mul
+from headrace.kernels.embedding import embed
+from headrace.kernels.norm import add_rms_norm, rms_norm
+from headrace.kernels.qkv import qkv_rope_write
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.linear import Linear, make_linear
+from headrace.model.rope import rope_tables
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer; the field names are the last part of WeightSpec.target. Matrices are [out, in], fused along out."""
+
+    qkv: Tensor  # [q + 2 kv, H]
+    o: Tensor  # [H, q]
+    gate_up: Tensor  # [2 I, H]
+    down: Tensor  # [H, I]
+    input_norm: Tensor | None = None  # [H], before attention (pre, sandwich)
+    post_attn_norm: Tensor | None = None  # [H], on attention's output (post, sandwich)
+    mlp_norm: Tensor | None = None  # [H], before the feed-forward part (pre, sandwich)
+    post_mlp_norm: Tensor | None = None  # [H], on the feed-forward part's output (post, sandwich)
+    q_norm: Tensor | None = None  # [head_dim] or [q]
+    k_norm: Tensor | None = None  # [head_dim] or [kv]
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DecoderWeights:
+    """All weights as plain tensors; `lm_head` is `embedding` itself where they are tied.
+
+    `norm_offset` is what remains to be added to every norm weight: the family's offset, or 0 where the loader added it.
+    """
+
+    embedding: Tensor  # [V, H]
+    layers: list[LayerWeights]
+    final_norm: Tensor  # [H]
+    lm_head: Tensor  # [V, H]
+    norm_offset: float = 0.0
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], config: ModelConfig) -> DecoderWeights:
+        """From {WeightSpec.target: tensor}; without "lm_head" the embedding is used."""
+        layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_layers)]
+        for target, tensor in tensors.items():
+            if target.startswith("layers."):
+                _, index, name = target.split(".")
+                layers[int(index)][name] = tensor
+        return cls(
+            embedding=tensors["embedding"],
+            layers=[LayerWeights(**layer) for layer in layers],
+            final_norm=tensors["final_norm"],
+            lm_head=tensors.get("lm_head", tensors["embedding"]),
+            norm_offset=config.norm_offset,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all distinct tensors."""
+        tensors = [self.embedding, self.final_norm, self.lm_head]
+        tensors += [t for layer in self.layers for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
+        return sum({t.data_ptr(): t.numel() * t.itemsize for t in tensors}.values())
+
+
+class _Layer:
+    """A layer's weights in the form that they are run in."""
+
+    def __init__(self, w: LayerWeights, make: Callable[[Tensor, Tensor | None], Linear]):
+        self.qkv, self.o = make(w.qkv, w.qkv_bias), make(w.o, w.o_bias)
+        self.gate_up, self.down = make(w.gate_up, w.gate_up_bias), make(w.down, w.down_bias)
+        self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
+        self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
+        self.q_norm, self.k_norm = w.q_norm, w.k_norm
+
+
+class Decoder:
+    """Runs a model. Keeps no reference to `weights`: where linears are repacked, the caller's copy can be freed.
+
+    `max_model_len` (default: the model's own) is the number of positions; it also fixes the rope tables (see rope.py).
+    `make` turns (weight, bias) into a callable linear: the place of quantized or device-specific ones.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, *,
+        max_model_len: int | None = None, make: Callable[[Tensor, Tensor | None], Linear] = make_linear,
+    ):  # fmt: skip
+        self.config, self.attention = config, attention
+        self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
+        self.layers = [_Layer(layer, make) for layer in weights.layers]
+        self.lm_head = make(weights.lm_head, None)
+        # rounded to the weights' dtype, as the models were trained
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=self.embedding.dtype).item()
+        device, length = self.embedding.device, max_model_len or config.max_position
+        kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
+        self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
+        self.layer_rope = kinds
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`."""
+        config, layers = self.config, self.layers
+        self.attention.begin(batch, kv)
+        positions: Tensor | None = batch.positions
+        tables = self.rope
+        if positions is not None and not positions.is_cuda:  # no fused kernel: gather the rows once for all layers
+            tables = {k: (c.index_select(0, positions), s.index_select(0, positions)) for k, (c, s) in tables.items()}
+            positions = None
+        residual = embed(batch.token_ids, self.embedding, self.embed_scale)
+        normed = residual
+        if layers[0].input_norm is not None:
+            normed = rms_norm(residual, layers[0].input_norm, config.norm_eps, self.norm_offset)
+        for index, layer in enumerate(layers):
+            cos, sin = tables[self.layer_rope[index]]
+            q = qkv_rope_write(
+                layer.qkv(normed), positions, cos, sin, kv, index, batch.slot_mapping,
+                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
+            )  # fmt: skip
+            attended = self.attention.attend(
+                q, index, kv, batch,
+                scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap,
+            )  # fmt: skip
+            normed, residual = self._add(layer.o(attended), residual, layer.post_attn_norm, layer.mlp_norm)
+            inner = layer.down(act_mul(layer.gate_up(normed), config.activation))
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
+            normed, residual = self._add(inner, residual, layer.post_mlp_norm, following)
+        return normed
+
+    def _add(self, part: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
+        """Close a part: norm its output (`post`), add it to the residual, norm that for the next part (`following`)."""
+        config = self.config
+        if post is not None:
+            part = rms_norm(part, post, config.norm_eps, self.norm_offset)
+        if following is None:
+            residual = torch.add(residual, part, alpha=config.residual_scale)
+            return residual, residual
+        return add_rms_norm(part, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> logits [R, V]: float32 on the CPU, the model's dtype elsewhere."""
+        logits = self.lm_head(hidden)
+        if not logits.is_cuda:
+            logits = logits.float()
+        if self.config.logit_scale != 1.0:
+            logits = logits.mul_(self.config.logit_scale)
+        if self.config.logit_softcap:
+            cap = self.config.logit_softcap
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits

@@ -1,0 +1,218 @@
+"""Each supported architecture as data, and the way from a Hugging Face config to our ModelConfig.
+
+A family is a table entry: its architecture names, how its switches follow from the config, and where its weights lie in
+a checkpoint. To add one, write the entry and a test that holds its logits against Transformers (tests/tiny_models.py,
+tests/test_model_families.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from headrace.errors import CheckpointError
+from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.hf_config import HfConfig
+from headrace.model.weight_names import (
+    FUSED_NAMES,
+    POST_NORM_NAMES,
+    PRE_NORM_NAMES,
+    SANDWICH_NORM_NAMES,
+    WeightSpec,
+    plan_weights,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`switches` gives the ModelConfig fields in which the family differs from plain Llama; `defaults` what its config
+    means where it is silent and that is not what Llama means."""
+
+    architectures: tuple[str, ...]
+    switches: Callable[[HfConfig], dict[str, Any]] = lambda c: {}
+    weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PRE_NORM_NAMES)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _biases(c: HfConfig) -> dict[str, Any]:
+    bias = c.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": c.flag("mlp_bias")}
+
+
+def _mistral(c: HfConfig) -> dict[str, Any]:
+    return {"windows": _every_layer(c, c.count("sliding_window", 0))}
+
+
+def _qwen2(c: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": True, "windows": _qwen_windows(c)}
+
+
+def _qwen3(c: HfConfig) -> dict[str, Any]:
+    bias = c.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "windows": _qwen_windows(c)}
+
+
+def _olmo2(c: HfConfig) -> dict[str, Any]:
+    bias = c.flag("attention_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "norm_place": "post", "qk_norm": "full"}
+
+
+def _granite(c: HfConfig) -> dict[str, Any]:
+    return {
+        **_biases(c),
+        "attn_scale": c.number("attention_multiplier", 1.0),
+        "embed_scale": c.number("embedding_multiplier", 1.0),
+        "residual_scale": c.number("residual_multiplier", 1.0),
+        "logit_scale": 1.0 / c.number("logits_scaling", 1.0),
+    }
+
+
+def _gemma(c: HfConfig) -> dict[str, Any]:
+    if c.flag("use_bidirectional_attention"):
+        raise CheckpointError("config.json: use_bidirectional_attention is not supported")
+    bias = c.flag("attention_bias")
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "norm_place": "sandwich",
+        "norm_offset": 1.0,
+        "attn_scale": c.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "embed_scale": math.sqrt(c.count("hidden_size")),
+    }
+
+
+def _gemma2(c: HfConfig) -> dict[str, Any]:
+    return {
+        **_gemma(c),
+        "windows": _typed_windows(c, lambda layer: layer % 2 == 0),
+        "attn_softcap": c.number("attn_logit_softcapping", 50.0 if "attn_logit_softcapping" not in c.raw else 0.0),
+        "logit_softcap": c.number("final_logit_softcapping", 30.0 if "final_logit_softcapping" not in c.raw else 0.0),
+    }
+
+
+def _gemma3(c: HfConfig) -> dict[str, Any]:
+    if c.raw.get("attn_logit_softcapping"):
+        raise CheckpointError("config.json: attn_logit_softcapping is not defined for Gemma-3")
+    pattern = c.count("sliding_window_pattern", 6)
+    return {
+        **_gemma(c),
+        "qk_norm": "head",
+        "windows": _typed_windows(c, lambda layer: (layer + 1) % pattern != 0),
+        "logit_softcap": c.number("final_logit_softcapping", 0.0),
+        "rope_local": c.rope("sliding_attention", c.number("rope_local_base_freq", 10_000.0)),
+    }
+
+
+_GEMMA_DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType({
+    "llama": Family(("LlamaForCausalLM",), _biases),
+    "mistral": Family(("MistralForCausalLM",), _mistral),
+    "qwen2": Family(("Qwen2ForCausalLM",), _qwen2),
+    "qwen3": Family(("Qwen3ForCausalLM",), _qwen3, defaults={"head_dim": 128}),
+    "olmo2": Family(("Olmo2ForCausalLM",), _olmo2, POST_NORM_NAMES, {"rms_norm_eps": 1e-5}),
+    "granite": Family(("GraniteForCausalLM",), _granite),
+    "phi3": Family(
+        ("Phi3ForCausalLM",), _mistral, FUSED_NAMES,
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
+    "gemma2": Family(("Gemma2ForCausalLM",), _gemma2, SANDWICH_NORM_NAMES, _GEMMA_DEFAULTS),
+    "gemma3_text": Family(
+        ("Gemma3ForCausalLM",), _gemma3, SANDWICH_NORM_NAMES, {**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0}
+    ),
+})  # fmt: skip
+
+
+def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of a parsed `config.json`, of Transformers 4 or 5.
+
+    Raises CheckpointError that names the architecture, or the field and its value, when it is missing, malformed or not
+    supported.
+    """
+    key = _family_of(config)
+    family = FAMILIES[key]
+    c = HfConfig({**family.defaults, **config})
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "?")
+        raise CheckpointError(f"config.json: quantization_config with quant_method {method!r} is not supported")
+    heads, hidden = c.count("num_attention_heads"), c.count("hidden_size")
+    kv_heads = c.count("num_key_value_heads", heads)
+    head_dim = c.count("head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} attention heads are no multiple of {kv_heads} num_key_value_heads")
+    rope = c.rope("full_attention", c.number("rope_theta", 10_000.0))
+    fields: dict[str, Any] = {
+        "family": key,
+        "vocab_size": c.count("vocab_size"),
+        "hidden_size": hidden,
+        "num_layers": c.count("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": c.count("intermediate_size"),
+        "rope": rope,
+        "norm_eps": c.number("rms_norm_eps", 1e-6),
+        "activation": c.activation(),
+        "attn_scale": head_dim**-0.5,
+        "dtype": c.dtype(),
+        "bos_token_id": c.token_ids("bos_token_id")[0] if c.token_ids("bos_token_id") else None,
+        "eos_token_ids": c.token_ids("eos_token_id"),
+    }
+    fields.update(family.switches(c))
+    fields["max_position"] = _max_position(rope, two_bases=fields.get("rope_local") is not None)
+    return ModelConfig(**fields)
+
+
+def weight_plan(config: ModelConfig) -> list[WeightSpec]:
+    """The weights that a checkpoint of `config` must hold; see WeightSpec."""
+    return plan_weights(config, FAMILIES[config.family].weight_names)
+
+
+def _family_of(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    if not names and config.get("model_type") in FAMILIES:
+        return config["model_type"]
+    for key, family in FAMILIES.items():
+        if any(name in family.architectures for name in names):
+            return key
+    known = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
+    shown = ", ".join(map(str, names)) or f"model_type {config.get('model_type')!r}"
+    raise CheckpointError(f"config.json: architecture {shown} is not supported; known: {known}")
+
+
+def _every_layer(c: HfConfig, window: int) -> tuple[int, ...]:
+    return (window,) * c.count("num_hidden_layers") if window else ()
+
+
+def _qwen_windows(c: HfConfig) -> tuple[int, ...]:
+    if not c.flag("use_sliding_window"):
+        return ()
+    first = c.count("max_window_layers", 28)
+    return _typed_windows(c, lambda layer: layer >= first)
+
+
+def _typed_windows(c: HfConfig, sliding: Callable[[int], bool]) -> tuple[int, ...]:
+    """Window of each layer: by the config's `layer_types`, or without them by the family's rule `sliding(layer)`."""
+    layers, window = c.count("num_hidden_layers"), c.count("sliding_window", 0)
+    types = c.raw.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if sliding(layer) else "full_attention" for layer in range(layers)]
+    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+        raise CheckpointError(
+            f"config.json: layer_types {types!r}: wanted {layers} times sliding_attention or full_attention"
+        )
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return windows if any(windows) else ()
+
+
+def _max_position(rope: RopeConfig, two_bases: bool) -> int:
+    """Longest sequence that the model is made for. Configs with linear, dynamic or yarn scaling give the length before
+    it (as vLLM reads them); only Gemma-3, with its two bases, gives the one after."""
+    if rope.kind == "yarn" and rope.param("factor"):
+        return max(rope.max_position, int(rope.param("original_max_position_embeddings") * rope.param("factor")))
+    if rope.kind in ("linear", "dynamic") and not two_bases:
+        return int(rope.max_position * rope.param("factor"))
+    return rope.max_position

@@ -1,0 +1,95 @@
+"""Which tensors of a checkpoint make up each of the decoder's weights, with their shapes: the loader's work list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.model.config import ModelConfig
+
+# Our name of a layer's weight -> the modules of a Hugging Face layer that are stacked (along dimension 0) to make it.
+_SPLIT = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+}
+PRE_NORM_NAMES = {**_SPLIT, "input_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)}
+POST_NORM_NAMES = {
+    **_SPLIT,
+    "post_attn_norm": ("post_attention_layernorm",),
+    "post_mlp_norm": ("post_feedforward_layernorm",),
+}
+SANDWICH_NORM_NAMES = {
+    **POST_NORM_NAMES,
+    "input_norm": ("input_layernorm",),
+    "mlp_norm": ("pre_feedforward_layernorm",),
+}
+FUSED_NAMES = {**PRE_NORM_NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
+
+# Tensors that some checkpoints hold and no decoder needs: recomputed tables and buffers.
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One of the decoder's weights: `target` ("embedding", "layers.3.qkv", ...), its shape, and the tensors of the
+    checkpoint (name, rows) that are stacked along dimension 0 to make it.
+
+    `optional`: when the checkpoint has none of them the weight is not there (lm_head: the embedding is used).
+    """
+
+    target: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[str, int], ...]
+    optional: bool = False
+
+
+def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> list[WeightSpec]:
+    """Every weight of the model in the order of its use; `names` is one of the maps above."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    plan = [WeightSpec("embedding", (vocab, hidden), (("model.embed_tokens.weight", vocab),))]
+    shapes = _layer_shapes(config)
+    for layer in range(config.num_layers):
+        for name, (rows, columns) in shapes.items():
+            suffix = ".bias" if name.endswith("_bias") else ".weight"
+            modules = names[name.removesuffix("_bias")]
+            stacked = zip(modules, rows if len(modules) > 1 else (sum(rows),), strict=True)
+            sources = tuple((f"model.layers.{layer}.{source}{suffix}", count) for source, count in stacked)
+            shape = (sum(rows), columns) if columns else (sum(rows),)
+            plan.append(WeightSpec(f"layers.{layer}.{name}", shape, sources))
+    plan.append(WeightSpec("final_norm", (hidden,), (("model.norm.weight", hidden),)))
+    plan.append(WeightSpec("lm_head", (vocab, hidden), (("lm_head.weight", vocab),), optional=True))
+    return plan
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Our name -> (rows of each stacked part, columns; 0 for a vector) of the weights that this model's layers have."""
+    hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {}
+    if config.norm_place != "post":
+        shapes["input_norm"] = ((hidden,), 0)
+    shapes["qkv"] = ((q, kv, kv), hidden)
+    if config.qkv_bias:
+        shapes["qkv_bias"] = ((q, kv, kv), 0)
+    if config.qk_norm != "none":
+        whole = config.qk_norm == "full"
+        shapes["q_norm"] = ((q if whole else config.head_dim,), 0)
+        shapes["k_norm"] = ((kv if whole else config.head_dim,), 0)
+    shapes["o"] = ((hidden,), q)
+    if config.o_bias:
+        shapes["o_bias"] = ((hidden,), 0)
+    if config.norm_place != "pre":
+        shapes["post_attn_norm"] = ((hidden,), 0)
+    if config.norm_place != "post":
+        shapes["mlp_norm"] = ((hidden,), 0)
+    shapes["gate_up"] = ((inner, inner), hidden)
+    shapes["down"] = ((hidden,), inner)
+    if config.mlp_bias:
+        shapes["gate_up_bias"] = ((inner, inner), 0)
+        shapes["down_bias"] = ((hidden,), 0)
+    if config.norm_place != "pre":
+        shapes["post_mlp_norm"] = ((hidden,), 0)
+    return shapes

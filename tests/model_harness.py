@@ -1,0 +1,84 @@
+"""Runs the decoder over paged KV with hand-made batches: sequences in chunks of any size, blocks in shuffled order."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from headrace.attention.torch_backend import TorchAttention
+from headrace.cache.kv_cache import KVCache
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.families import model_config_from_hf, weight_plan
+
+
+def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
+    """Config and float32 weights of a tiny checkpoint, straight from weight_plan: the loader's outside witness."""
+    config = model_config_from_hf(json.loads((path / "config.json").read_text()))
+    files = load_file(path / "model.safetensors")
+    tensors, used = {}, set()
+    for spec in weight_plan(config):
+        if spec.optional and spec.sources[0][0] not in files:
+            continue
+        parts = [files[name] for name, _ in spec.sources]
+        assert [p.shape[0] for p in parts] == [rows for _, rows in spec.sources]
+        tensors[spec.target] = torch.cat(parts)
+        assert tensors[spec.target].shape == spec.shape
+        used.update(name for name, _ in spec.sources)
+    assert used == set(files), set(files) - used
+    return config, DecoderWeights.from_tensors(tensors, config)
+
+
+class Sequences:
+    """Some sequences in one paged cache, fed to a decoder in steps; slots and blocks are handed out in random order."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, *,
+        max_len: int, num_seqs: int = 4, block_size: int = 4, seed: int = 0, attention=None,
+    ):  # fmt: skip
+        self.decoder = Decoder(config, weights, attention or TorchAttention(), max_model_len=max_len)
+        self.max_blocks = -(-max_len // block_size)
+        total = num_seqs * self.max_blocks + 3
+        self.kv = KVCache(config, total, block_size, weights.embedding.dtype, torch.device("cpu"))
+        for t in self.kv.k + self.kv.v:  # what an earlier request left behind must never be read
+            t.fill_(torch.nan)
+        free = list(range(total))
+        random.Random(seed).shuffle(free)
+        self.tables = torch.zeros(num_seqs + 1, self.max_blocks, dtype=torch.int32)
+        for slot in range(num_seqs):
+            self.tables[slot] = torch.tensor(free[slot * self.max_blocks : (slot + 1) * self.max_blocks])
+        self.lengths = [0] * num_seqs
+
+    @torch.inference_mode()
+    def step(self, work: list[tuple[int, list[int]]]) -> list[Tensor]:
+        """work: (slot, next token ids) -> logits [n, V] of each entry's rows, in the order given."""
+        order = sorted(range(len(work)), key=lambda i: len(work[i][1]) != 1)  # decodes first
+        slots = [work[i][0] for i in order]
+        counts = [len(work[i][1]) for i in order]
+        positions = [self.lengths[s] + j for s, n in zip(slots, counts, strict=True) for j in range(n)]
+        row_slots = [s for s, n in zip(slots, counts, strict=True) for _ in range(n)]
+        size = self.kv.block_size
+        places = [int(self.tables[s, p // size]) * size + p % size for s, p in zip(row_slots, positions, strict=True)]
+        for slot, count in zip(slots, counts, strict=True):
+            self.lengths[slot] += count
+        batch = ForwardBatch(
+            token_ids=torch.tensor([t for i in order for t in work[i][1]], dtype=torch.int32),
+            positions=torch.tensor(positions, dtype=torch.int32),
+            slot_mapping=torch.tensor(places),
+            block_tables=self.tables,
+            seq_slots=torch.tensor(slots, dtype=torch.int32),
+            query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32),
+            seq_lens=torch.tensor([self.lengths[s] for s in slots], dtype=torch.int32),
+            num_decodes=sum(n == 1 for n in counts),
+            query_lens=counts,
+            context_lens=[self.lengths[s] for s in slots],
+        )
+        logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+        parts = dict(zip(order, logits.split(counts), strict=True))
+        return [parts[i] for i in range(len(work))]

@@ -1,0 +1,98 @@
+"""Each family's logits and greedy text against Hugging Face Transformers, on tiny random checkpoints in float32."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from model_harness import Sequences, load_tiny
+from tiny_models import TINY, VOCAB, write_tiny
+
+VARIANTS = {
+    **{family: (family, {}) for family in TINY},
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama-mha": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "gemma3-plain": ("gemma3", {"rope_parameters": None, "layer_types": None, "num_hidden_layers": 7}),
+    "phi3-window": ("phi3", {"sliding_window": 10}),
+    "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
+}
+TOLERANCE = 1e-4  # of the largest logit
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def pair(request, tmp_path_factory):
+    """(our config, our weights, the Transformers model) of one checkpoint."""
+    import transformers
+
+    family, overrides = VARIANTS[request.param]
+    path = write_tiny(family, tmp_path_factory.mktemp(request.param), **overrides)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    return *load_tiny(path), theirs
+
+
+@torch.no_grad()
+def reference(model, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(3, VOCAB) for _ in range(count)]
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.std() > 0.01  # a model whose logits are all alike would agree with anything
+    assert (ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max()
+
+
+def test_whole_prompt(pair):
+    config, weights, theirs = pair
+    ids = tokens(45)
+    (ours,) = Sequences(config, weights, max_len=64).step([(0, ids)])
+    assert_close(ours, reference(theirs, ids))
+
+
+def test_token_by_token(pair):
+    config, weights, theirs = pair
+    ids = tokens(30, seed=1)
+    run = Sequences(config, weights, max_len=64)
+    ours = [run.step([(2, [token])])[0] for token in ids]
+    assert_close(torch.cat(ours), reference(theirs, ids))
+
+
+def test_mixed_chunks_of_several_sequences(pair):
+    """Three sequences advance by chunks of their own sizes in shared batches, single tokens and chunks mixed."""
+    config, weights, theirs = pair
+    prompts = [tokens(n, seed=n) for n in (41, 23, 34)]
+    run = Sequences(config, weights, max_len=48, num_seqs=3, block_size=3)
+    rng = random.Random(7)
+    ours: list[list[torch.Tensor]] = [[], [], []]
+    while any(run.lengths[s] < len(prompts[s]) for s in range(3)):
+        work = []
+        for s in rng.sample(range(3), 3):
+            left = prompts[s][run.lengths[s] :]
+            if left:
+                work.append((s, left[: rng.choice((1, 1, 2, 5, 11))]))
+        for (s, _), logits in zip(work, run.step(work), strict=True):
+            ours[s].append(logits)
+    for s in range(3):
+        assert_close(torch.cat(ours[s]), reference(theirs, prompts[s]))
+
+
+def test_greedy_text(pair):
+    config, weights, theirs = pair
+    ids = tokens(17, seed=3)
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(ids) :].tolist()
+    run = Sequences(config, weights, max_len=64)
+    generated, following = [], ids
+    while len(generated) < 20:
+        (logits,) = run.step([(1, following)])
+        following = [int(logits[-1].argmax())]
+        generated += following
+    assert generated == expected

@@ -1,0 +1,133 @@
+"""Writes tiny random checkpoints, as Hugging Face Transformers saves them, with a small real tokenizer beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB = 512
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.12,
+}
+
+# family -> (config class of transformers, settings that differ from _COMMON)
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"head_dim": 16, "sliding_window": 13}),
+    "qwen2": ("Qwen2Config", {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "olmo2": ("Olmo2Config", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "num_attention_heads": 8, "num_key_value_heads": 2, "embedding_multiplier": 3.0, "logits_scaling": 2.5,
+            "residual_multiplier": 0.4, "attention_multiplier": 0.2, "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": (
+        "Phi3Config",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "original_max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 16, "num_attention_heads": 4, "query_pre_attn_scalar": 20, "sliding_window": 11,
+            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "num_hidden_layers": 4,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 16, "num_attention_heads": 4, "query_pre_attn_scalar": 24, "sliding_window": 9,
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+}  # fmt: skip
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "
+    "Where the water ends, the wheel stands still; how fast it turns, nobody asked. 0123456789 {}[]\":,. "
+    "Grüße aus Köln, été à Paris, 日本語 and emoji 🙂🚀.\n"
+)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_tiny(family: str, path: str | Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a checkpoint of `family` (a key of TINY) to the directory `path`, in float32, and return the path.
+
+    `overrides` are settings of the Transformers config. Every weight is random, the norms and biases too.
+    """
+    import torch
+    import transformers
+
+    path = Path(path)
+    name, settings = TINY[family]
+    config = getattr(transformers, name)(**{**_COMMON, **settings, **overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise * config.initializer_range)
+            else:  # norm weights around their neutral value, biases around 0
+                parameter.add_(noise * (0.3 if "norm" in key else 0.1))
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    model.save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: str | Path) -> None:
+    """A byte-level BPE of at most VOCAB tokens: tokenizer.json and tokenizer_config.json with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator([_TEXT] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    Path(path).mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(Path(path) / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": _CHAT_TEMPLATE,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 256,
+    }
+    (Path(path) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
