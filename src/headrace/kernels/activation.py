@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, on_gpu, pdl, tl
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -21,6 +24,37 @@ def act_mul_reference(gate_up: Tensor, kind: Activation) -> Tensor:
     return active.mul_(up).to(gate_up.dtype)
 
 
+@jit
+def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(gate_up_ptr + row * (2 * WIDTH) + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * (2 * WIDTH) + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu_tanh":
+        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * z)))  # x * (1 + tanh z) / 2
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    tl.store(out_ptr + row * WIDTH + column, (y * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def act_mul_triton(gate_up: Tensor, kind: Activation) -> Tensor:
+    """See `act_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        block = 1024
+        grid = (rows, -(-width // block))
+        _act_mul[grid](gate_up.contiguous(), out, WIDTH=width, BLOCK=block, KIND=kind, num_warps=4, **pdl(gate_up))
+    return out
+
+
 def act_mul(gate_up: Tensor, kind: Activation) -> Tensor:
     """activation(gate) * up with gate_up [T, 2I] = (gate, up) -> [T, I], in float32, rounded once."""
-    return act_mul_reference(gate_up, kind)
+    return (act_mul_triton if on_gpu(gate_up) else act_mul_reference)(gate_up, kind)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [..., H] / rms(x) * (weight [H] + offset), computed in float32, rounded once to x's dtype."""
@@ -24,13 +26,65 @@ def add_rms_norm_reference(
     return rms_norm_reference(residual, weight, eps, offset), residual
 
 
+@jit
+def _rms_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, offset, scale, x_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + offset  # cold: fetched before the wait
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32) + scale * x
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * WIDTH + column, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    tl.store(out_ptr + row * WIDTH + column, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float,
+            scale: float, add: bool) -> None:  # fmt: skip
+    width = x.shape[-1]
+    block = next_power_of_2(width)
+    _rms_norm[(x.shape[0],)](
+        x, residual, weight, out, total, eps, offset, scale, x.stride(0),
+        WIDTH=width, BLOCK=block, ADD=add, num_warps=min(16, max(1, block // 512)), **pdl(x),
+    )  # fmt: skip
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """See `rms_norm`; x [T, H] may have strided rows."""
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows.shape[0]:
+        _launch(rows, rows, weight, out, out, eps, offset, 1.0, add=False)
+    return out
+
+
+def add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """See `add_rms_norm`."""
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    if x.shape[0]:
+        _launch(x, residual, weight, out, total, eps, offset, scale, add=True)
+    return out, total
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """RMSNorm over the last dimension: x [..., H], weight [H] -> [..., H] in x's dtype (Zhang & Sennrich 2019)."""
-    return rms_norm_reference(x, weight, eps, offset)
+    return (rms_norm_triton if on_gpu(x) else rms_norm_reference)(x, weight, eps, offset)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """new_residual = residual + scale * x; returns (RMSNorm(new_residual), new_residual), both [T, H] in x's dtype."""
-    return add_rms_norm_reference(x, residual, weight, eps, offset, scale)
+    run = add_rms_norm_triton if on_gpu(x) else add_rms_norm_reference
+    return run(x, residual, weight, eps, offset, scale)

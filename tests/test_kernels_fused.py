@@ -1,0 +1,115 @@
+"""The fused elementwise kernels, run by Triton's interpreter on the CPU, against their torch references."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.kernels.activation import act_mul_reference, act_mul_triton
+from headrace.kernels.embedding import embed_triton
+from headrace.kernels.norm import add_rms_norm_reference, add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+from headrace.kernels.qkv import qkv_rope_write_reference, qkv_rope_write_triton
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("width", [64, 576, 100])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(width: int, offset: float) -> None:
+    x, weight = torch.randn(5, width), torch.randn(width)
+    close(rms_norm_triton(x, weight, 1e-5, offset), rms_norm_reference(x, weight, 1e-5, offset))
+    wide = torch.randn(4, 3 * width)[:, width : 2 * width]  # a part of a fused projection
+    close(rms_norm_triton(wide, weight, 1e-5, offset), rms_norm_reference(wide, weight, 1e-5, offset))
+
+
+@pytest.mark.parametrize("offset, scale", [(0.0, 1.0), (1.0, 0.22)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+def test_add_rms_norm(offset: float, scale: float, dtype: torch.dtype, tolerance: float) -> None:
+    x, residual, weight = torch.randn(5, 576).to(dtype), torch.randn(5, 576).to(dtype), torch.randn(576).to(dtype)
+    before = residual.clone()
+    normed, total = add_rms_norm_triton(x, residual, weight, 1e-6, offset, scale)
+    want, want_total = add_rms_norm_reference(x, residual, weight, 1e-6, offset, scale)
+    close(normed, want, tolerance)
+    close(total, want_total, tolerance)
+    assert torch.equal(residual, before), "the residual is not changed in place"
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("width", [96, 1500])
+def test_act_mul(kind, width: int) -> None:
+    gate_up = 3 * torch.randn(3, 2 * width)
+    gate_up[0, :4] = torch.tensor([100.0, -100.0, 0.0, 30.0])
+    close(act_mul_triton(gate_up, kind), act_mul_reference(gate_up, kind))
+
+
+def test_embed() -> None:
+    table = torch.randn(50, 72)
+    ids = torch.tensor([3, 49, 0, -1, 50, 2**31 - 1], dtype=torch.int32)
+    got = embed_triton(ids, table, 2.5)
+    close(got[:3], table[ids[:3].long()] * 2.5)
+    assert (got[3:] == 0).all(), "ids outside of the table read nothing"
+
+
+def cache(num_blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> SimpleNamespace:
+    """Like KVCache, filled with a number that no kernel writes."""
+    k, v = (torch.full((num_blocks, block, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2))
+    kv = SimpleNamespace(k=[k], v=[v], keep_rows=False, rows=None)
+
+    def write(layer, k, v, slots):
+        kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v
+
+    kv.write = write
+    return kv
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim, rot", [
+    (4, 2, 32, 32), (9, 3, 64, 64), (6, 6, 80, 80), (4, 1, 80, 32), (16, 2, 128, 96), (3, 3, 96, 96), (20, 4, 16, 8),
+])  # fmt: skip
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep: bool) -> None:
+    rows, block = 6, 16
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim)
+    positions = torch.tensor([0, 5, 99, 31, 7, 40], dtype=torch.int32)
+    angle = torch.rand(100, rot // 2) * 6
+    slots = torch.tensor([3, 47, 16, 0, 31, 20])
+    sizes = {"none": (0, 0), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
+    q_norm, k_norm = (torch.randn(n) if n else None for n in sizes)
+    got_kv, want_kv = cache(3, block, kv_heads, head_dim), cache(3, block, kv_heads, head_dim)
+    got_kv.keep_rows = keep
+    options = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=1e-6, norm_offset=0.5)  # fmt: skip
+    got = qkv_rope_write_triton(qkv, positions, angle.cos(), angle.sin(), got_kv, 0, slots, **options)
+    want = qkv_rope_write_reference(qkv, positions, angle.cos(), angle.sin(), want_kv, 0, slots, **options)
+    close(got, want)
+    close(got_kv.k[0], want_kv.k[0])
+    close(got_kv.v[0], want_kv.v[0])
+    if keep:
+        for kept, cached in zip(got_kv.rows, (got_kv.k[0], got_kv.v[0]), strict=True):
+            assert torch.equal(kept, cached.flatten(0, 1)[slots])
+
+
+def test_qkv_padded_rows_write_nothing() -> None:
+    heads, kv_heads, head_dim = 4, 2, 32
+    qkv, angle = torch.randn(4, (heads + 2 * kv_heads) * head_dim), torch.rand(10, 16)
+    kv = cache(2, 16, kv_heads, head_dim)
+    slots = torch.tensor([5, -1, -1, 20])
+    qkv_rope_write_triton(
+        qkv, torch.tensor([1, 0, 0, 2], dtype=torch.int32), angle.cos(), angle.sin(), kv, 0, slots,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, q_norm=None, k_norm=None, eps=1e-6, norm_offset=0.0,
+    )  # fmt: skip
+    for tensor in (kv.k[0], kv.v[0]):
+        flat = tensor.flatten(0, 1)
+        assert (flat[[5, 20]] != 7).all()
+        flat[[5, 20]] = 7
+        assert (flat == 7).all()
