@@ -1,0 +1,116 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from headrace.api.chat_completions import chat_completions
+from headrace.api.completions import completions
+from headrace.api.config import ServerConfig
+from headrace.api.context import ApiContext
+from headrace.api.embeddings import embeddings
+from headrace.api.errors import ApiError, ClientGone, as_api_error
+from headrace.api.generate import generate
+from headrace.api.interface import AsyncEngine
+from headrace.api.middleware import Gate
+from headrace.api.responses import responses
+from headrace.api.service import health, metrics, models, one_model, ready, server_version
+from headrace.api.telemetry import Metrics
+from headrace.api.tokenize import detokenize, tokenize
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[ApiContext, Request], Awaitable[Response]]
+
+
+class Endpoint:
+    """A handler as an ASGI application: whatever it raises becomes an answer of the one error shape."""
+
+    def __init__(self, ctx: ApiContext, handler: Handler, needs_engine: bool):
+        self.ctx, self.handler, self.needs_engine = ctx, handler, needs_engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self.needs_engine:
+                self.ctx.limits.check_ready()
+            response = await self.handler(self.ctx, Request(scope, receive, send))
+            await response(scope, receive, send)
+        except ClientGone:
+            pass  # nobody is there to answer
+        except Exception as error:
+            known = as_api_error(error)
+            if known.status == 500 and not isinstance(error, ApiError):
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+            await known.response()(scope, receive, send)
+
+
+def create_app(engine: AsyncEngine, config: ServerConfig | None = None, metrics_hook: Metrics | None = None) -> Starlette:
+    """The server's application around a running (or still loading) engine. It does not own the engine."""
+    ctx = ApiContext(engine, config or ServerConfig(), metrics_hook)
+
+    def route(path: str, handler: Handler, method: str, *, needs_engine: bool = False) -> Route:
+        return Route(path, Endpoint(ctx, handler, needs_engine), methods=[method])
+
+    def post(path: str, handler: Handler) -> Route:
+        return route(path, handler, "POST", needs_engine=True)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        ctx.close()
+
+    middleware = [Middleware(Gate, ctx=ctx)]
+    if ctx.config.cors_origins:
+        # outermost: a preflight request carries no key
+        middleware.insert(
+            0,
+            Middleware(
+                CORSMiddleware, allow_origins=list(ctx.config.cors_origins), allow_methods=["GET", "POST"],
+                allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+            ),
+        )  # fmt: skip
+    app = Starlette(
+        routes=[
+            route("/v1/models", models, "GET"),
+            route("/v1/models/{id:path}", one_model, "GET"),
+            post("/v1/completions", completions),
+            post("/v1/chat/completions", chat_completions),
+            post("/v1/responses", responses),
+            post("/v1/embeddings", embeddings),
+            post("/tokenize", tokenize),
+            post("/detokenize", detokenize),
+            post("/generate", generate),
+            route("/health", health, "GET"),
+            route("/ready", ready, "GET"),
+            route("/version", server_version, "GET"),
+            route("/metrics", metrics, "GET"),
+        ],
+        middleware=middleware,
+        exception_handlers={HTTPException: _http_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.api = ctx
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods."""
+    assert isinstance(error, HTTPException)
+    texts = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
+    codes = {404: "unknown_path", 405: "method_not_allowed"}
+    status = error.status_code
+    text = texts.get(status, "The request cannot be answered.")
+    return ApiError(status, text, code=codes.get(status), headers=dict(error.headers or {})).response()
+

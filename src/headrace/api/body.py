@@ -1,0 +1,99 @@
+"""From the bytes of a request to a typed body: size, time, media type and strict JSON are checked here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from headrace.api.config import ServerConfig
+from headrace.api.errors import ApiError, ClientGone, bad_request, from_validation
+
+T = TypeVar("T")
+
+
+async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
+    """The body as a `kind`. Raises ApiError: 400 for anything that is not such a document, 408, 413."""
+    _check_media_type(request)
+    return decode(await read_body(request, config), kind)
+
+
+async def read_body(request: Request, config: ServerConfig) -> bytes:
+    """The whole body, of at most `max_body_bytes`, received within `body_timeout`."""
+    limit = config.max_body_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > limit:
+        raise _too_large(limit)
+    parts, size, more = [], 0, True
+    try:
+        async with asyncio.timeout(config.body_timeout):
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part, more = message.get("body", b""), message.get("more_body", False)
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError:
+        text = f"The body did not arrive within {config.body_timeout:g} seconds."
+        raise ApiError(408, text, code="body_timeout", headers={"connection": "close"}) from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Strict JSON (no NaN, no lone surrogates, no repeated keys, no unknown fields) as a `kind`."""
+    if not data.strip():
+        raise bad_request("The body is empty; a JSON object is expected.", code="invalid_json")
+    try:
+        result = msgspec.json.decode(data, type=kind)
+        json.loads(data, object_pairs_hook=_unique)
+    except msgspec.ValidationError as error:
+        raise from_validation(error) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise bad_request("The body is not valid UTF-8.", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("The body is nested too deeply.", code="invalid_json") from None
+    except _RepeatedKey as error:
+        raise bad_request(f"The key `{error}` stands twice in one object.", str(error), "invalid_json") from None
+    return result
+
+
+class _RepeatedKey(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    """Called for each object; the values are not kept, msgspec has built them already."""
+    if len(pairs) > 1:
+        seen = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _RepeatedKey(key[:100])
+            seen.add(key)
+
+
+def _check_media_type(request: Request) -> None:
+    header = request.headers.get("content-type")
+    if header is None:
+        return
+    kind, _, rest = header.partition(";")
+    kind = kind.strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise bad_request(f"Content-Type is {header[:100]!r}; send application/json.", code="invalid_content_type")
+    for parameter in rest.lower().split(";"):
+        name, _, value = parameter.strip().partition("=")
+        if name == "charset" and value.strip('"') not in ("utf-8", "utf8", "us-ascii"):
+            raise bad_request("Content-Type: the charset of JSON is UTF-8.", code="invalid_content_type")
+
+
+def _too_large(limit: int) -> ApiError:
+    # the rest of the body is not read: the connection cannot be used again
+    text = f"The body is larger than {limit} bytes."
+    return ApiError(413, text, code="body_too_large", headers={"connection": "close"})

@@ -1,0 +1,233 @@
+"""POST /v1/chat/completions: messages in; text, reasoning and tool calls out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.api.body import read_json
+from headrace.api.context import ApiContext
+from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_ids
+from headrace.api.errors import ApiError, bad_request, unsupported
+from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
+from headrace.api.logprobs import ChatLogprobs, LogprobFormat, prompt_logprobs
+from headrace.api.options import check_generation, response_id
+from headrace.api.parts import CallArguments, CallBegin, Part, PartStream, Reasoning, Text, ToolPolicy
+from headrace.api.protocol import ChatRequest
+from headrace.api.sse import DONE, event
+from headrace.api.structured import with_structure
+from headrace.engine.output import Delta
+from headrace.sampling.params import SamplingParams, check_int
+
+encode = msgspec.json.encode
+
+
+async def chat_completions(ctx: ApiContext, request: Request) -> Response:
+    body = await read_json(request, ChatRequest, ctx.config)
+    model = ctx.check_model(body.model)
+    check_generation(ctx, body)
+    check_messages(body.messages)
+    check_tools(body.tools, body.tool_choice)
+    if body.echo:
+        raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
+    policy = ToolPolicy.of(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
+    params = policy.constrained(ctx, _parameters(ctx, body))
+    ids = await prompt_ids(ctx, _conversation(body, policy))
+    ids, params = ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
+    answer = ChatAnswer(ctx, body, model, policy, ids, params)
+    generation = Generation(ctx, request, answer)
+    return StreamedAnswer(generation) if body.stream else await generation.whole()
+
+
+def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
+    if body.top_logprobs is not None:
+        check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
+        if not body.logprobs:
+            raise bad_request("top_logprobs is allowed only when logprobs is true.", "top_logprobs", "invalid_value")
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.sampling(max_tokens=most, logprobs=logprobs)
+    return with_structure(ctx, params, body.response_format, body.structured_outputs)
+
+
+def _conversation(body: ChatRequest, policy: ToolPolicy) -> Conversation:
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        text = "continue_final_message and add_generation_prompt cannot both be true."
+        raise bad_request(text, "continue_final_message", "invalid_value")
+    kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
+    return Conversation(
+        messages=body.messages,
+        tools=policy.shown,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continued,
+        template_kwargs=kwargs,
+        add_special_tokens=bool(body.add_special_tokens),
+        truncated=body.truncate_prompt_tokens is not None,
+    )
+
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """`reasoning_effort` as the switches that templates know; a template without them ignores it."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+class ChatAnswer:
+    """One prompt, n choices."""
+
+    def __init__(
+        self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: list[int], params: SamplingParams
+    ):
+        self.ctx, self.body, self.policy, self.prompt_ids = ctx, body, policy, ids
+        self.id = response_id("chatcmpl", body.request_id)
+        self.samples: list[Sample] = []
+        self.choices: list[ChatChoice] = []
+        self.usage = Usage(self.samples, len(ids))
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        fields = encode({"id": self.id, "object": kind, "created": int(time.time()), "model": model})
+        self.head = fields[:-1] + b',"choices":['
+        for index in range(params.n):
+            parts = PartStream(ctx, policy)
+            own = msgspec.structs.replace(params, n=1, sample_index=index)
+            if parts.needs_special_tokens:
+                own = msgspec.structs.replace(own, skip_special_tokens=False)
+            choice = ChatChoice(self, index, own, parts)
+            sample = Sample(
+                ctx, f"{self.id}-{index}", ids, own, choice,
+                priority=body.priority or 0, cache_salt=body.cache_salt or "",
+            )  # fmt: skip
+            self.samples.append(sample)
+            self.choices.append(choice)
+
+    def _usage(self) -> bytes:
+        self.usage.reasoning_tokens = sum(c.parts.reasoning_tokens for c in self.choices)
+        return self.usage.json()
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return DONE
+        return event(self.head + b'],"usage":' + self._usage() + b"}") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
+
+    def whole(self) -> bytes:
+        choices = b",".join(c.whole() for c in self.choices)
+        tail = b""
+        entries = self.samples[0].text.prompt_logprobs
+        if self.body.prompt_logprobs is not None and entries is not None:
+            tail += b',"prompt_logprobs":' + encode(prompt_logprobs(entries, self.choices[0].form))
+        if self.body.return_token_ids:
+            tail += b',"prompt_token_ids":' + encode(self.prompt_ids)
+        return self.head + choices + b'],"usage":' + self._usage() + tail + b"}"
+
+
+class ChatChoice:
+    """One message. Streamed: the role first, then a chunk for each part, then one with the finish reason."""
+
+    def __init__(self, answer: ChatAnswer, index: int, params: SamplingParams, parts: PartStream):
+        body = answer.body
+        self.answer, self.index, self.parts = answer, index, parts
+        self.streaming = bool(body.stream)
+        self.reasoning_shown = body.include_reasoning is not False
+        self.form = LogprobFormat(
+            answer.ctx.engine.tokenizer,
+            as_ids=bool(body.return_tokens_as_token_ids), skip_special_tokens=params.skip_special_tokens,
+        )  # fmt: skip
+        self.logprobs = ChatLogprobs(self.form, body.top_logprobs or 0) if body.logprobs else None
+        self.with_ids = bool(body.return_token_ids)
+        self.begun = False
+        self.ids: list[int] = []
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.finish: tuple[str | None, int | str | None] = (None, None)
+        self.open = b"data: " + answer.head + b'{"index":%d,"delta":' % index
+        self.plain = not (self.logprobs or self.with_ids or answer.continuous_usage) and parts.plain and self.streaming
+
+    def push(self, delta: Delta) -> bytes:
+        if self.plain and self.begun and delta.finish_reason is None:  # the common case, once per token
+            text = delta.text
+            return self.open + b'{"content":' + encode(text) + b'},"finish_reason":null}]}\n\n' if text else b""
+        if self.logprobs is not None and delta.logprobs:
+            self.logprobs.add(delta.logprobs)
+        if self.with_ids:
+            self.ids.extend(delta.token_ids)
+        parts = self.parts.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self.parts.finish()
+            self.finish = (self.parts.policy.finish_reason(delta.finish_reason, self.parts.num_calls), delta.stop_reason)
+        if not self.streaming:
+            for part in parts:
+                self._keep(part)
+            return b""
+        chunks = [self._chunk(b'{"role":"assistant","content":""}', False)] if not self.begun else []
+        self.begun = True
+        deltas = [d for part in parts if (d := self._delta(part)) is not None]
+        chunks += [self._chunk(encode(d), True) for d in deltas]
+        if delta.finish_reason is not None:
+            chunks.append(self._chunk(b"{}", True, last=True))
+        return b"".join(chunks)
+
+    def _delta(self, part: Part) -> dict[str, Any] | None:
+        if isinstance(part, Text):
+            return {"content": part.text}
+        if isinstance(part, Reasoning):
+            return {"reasoning": part.text, "reasoning_content": part.text} if self.reasoning_shown else None
+        if isinstance(part, CallBegin):
+            function = {"name": part.name, "arguments": ""}
+            return {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+    def _chunk(self, delta: bytes, with_extras: bool, last: bool = False) -> bytes:
+        """`with_extras`: it takes along the logprobs and ids that wait for a chunk."""
+        reason, stop_reason = self.finish if last else (None, None)
+        fields: dict[str, Any] = {}
+        if with_extras and self.logprobs is not None and (entries := self.logprobs.take()):
+            fields["logprobs"] = {"content": entries, "refusal": None}
+        fields["finish_reason"] = reason
+        if stop_reason is not None:
+            fields["stop_reason"] = stop_reason
+        if with_extras and self.ids:
+            fields["token_ids"], self.ids = self.ids, []
+        usage = b',"usage":' + self.answer._usage() if self.answer.continuous_usage else b""
+        return self.open + delta + b"," + encode(fields)[1:] + b"]" + usage + b"}\n\n"
+
+    def _keep(self, part: Part) -> None:
+        if isinstance(part, Text):
+            self.content.append(part.text)
+        elif isinstance(part, Reasoning):
+            self.reasoning.append(part.text)
+        elif isinstance(part, CallBegin):
+            self.calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif isinstance(part, CallArguments):
+            self.calls[part.index]["function"]["arguments"] += part.text
+
+    def whole(self) -> bytes:
+        reason, stop_reason = self.finish
+        content = "".join(self.content)
+        message: dict[str, Any] = {
+            "role": "assistant", "content": None if self.calls and not content else content,
+            "refusal": None, "annotations": [],
+        }  # fmt: skip
+        if self.reasoning and self.reasoning_shown:
+            message["reasoning"] = message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        choice: dict[str, Any] = {"index": self.index, "message": message, "logprobs": None, "finish_reason": reason}
+        if self.logprobs is not None:
+            choice["logprobs"] = {"content": self.logprobs.take(), "refusal": None}
+        if stop_reason is not None:
+            choice["stop_reason"] = stop_reason
+        if self.with_ids:
+            choice["token_ids"] = self.ids
+        return encode(choice)

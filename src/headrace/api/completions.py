@@ -1,0 +1,194 @@
+"""POST /v1/completions: text in, text out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.api.body import read_json
+from headrace.api.context import ApiContext, Prompt
+from headrace.api.errors import ApiError, bad_request
+from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
+from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, prompt_logprobs
+from headrace.api.options import check_generation, response_id
+from headrace.api.protocol import CompletionRequest, prompts
+from headrace.api.sse import DONE, event
+from headrace.api.structured import with_structure
+from headrace.engine.output import Delta
+from headrace.sampling.params import SamplingParams
+
+encode = msgspec.json.encode
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(ctx: ApiContext, request: Request) -> Response:
+    body = await read_json(request, CompletionRequest, ctx.config)
+    model = ctx.check_model(body.model)
+    check_generation(ctx, body)
+    params = _parameters(ctx, body)
+    answer = CompletionAnswer(ctx, body, model)
+    for text in (given := prompts(body.prompt, "prompt", ctx.config.max_prompts)):
+        await answer.add_prompt(text, params, len(given))
+    generation = Generation(ctx, request, answer)
+    return StreamedAnswer(generation) if body.stream else await generation.whole()
+
+
+def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
+    n = 1 if body.n is None else body.n
+    if body.best_of is not None and body.best_of != n:
+        raise bad_request(f"best_of: got {body.best_of}, allowed: the value of n ({n}).", "best_of", "invalid_value")
+    if body.logprobs is not None and not -1 <= body.logprobs <= ctx.config.max_logprobs:
+        text = f"logprobs: got {body.logprobs}, allowed: an integer in [0, {ctx.config.max_logprobs}]"
+        raise bad_request(text, "logprobs", "invalid_value")
+    changes: dict[str, Any] = {"logprobs": body.logprobs}
+    if body.max_tokens == 0:
+        if not body.echo:
+            raise bad_request("max_tokens: 0 is allowed with echo only (to score the prompt).", "max_tokens", "invalid_value")
+        changes["max_tokens"] = 1  # the engine samples one token, which the answer leaves out
+        changes["min_tokens"] = 0
+    if body.echo and body.logprobs is not None:
+        changes["prompt_logprobs"] = body.logprobs
+    return with_structure(ctx, body.sampling(**changes), body.response_format, body.structured_outputs)
+
+
+class CompletionAnswer:
+    """Choices of prompt i are i * n .. i * n + n - 1."""
+
+    def __init__(self, ctx: ApiContext, body: CompletionRequest, model: str):
+        self.ctx, self.body, self.model = ctx, body, model
+        self.id = response_id("cmpl", body.request_id)
+        self.created = int(time.time())
+        self.samples: list[Sample] = []
+        self.choices: list[CompletionChoice] = []
+        self.usage = Usage(self.samples, 0)
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        fields = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": model})
+        self.head = fields[:-1] + b',"choices":['
+
+    async def add_prompt(self, prompt: Prompt, params: SamplingParams, num_prompts: int) -> None:
+        body, ctx = self.body, self.ctx
+        if num_prompts * params.n > ctx.config.max_samples:
+            text = f"n: {num_prompts} prompts times n = {params.n} is more than {ctx.config.max_samples} samples."
+            raise bad_request(text, "n", "invalid_value")
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            truncated = params.truncate_prompt_tokens is not None
+            ids = await ctx.tokenize(prompt, special=special, field="prompt", truncated=truncated)
+        else:
+            ids = prompt
+        if body.max_tokens is None:  # the default is 16, or what fits
+            room = max(1, min(DEFAULT_MAX_TOKENS, ctx.engine.max_model_len - len(ids)))
+            params = msgspec.structs.replace(params, max_tokens=max(room, params.min_tokens))
+        ids, params = ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
+        self.usage.prompt_tokens += len(ids)
+        echo = ""
+        if body.echo:
+            whole = isinstance(prompt, str) and params.truncate_prompt_tokens is None
+            echo = prompt if whole else ctx.engine.tokenizer.decode(ids)  # type: ignore[assignment]
+        for index in range(params.n):
+            own = msgspec.structs.replace(params, n=1, sample_index=index)
+            choice = CompletionChoice(self, len(self.choices), own, ids, echo)
+            self.choices.append(choice)
+            sample = Sample(
+                ctx, f"{self.id}-{len(self.samples)}", ids, own, choice,
+                priority=body.priority or 0, cache_salt=body.cache_salt or "",
+            )  # fmt: skip
+            choice.sample = sample
+            self.samples.append(sample)
+        if body.max_tokens == 0:
+            self.usage.scoring = True
+
+    def closing(self) -> bytes:
+        if not self.include_usage:
+            return DONE
+        return event(self.head + b'],"usage":' + self.usage.json() + b"}") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
+
+    def whole(self) -> bytes:
+        choices = b",".join(c.whole() for c in self.choices)
+        return self.head + choices + b'],"usage":' + self.usage.json() + b"}"
+
+
+class CompletionChoice:
+    """Text, logprobs and ids of one choice; streamed, each burst becomes one chunk."""
+
+    sample: Sample
+
+    def __init__(self, answer: CompletionAnswer, index: int, params: SamplingParams, prompt_ids: list[int], echo: str):
+        body = answer.body
+        self.answer, self.index, self.prompt_ids = answer, index, prompt_ids
+        self.streaming, self.scoring = bool(body.stream), body.max_tokens == 0
+        self.echo, self.with_echo = echo, bool(body.echo)
+        self.with_ids = bool(body.return_token_ids)
+        self.begun = False
+        form = LogprobFormat(
+            answer.ctx.engine.tokenizer,
+            as_ids=bool(body.return_tokens_as_token_ids), skip_special_tokens=params.skip_special_tokens,
+        )  # fmt: skip
+        self.form = form
+        self.logprobs = CompletionLogprobs(form) if body.logprobs is not None else None
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.finish: tuple[str | None, int | str | None] = (None, None)
+        self.open = answer.head + b'{"index":%d,"text":' % index
+        self.plain = self.logprobs is None and not self.with_ids and not answer.continuous_usage
+
+    def push(self, delta: Delta) -> bytes:
+        text, reason = delta.text, delta.finish_reason
+        if not self.begun:
+            self.begun = True
+            text = self._begin() + ("" if self.scoring else text)
+        elif self.plain and self.streaming and reason is None:  # the common case, once per token
+            if not text:
+                return b""
+            return b"data: " + self.open + encode(text) + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        if not self.scoring:
+            if self.logprobs is not None and delta.logprobs:
+                self.logprobs.add(delta.logprobs)
+            self.ids.extend(delta.token_ids)
+        if reason is not None:
+            self.finish = ("length" if self.scoring else reason, delta.stop_reason)
+        if not self.streaming:
+            self.texts.append(text)
+            return b""
+        if not text and reason is None:
+            return b""  # ids and logprobs wait for the text that they belong to
+        return self._chunk(text)
+
+    def _begin(self) -> str:
+        """What comes before the first token: the echoed prompt."""
+        if not self.with_echo:
+            return ""
+        if self.logprobs is not None:
+            self.logprobs.add_prompt(self.prompt_ids, self.sample.text.prompt_logprobs or [])
+        return self.echo
+
+    def _fields(self, text: str) -> bytes:
+        reason, stop_reason = self.finish
+        fields: dict[str, Any] = {"logprobs": self.logprobs.take() if self.logprobs is not None else None}
+        fields["finish_reason"] = reason
+        if stop_reason is not None:
+            fields["stop_reason"] = stop_reason
+        if self.with_ids:
+            fields["token_ids"], self.ids = self.ids, []
+        if not self.streaming:
+            if self.with_ids:
+                fields["prompt_token_ids"] = self.prompt_ids
+            if self.answer.body.prompt_logprobs is not None and self.sample.text.prompt_logprobs is not None:
+                fields["prompt_logprobs"] = prompt_logprobs(self.sample.text.prompt_logprobs, self.form)
+        return encode(text) + b"," + encode(fields)[1:]
+
+    def _chunk(self, text: str) -> bytes:
+        usage = b',"usage":' + self.answer.usage.json() if self.answer.continuous_usage else b""
+        return b"data: " + self.open + self._fields(text) + b"]" + usage + b"}\n\n"
+
+    def whole(self) -> bytes:
+        return b'{"index":%d,"text":' % self.index + self._fields("".join(self.texts))

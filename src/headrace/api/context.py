@@ -1,0 +1,123 @@
+"""What all endpoints share: the engine, the options, the limits, the tokenizer's threads; made once per application."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
+from headrace.api.config import ServerConfig
+from headrace.api.errors import ApiError, bad_request
+from headrace.api.interface import AsyncEngine
+from headrace.api.limits import Limits
+from headrace.api.sse import Ticker
+from headrace.api.telemetry import EngineGauges, Metrics
+from headrace.engine.inputs import InputProcessor
+from headrace.sampling.params import SamplingParams
+
+Prompt = str | list[int]
+T = TypeVar("T")
+
+
+class ApiContext:
+    """State of one application; attributes that need the model are made at first use, after it has been loaded."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, metrics: Metrics | None = None):
+        self.engine, self.config = engine, config
+        self.metrics: Metrics = metrics or EngineGauges(engine)
+        self.limits = Limits(engine, config)
+        self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
+        self.created = int(time.time())
+        self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @cached_property
+    def model_names(self) -> tuple[str, ...]:
+        return self.config.served_model_names or (self.engine.model_name,)
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report. Raises the 404 of a model that is not served here."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            shown = name if len(name) <= 200 else name[:200] + "..."
+            raise ApiError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
+        return name
+
+    @cached_property
+    def inputs(self) -> InputProcessor:
+        e = self.engine
+        vocab = e.model_config.vocab_size
+        return InputProcessor(e.tokenizer, e.generation_defaults, e.model_config.eos_token_ids, vocab, e.max_model_len)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of more than that times the context cannot fit into it."""
+        tokenizer = self.engine.tokenizer
+        return max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=1) or 1
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """Raises ParameterError when the model has none."""
+        tokenizer, config = self.engine.tokenizer, self.config
+        options = {"allowed_kwargs": config.chat_template_kwargs, "timeout": config.template_timeout}
+        if config.chat_template is None:
+            return ChatTemplate.from_tokenizer(tokenizer, **options)
+        tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
+        return ChatTemplate(config.chat_template, tokens, **options)
+
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def tokenize(self, text: str, *, special: bool, field: str, truncated: bool = False) -> list[int]:
+        """Ids of a text; a long one in a thread. `truncated`: it will be cut to what fits."""
+        if len(text) <= self.config.inline_tokenize_chars:
+            return self.encode(text, special, field, truncated)
+        return await self.in_thread(self.encode, text, special, field, truncated)
+
+    def encode(self, text: str, special: bool, field: str, truncated: bool) -> list[int]:
+        """Ids of a text, which is not tokenized at all when it cannot fit."""
+        limit = self.engine.max_model_len
+        if not truncated and len(text) > limit and len(text) > limit * self.longest_token:
+            raise bad_request(
+                f"{field}: {len(text)} characters are more than {limit} tokens, the context of this model.",
+                field, "context_length_exceeded",
+            )  # fmt: skip
+        return self.engine.tokenizer.encode(text, add_special_tokens=special)
+
+    def check_prompt(
+        self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None
+    ) -> tuple[list[int], SamplingParams]:
+        """The prompt and the parameters as they will run. Raises ApiError or ParameterError naming the field.
+
+        `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused.
+        """
+        vocab, limit = self.engine.model_config.vocab_size, self.engine.max_model_len
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            room = max(1, limit - (params.max_tokens or 1))
+            keep = room if keep == -1 else keep
+            ids = ids[:keep] if side == "right" else ids[-keep:]
+        if not ids:
+            raise bad_request(f"{field}: no tokens; at least one is needed.", field, "invalid_value")
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise bad_request(f"{field}: token ids must be in [0, {vocab - 1}].", field, "invalid_value")
+        asked = params.max_tokens
+        if len(ids) + (asked or 1) > limit:
+            wanted = f" and max_tokens asks for {asked} more" if asked is not None else ", at least one more is generated"
+            raise bad_request(
+                f"This model's maximum context length is {limit} tokens; the prompt has {len(ids)}{wanted}.",
+                field if len(ids) >= limit or asked is None else "max_tokens", "context_length_exceeded",
+            )  # fmt: skip
+        return ids, self.inputs.complete(params, len(ids))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,81 @@
+"""From messages to token ids: template and tokenizer, in one of the context's threads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.api.chat import ROLES
+from headrace.api.context import ApiContext
+from headrace.api.errors import bad_request
+from headrace.api.protocol import NamedTool, Tool
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+class Conversation(msgspec.Struct, kw_only=True):
+    """What the chat template is given."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Tool] | None = None  # None: the model is not shown any
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = False  # the template has put them in already
+    truncated: bool = False  # the prompt will be cut to what fits
+
+
+def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> None:
+    """Roles of the API, and the id that a tool's answer needs; the rest is checked when the template is rendered."""
+    if not messages:
+        raise bad_request(f"{field}: an empty list; at least one message is needed.", field, "invalid_value")
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise bad_request(f"{field}[{i}].role: allowed are {', '.join(ROLES)}.", f"{field}[{i}].role", "invalid_value")
+        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+            path = f"{field}[{i}].tool_call_id"
+            raise bad_request(f"{path}: the id of the call that this answers is needed.", path, "missing_required_parameter")
+
+
+def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
+    for i, tool in enumerate(tools or ()):
+        if not _NAME.fullmatch(tool.function.name):
+            path = f"tools[{i}].function.name"
+            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
+    if not tools and choice not in (None, "none"):
+        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
+    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
+        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
+        raise bad_request(text, "tool_choice", "invalid_value")
+
+
+async def prompt_ids(ctx: ApiContext, conversation: Conversation) -> list[int]:
+    """Render and tokenize. Raises ParameterError or ApiError naming the field."""
+    return await ctx.in_thread(_prompt_ids, ctx, conversation)
+
+
+def _prompt_ids(ctx: ApiContext, c: Conversation) -> list[int]:
+    text = ctx.chat_template.render(
+        c.messages,
+        tools=_without_nulls(c.tools) if c.tools else None,
+        add_generation_prompt=c.add_generation_prompt and not c.continue_final_message,
+        continue_final_message=c.continue_final_message,
+        chat_template_kwargs=c.template_kwargs,
+    )
+    return ctx.encode(text, c.add_special_tokens, "messages", c.truncated)
+
+
+def _without_nulls(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools as their client wrote them: templates print what they are given."""
+    plain = []
+    for tool in tools:
+        function = {k: v for k, v in msgspec.to_builtins(tool.function).items() if v is not None}
+        plain.append({"type": tool.type, "function": function})
+    return plain

@@ -1,0 +1,101 @@
+"""Errors as clients see them: one JSON shape, OpenAI's types and string codes, no exception text that is not ours."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from headrace.errors import CapacityError, EngineDeadError, ParameterError
+
+TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    429: "rate_limit_error", 499: "client_closed_request", 501: "not_implemented_error",
+    503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the field of the body, `code` is a stable string for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON document; never fails, whatever characters the message holds."""
+        kind = TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        fields = {"message": _clean(self.message), "type": kind, "param": self.param and _clean(self.param), "code": self.code}
+        return msgspec.json.encode({"error": fields})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
+
+
+def unavailable(message: str, retry_after: int, code: str = "not_ready") -> ApiError:
+    return ApiError(503, message, code=code, headers={"retry-after": str(retry_after)})
+
+
+def too_many(message: str, retry_after: int, code: str = "rate_limit_exceeded") -> ApiError:
+    return ApiError(429, message, code=code, headers={"retry-after": str(retry_after)})
+
+
+def as_api_error(exc: BaseException) -> ApiError:
+    """What the client is told about an exception. Only texts that Headrace wrote for its callers are passed on."""
+    if isinstance(exc, ApiError):
+        return exc
+    if isinstance(exc, ParameterError):
+        return ApiError(400, str(exc), param=exc.field, code="invalid_value")
+    if isinstance(exc, CapacityError):
+        return ApiError(400, str(exc), code="context_length_exceeded")
+    if isinstance(exc, EngineDeadError):
+        return unavailable("The engine is not running.", 5, "engine_dead")
+    return ApiError(500, "Internal error.", code="internal_error")
+
+
+_PATH = re.compile(r" - at `([^`]*)`$")
+_NAME = re.compile(r"(?:unknown|required) field `([^`]*)`")
+
+
+def from_validation(exc: msgspec.ValidationError) -> ApiError:
+    """msgspec's text names the place as `$.messages[0].content`; `param` becomes `messages[0].content`."""
+    text = str(exc)
+    path = (m.group(1) if (m := _PATH.search(text)) else "").removeprefix("$").lstrip(".")
+    code = "invalid_value"
+    if name := _NAME.search(text):
+        path = f"{path}.{name.group(1)}" if path else name.group(1)
+        code = "unknown_parameter" if "unknown field" in text else "missing_required_parameter"
+    return ApiError(400, _PATH.sub(f" - at `{path}`" if path else "", text), param=path or None, code=code)
+
+
+def shown(value: Any) -> str:
+    """A short text of a value for a message."""
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,101 @@
+"""POST /generate: the plainest way to a text, for scripts and benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.api.body import read_json
+from headrace.api.context import ApiContext, new_id
+from headrace.api.errors import ApiError
+from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
+from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
+from headrace.api.options import check_common, check_priority, check_text
+from headrace.api.protocol import GenerateRequest
+from headrace.api.sse import DONE, event
+from headrace.engine.output import Delta
+from headrace.sampling.params import SamplingParams, check_int
+
+encode = msgspec.json.encode
+
+
+async def generate(ctx: ApiContext, request: Request) -> Response:
+    """`{prompt, ...sampling parameters, stream}` -> `{id, outputs: [{index, text, token_ids, finish_reason}], usage}`.
+
+    Streamed: an event per burst with one output's news, then one with the usage, then [DONE].
+    """
+    body = await read_json(request, GenerateRequest, ctx.config)
+    ctx.check_model(body.model)
+    check_common(ctx, body)
+    check_priority(ctx, body.priority)
+    check_text("cache_salt", body.cache_salt)
+    if body.logprobs is not None:
+        check_int("logprobs", body.logprobs, 0, ctx.config.max_logprobs)
+    params = body.sampling(logprobs=body.logprobs, max_tokens=body.max_tokens)
+    ids = body.prompt
+    if isinstance(ids, str):
+        cut = params.truncate_prompt_tokens is not None
+        special = body.add_special_tokens is not False
+        ids = await ctx.tokenize(ids, special=special, field="prompt", truncated=cut)
+    ids, params = ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
+    generation = Generation(ctx, request, GenerateAnswer(ctx, body, ids, params))
+    return StreamedAnswer(generation) if body.stream else await generation.whole()
+
+
+class GenerateAnswer:
+    def __init__(self, ctx: ApiContext, body: GenerateRequest, ids: list[int], params: SamplingParams):
+        self.id = new_id("gen")
+        self.samples: list[Sample] = []
+        self.outputs = []
+        self.usage = Usage(self.samples, len(ids))
+        for index in range(params.n):
+            own = msgspec.structs.replace(params, n=1, sample_index=index)
+            output = GenerateOutput(ctx, body, index, own)
+            name = f"{self.id}-{index}"
+            self.samples.append(
+                Sample(ctx, name, ids, own, output, priority=body.priority or 0, cache_salt=body.cache_salt or "")
+            )
+            self.outputs.append(output)
+
+    def closing(self) -> bytes:
+        return event(b'{"id":' + encode(self.id) + b',"usage":' + self.usage.json() + b"}") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_events(error)
+
+    def whole(self) -> bytes:
+        outputs = b",".join(encode(o.fields("".join(o.texts))) for o in self.outputs)
+        return b'{"id":' + encode(self.id) + b',"outputs":[' + outputs + b'],"usage":' + self.usage.json() + b"}"
+
+
+class GenerateOutput:
+    def __init__(self, ctx: ApiContext, body: GenerateRequest, index: int, params: SamplingParams):
+        self.index, self.streaming = index, bool(body.stream)
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.finish: tuple[str | None, int | str | None] = (None, None)
+        form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self.logprobs = CompletionLogprobs(form) if body.logprobs is not None else None
+
+    def push(self, delta: Delta) -> bytes:
+        self.ids.extend(delta.token_ids)
+        if self.logprobs is not None and delta.logprobs:
+            self.logprobs.add(delta.logprobs)
+        if delta.finish_reason is not None:
+            self.finish = (delta.finish_reason, delta.stop_reason)
+        if self.streaming:
+            return event(encode(self.fields(delta.text)))
+        self.texts.append(delta.text)
+        return b""
+
+    def fields(self, text: str) -> dict[str, Any]:
+        ids, self.ids = self.ids, []
+        fields = {"index": self.index, "text": text, "token_ids": ids, "finish_reason": self.finish[0]}
+        if self.finish[1] is not None:
+            fields["stop_reason"] = self.finish[1]
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs.take()
+        return fields

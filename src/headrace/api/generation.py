@@ -1,0 +1,231 @@
+"""Runs the samples of one request and feeds what they bring to the choices of its answer, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.api.context import ApiContext
+from headrace.api.errors import ApiError, ClientGone, as_api_error
+from headrace.api.lifeline import DeadlinePassed, Lifeline
+from headrace.api.limits import Ticket
+from headrace.api.sse import DONE, EventStream, event
+from headrace.api.telemetry import SampleRecord
+from headrace.engine.messages import EngineOutput
+from headrace.engine.output import Delta, SampleStream
+from headrace.sampling.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(Protocol):
+    """One choice of an answer. It keeps what a whole answer needs, or returns the bytes that go out now."""
+
+    def push(self, delta: Delta) -> bytes: ...
+
+
+class Answer(Protocol):
+    """The answer of one endpoint to one request. `closing` and `failure` end a stream, `whole` is the other kind."""
+
+    samples: list[Sample]
+
+    def closing(self) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
+    def whole(self) -> bytes: ...
+
+
+class Sample:
+    """One run of the engine on one prompt, and the choice that it fills."""
+
+    __slots__ = ("cache_salt", "choice", "params", "priority", "prompt_ids", "request_id", "text")
+
+    def __init__(
+        self, ctx: ApiContext, request_id: str, prompt_ids: list[int], params: SamplingParams, choice: Choice,
+        *, priority: int = 0, cache_salt: str = "",
+    ):  # fmt: skip
+        self.request_id, self.prompt_ids, self.params, self.choice = request_id, prompt_ids, params, choice
+        self.priority, self.cache_salt = priority, cache_salt
+        self.text = SampleStream(ctx.engine.tokenizer, params)
+
+
+class Usage:
+    """Token counts of an answer: each prompt once, whatever n; every sampled token that the answer took."""
+
+    def __init__(self, samples: list[Sample], prompt_tokens: int):
+        self.samples, self.prompt_tokens = samples, prompt_tokens
+        self.reasoning_tokens = 0
+        self.scoring = False  # the sampled token is not part of the answer
+
+    @property
+    def completion_tokens(self) -> int:
+        return 0 if self.scoring else sum(s.text.num_tokens for s in self.samples)
+
+    @property
+    def cached_tokens(self) -> int:
+        firsts = [s for s in self.samples if s.params.sample_index == 0]
+        return sum(min(s.text.num_cached_tokens, len(s.prompt_ids)) for s in firsts)
+
+    def json(self) -> bytes:
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return msgspec.json.encode(
+            {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+                "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+                "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            }
+        )
+
+
+async def run_sample(
+    ctx: ApiContext, sample: Sample, ticket: Ticket, stream: EventStream | None, arrival: float, endpoint: str
+) -> None:
+    """Drive one sample to its end. A stop string found in its text ends it at once: closing the generator aborts it."""
+    text, choice = sample.text, sample.choice
+    num_prompt = len(sample.prompt_ids)
+    first: float | None = None
+    reason = "abort"
+    outputs = ctx.engine.generate(
+        sample.request_id, sample.prompt_ids, sample.params, priority=sample.priority, cache_salt=sample.cache_salt
+    )
+    try:
+        async for news in outputs:
+            delta = text.push(news)
+            if first is None:
+                first = time.monotonic()
+                ticket.started(num_prompt)
+            if delta.finish_reason is not None:
+                if delta.finish_reason in ("error", "abort"):
+                    reason = delta.finish_reason
+                    raise _failure(delta)
+                reason = delta.finish_reason
+            data = choice.push(delta)
+            if data and stream is not None:
+                await stream.write(data)
+            if delta.finish_reason is not None:
+                return
+        raise ApiError(500, "The engine ended the request without a result.", code="internal_error")
+    except Exception:
+        reason = "error" if reason == "abort" else reason
+        raise
+    finally:
+        if first is None:
+            ticket.started(num_prompt)
+        ticket.ended()
+        await outputs.aclose()
+        now = time.monotonic()
+        ctx.metrics.sample_ended(
+            SampleRecord(
+                endpoint, reason, num_prompt, text.num_tokens, text.num_cached_tokens,
+                None if first is None else first - arrival, now - arrival, text.times,
+            )
+        )  # fmt: skip
+
+
+def _failure(delta: Delta) -> ApiError:
+    if delta.finish_reason == "abort":
+        return ApiError(503, "The request was aborted by the server.", code="aborted", headers={"retry-after": "1"})
+    return ApiError(500, delta.error or "The engine failed on this request.", code="engine_error")
+
+
+async def run_all(jobs: Sequence[Awaitable[None]]) -> None:
+    """Run jobs side by side; the first failure ends the others and is raised when they have ended."""
+    if len(jobs) == 1:
+        return await jobs[0]
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def seconds_left(request: Request) -> float | None:
+    """Until the request's deadline; None: it has none."""
+    state = request.scope["state"]
+    return None if state["timeout"] is None else state["timeout"] - (time.monotonic() - state["arrival"])
+
+
+class Generation:
+    """One request being answered: admission, deadline, disconnect, and the two ways to answer."""
+
+    def __init__(self, ctx: ApiContext, request: Request, answer: Answer):
+        self.ctx, self.answer = ctx, answer
+        self.endpoint = request.url.path
+        self.request = request
+        self.arrival: float = request.scope["state"]["arrival"]
+
+    async def run(self, stream: EventStream | None) -> None:
+        """Admit the samples (or raise a 429) and run them to their ends."""
+        samples = self.answer.samples
+        with self.ctx.limits.admit(len(samples), sum(len(s.prompt_ids) for s in samples)) as ticket:
+            await run_all([run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in samples])
+
+    async def whole(self) -> Response:
+        """The answer in one piece. Raises ApiError (504 past the deadline) or ClientGone."""
+        async with Lifeline(self.request.receive, seconds_left(self.request)):
+            await self.run(None)
+        return Response(self.answer.whole(), media_type="application/json")
+
+
+class StreamedAnswer(Response):
+    """The answer as server-sent events.
+
+    Nothing is sent before the engine's first output or the first keep-alive comment, so an error until then has
+    its own status. Later errors are an `error` event. Past the deadline an answer that has begun ends as one that
+    reached max_tokens does: finish_reason "length".
+    """
+
+    def __init__(self, generation: Generation):
+        self.generation = generation
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, answer = self.generation, self.generation.answer
+        ticker = generation.ctx.ticker
+        lifeline = Lifeline(receive, seconds_left(generation.request))
+        stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()))
+        try:
+            async with lifeline:
+                ticker.add(stream)
+                await generation.run(stream)
+                await stream.end(answer.closing())
+        except DeadlinePassed:
+            if not stream.started:
+                raise
+            await stream.end(self._cut() + answer.closing())
+        except ClientGone:
+            raise
+        except Exception as error:
+            if not stream.started:
+                raise
+            known = as_api_error(error)
+            if known.status == 500 and not isinstance(error, ApiError):
+                logger.exception("a stream of %s failed", generation.endpoint)
+            await stream.end(answer.failure(known))
+        finally:
+            ticker.remove(stream)
+
+    def _cut(self) -> bytes:
+        """Ends every choice that has not ended."""
+        pieces = []
+        for sample in self.generation.answer.samples:
+            if not sample.text.done:
+                pieces.append(sample.choice.push(sample.text.push(EngineOutput(sample.request_id, finish_reason="length"))))
+        return b"".join(pieces)
+
+
+def error_events(error: ApiError) -> bytes:
+    """How a stream of the OpenAI kind ends after an error."""
+    return event(error.body()) + DONE

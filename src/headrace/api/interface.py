@@ -1,0 +1,66 @@
+"""What the HTTP layer needs of an engine; the clients in `engine/` fit it by structure, and so does a fake in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from headrace.config import EngineConfig
+from headrace.engine.messages import EngineOutput
+from headrace.model.config import ModelConfig
+from headrace.sampling.params import SamplingParams
+
+
+class Tokenizer(Protocol):
+    """Text and ids; the methods that the HTTP layer calls."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def token_to_text(self, token_id: int) -> str: ...
+
+
+class EngineStatus(Protocol):
+    """A snapshot of the engine; all fields are cheap to read."""
+
+    loaded: bool  # weights are there and the core has been built
+    alive: bool  # the core runs, or is being restarted; False: given up
+    draining: bool  # no new requests
+    progressing: bool  # the core's heartbeat is fresh
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    drain_rate: float  # tokens per second, measured; 0: not known yet
+
+
+class AsyncEngine(Protocol):
+    """An engine as the HTTP layer sees it. `generate` runs ONE sample; closing the generator aborts it.
+
+    `tokenizer`, `model_config`, `max_model_len` and `generation_defaults` may be read once `status().loaded` is true.
+    `generate` raises ParameterError or CapacityError for a request that can never run, EngineDeadError when there is no
+    engine any more.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Any
+    max_model_len: int
+    generation_defaults: dict[str, Any]
+    model_name: str
+
+    def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[EngineOutput, None]: ...
+
+    async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    def status(self) -> EngineStatus: ...

@@ -1,0 +1,115 @@
+"""The outermost layer, plain ASGI: request ids, API keys, header limits, deadlines, concurrency per key, the access log."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.api.context import ApiContext
+from headrace.api.errors import ApiError, bad_request, too_many
+from headrace.api.sse import RAW_SEND
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health"})  # liveness probes carry no key
+MAX_TIMEOUT = 7 * 24 * 3600.0
+
+
+class Gate:
+    """Every request passes here first and every answer last."""
+
+    def __init__(self, app: ASGIApp, ctx: ApiContext):
+        self.app, self.ctx = app, ctx
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in ctx.config.api_keys]
+        self._in_progress: dict[int, int] = {}  # index of the key -> requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1000})
+                return
+            return await self.app(scope, receive, send)
+        arrival = time.monotonic()
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of equal names counts
+        request_id = _request_id(headers.get(b"x-request-id"))
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        key = None
+        try:
+            key = self._enter(scope, headers)
+            state = scope.setdefault("state", {})
+            state["arrival"], state["timeout"] = arrival, self._timeout(headers.get(b"x-request-timeout"))
+            state["request_id"] = request_id.decode()
+            scope[RAW_SEND] = send
+            await self.app(scope, receive, send_with_id)
+        except ApiError as error:
+            await error.response()(scope, receive, send_with_id)
+        finally:
+            if key is not None:
+                self._in_progress[key] -= 1
+            self.ctx.metrics.answered(scope["path"], status)
+            logger.info(
+                "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, time.monotonic() - arrival
+            )
+
+    def _enter(self, scope: Scope, headers: dict[bytes, bytes]) -> int | None:
+        """Checks before anything is read. Returns the key under which the request counts as in progress, if it does."""
+        if sum(len(k) + len(v) for k, v in scope["headers"]) > self.ctx.config.max_header_bytes:
+            raise ApiError(431, "The headers are too large.", code="headers_too_large", headers={"connection": "close"})
+        key = 0
+        if self._digests and scope["path"] not in OPEN_PATHS:
+            found = self._key(headers.get(b"authorization", b""))
+            if found is None:
+                text = "A valid API key is needed: `Authorization: Bearer KEY`."
+                raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            key = found
+        most = self.ctx.config.max_concurrent_per_key
+        if most is None or scope["method"] != "POST":
+            return None
+        if self._in_progress.get(key, 0) >= most:
+            raise too_many(f"{most} requests are in progress for this key already.", self.ctx.limits.retry_after())
+        self._in_progress[key] = self._in_progress.get(key, 0) + 1
+        return key
+
+    def _key(self, authorization: bytes) -> int | None:
+        """Index of the key; every key is compared, in time that does not depend on the content."""
+        scheme, _, token = authorization.partition(b" ")
+        given = hashlib.sha256(token.strip()).digest()
+        found = None
+        for index, digest in enumerate(self._digests):
+            if hmac.compare_digest(given, digest) and scheme.lower() == b"bearer":
+                found = index
+        return found
+
+    def _timeout(self, header: bytes | None) -> float | None:
+        """Seconds for this request: the shorter of the client's and the server's."""
+        own = self.ctx.config.request_timeout
+        if header is None:
+            return own
+        try:
+            asked = float(header)
+        except ValueError:
+            asked = math.nan
+        if not 0 < asked <= MAX_TIMEOUT:
+            raise bad_request(f"X-Request-Timeout: seconds in (0, {MAX_TIMEOUT:g}].", "X-Request-Timeout", "invalid_value")
+        return asked if own is None else min(asked, own)
+
+
+def _request_id(header: bytes | None) -> bytes:
+    if header is not None and 1 <= len(header) <= 128 and all(0x21 <= c <= 0x7E for c in header):
+        return header
+    return uuid.uuid4().hex.encode()

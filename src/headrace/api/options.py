@@ -1,0 +1,48 @@
+"""Checks that all generating endpoints share, beyond the types of their fields."""
+
+from __future__ import annotations
+
+from headrace.api.context import ApiContext, new_id
+from headrace.api.errors import bad_request, unsupported
+from headrace.api.protocol import GenerationFields, SamplingFields, check_neutral, check_stream_options
+from headrace.sampling.params import check_int, check_strings
+
+MAX_ID_CHARS = 128
+
+
+def check_common(ctx: ApiContext, body: SamplingFields) -> None:
+    """n before any fan-out; what depends on the options of the server."""
+    if body.n is not None:
+        check_int("n", body.n, 1, ctx.config.max_n)
+    if body.prompt_logprobs is not None:
+        check_int("prompt_logprobs", body.prompt_logprobs, -1, ctx.config.max_logprobs)
+    if isinstance(body.stop, list):
+        check_strings("stop", body.stop, 64)
+
+
+def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
+    """Raise ApiError or ParameterError for combinations and values that are not served."""
+    check_common(ctx, body)
+    check_neutral(body)
+    check_stream_options(body.stream, body.stream_options)
+    if body.stream and body.prompt_logprobs:
+        raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs", "invalid_value")
+    check_priority(ctx, body.priority)
+    check_text("cache_salt", body.cache_salt)
+    check_text("request_id", body.request_id)
+
+
+def check_priority(ctx: ApiContext, priority: int | None) -> None:
+    if priority:
+        if ctx.engine.config.scheduling_policy != "priority":
+            raise unsupported("priority", "only 0, unless the server runs with the scheduling policy `priority`")
+        check_int("priority", priority, -(2**31), 2**31 - 1)
+
+
+def check_text(field: str, value: str | None) -> None:
+    if value is not None and not (1 <= len(value) <= MAX_ID_CHARS and value.isprintable()):
+        raise bad_request(f"{field}: 1 to {MAX_ID_CHARS} printable characters.", field, "invalid_value")
+
+
+def response_id(prefix: str, request_id: str | None) -> str:
+    return new_id(prefix) if request_id is None else f"{prefix}-{request_id}"

@@ -1,0 +1,258 @@
+"""What clients may send: the bodies of completions, chat, embeddings and tokenization, as strict msgspec structs.
+
+Every field is one of
+- served: it has an effect;
+- ignored: OpenAI's API knows it and an answer without it is still right (marked so below);
+- neutral only: known elsewhere, not served here, so accepted only with the value that asks for nothing (`NEUTRAL`).
+Anything else is refused with a 400 that names it. null always means: not given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from headrace.api.errors import bad_request, unsupported
+from headrace.sampling.params import SamplingParams
+
+# field -> the values that ask for nothing (null always does)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "functions": (), "function_call": ("none",), "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "moderation": (), "suffix": ("",),
+    # vLLM
+    "use_beam_search": (False,), "length_penalty": (1.0,), "logprob_token_ids": (), "repetition_detection": (),
+    "thinking_token_budget": (), "stream_interval": (1,), "kv_transfer_params": (), "vllm_xargs": (), "prompt_embeds": (),
+    "documents": (), "mm_processor_kwargs": (), "media_io_kwargs": (), "return_prompt_text": (False,), "session_id": (),
+    "chat_template": (),
+}  # fmt: skip
+
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object without unknown fields."""
+
+
+class StreamOptions(Body, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: usage so far on every chunk
+    include_obfuscation: bool | None = None  # padding against traffic analysis; ours is never padded
+
+
+class SamplingFields(Body, kw_only=True):
+    """The engine's sampling parameters that chat, completions and generate have in common."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def sampling(self, **changes: Any) -> SamplingParams:
+        """The parameters as given, `changes` over them. Raises ParameterError."""
+        given = {f: v for f in _SAMPLING_NAMES if (v := getattr(self, f)) is not None}
+        given.update(changes)
+        return SamplingParams(**given)
+
+
+_SAMPLING_NAMES = tuple(f for f in SamplingFields.__struct_fields__ if f != "truncation_side")
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What /v1/completions and /v1/chat/completions share beyond sampling; unserved fields are in NEUTRAL."""
+
+    # ignored: bookkeeping, then hints about speed, then about style
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
+    # served
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    stream_interval: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
+    session_id: Any = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any] | None = None  # text, texts, ids or lists of ids: told apart by `prompts`
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+class FunctionDef(Body, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body, kw_only=True):
+    function: FunctionDef
+    type: Literal["function"] = "function"
+
+
+class FunctionName(Body, kw_only=True):
+    name: str
+
+
+class NamedTool(Body, kw_only=True):
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions. The messages are checked by the chat template's reader."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    web_search_options: Any = None
+    moderation: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    return_prompt_text: Any = None
+    echo: bool | None = None  # true is refused
+
+
+class EmbeddingRequest(Body, kw_only=True):
+    """POST /v1/embeddings."""
+
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
+    return_token_strs: bool | None = None
+    chat_template: Any = None  # refused
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class GenerateRequest(SamplingFields, kw_only=True):
+    """POST /generate: a plain endpoint for scripts; the prompt is text or ids."""
+
+    prompt: str | list[int]
+    model: str | None = None
+    stream: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+def check_neutral(body: Body) -> None:
+    """Raise ApiError for an unserved field that asks for something."""
+    for name in body.__struct_fields__:
+        allowed = NEUTRAL.get(name)
+        if allowed is not None and (value := getattr(body, name)) is not None and value not in allowed:
+            raise unsupported(name, "not supported by this server" + (f" (only {allowed[0]!r})" if allowed else ""))
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    if options is not None and not stream:
+        raise bad_request("stream_options is allowed only when stream is true.", "stream_options", "invalid_value")
+
+
+def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | list[int]]:
+    """The prompts in a body's field: text, ids, or a list of either. Raises ApiError on anything else."""
+    if value is None:
+        raise bad_request(f"Missing required field `{field}`.", field, "missing_required_parameter")
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise bad_request(f"{field}: an empty list; at least one prompt is needed.", field, "invalid_value")
+    if set(map(type, value)) == {int}:
+        return [value]
+    if len(value) > most:
+        raise bad_request(f"{field}: {len(value)} prompts; at most {most} in one request.", field, "invalid_value")
+    for i, v in enumerate(value):
+        if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
+            raise bad_request(
+                f"{field}[{i}]: allowed are text, token ids, a list of texts or a list of lists of token ids.",
+                f"{field}[{i}]", "invalid_value",
+            )  # fmt: skip
+    if len(set(map(type, value))) > 1:
+        raise bad_request(f"{field}: texts and token ids are mixed in one list.", field, "invalid_value")
+    return value

@@ -1,0 +1,103 @@
+"""Server-sent events: one write per burst, comments in long silences, a slow reader holds back only itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx: do not collect the stream
+]
+RAW_SEND = "headrace.send"  # scope key: the server's own send, for body parts that no middleware looks at
+
+
+def event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def named_event(name: bytes, data: bytes) -> bytes:
+    return b"event: " + name + b"\ndata: " + data + b"\n\n"
+
+
+class EventStream:
+    """The body of one streamed answer. The response starts with the first write, so what fails before it has a status.
+
+    A write returns when the server has taken the bytes; while the reader is slow it does not return, so its caller
+    takes no more from the engine. Bytes whose write was cancelled are kept and go first in the next one.
+    """
+
+    __slots__ = ("_lock", "_pending", "_send", "_start", "last", "on_stuck", "started")
+
+    def __init__(self, scope: Scope, send: Send, on_stuck: Callable[[], None]):
+        self._start, self._send = send, scope.get(RAW_SEND, send)
+        self._lock = asyncio.Lock()
+        self._pending: list[bytes] = []
+        self.started = False
+        self.last = asyncio.get_running_loop().time()
+        self.on_stuck = on_stuck  # called when the reader has taken nothing for too long
+
+    @property
+    def blocked(self) -> bool:
+        """A write waits for the reader."""
+        return self._lock.locked()
+
+    async def write(self, data: bytes) -> None:
+        self._pending.append(data)
+        async with self._lock:
+            if self._pending:  # else another writer has taken it along
+                await self._flush(True)
+
+    async def end(self, data: bytes) -> None:
+        self._pending.append(data)
+        async with self._lock:
+            await self._flush(False)
+
+    async def _flush(self, more: bool) -> None:
+        if not self.started:
+            self.started = True
+            await self._start({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        parts = self._pending
+        count = len(parts)
+        data = parts[0] if count == 1 else b"".join(parts)
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        del parts[:count]
+        self.last = asyncio.get_running_loop().time()
+
+
+class Ticker:
+    """One task for all open streams: writes the keep-alive comments and finds stuck readers. Lives while there are any."""
+
+    def __init__(self, interval: float, write_timeout: float):
+        self.interval, self.write_timeout = interval, write_timeout
+        self.streams: set[EventStream] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, stream: EventStream) -> None:
+        self.streams.add(stream)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+
+    def remove(self, stream: EventStream) -> None:
+        self.streams.discard(stream)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        writes: set[asyncio.Task[None]] = set()
+        while self.streams:
+            await asyncio.sleep(min(self.interval, self.write_timeout, 4.0) / 4)
+            now = loop.time()
+            for stream in list(self.streams):
+                silence = now - stream.last
+                if stream.blocked:
+                    if silence >= self.write_timeout:
+                        stream.on_stuck()
+                elif silence >= self.interval:
+                    task = loop.create_task(stream.write(COMMENT))
+                    writes.add(task)
+                    task.add_done_callback(writes.discard)

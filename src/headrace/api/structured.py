@@ -1,0 +1,95 @@
+"""What a request wants its output to look like, from any of the API's spellings to one (kind, value)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.api.context import ApiContext
+from headrace.api.errors import bad_request, unsupported
+from headrace.api.protocol import STRUCTURED_KINDS
+from headrace.sampling.params import SamplingParams
+
+MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+
+
+class Structure(NamedTuple):
+    """`kind` is one of STRUCTURED_KINDS, `field` the body's field that asked for it."""
+
+    kind: str
+    value: Any
+    field: str
+
+
+def with_structure(
+    ctx: ApiContext,
+    params: SamplingParams,
+    response_format: dict[str, Any] | None,
+    structured_outputs: dict[str, Any] | None,
+) -> SamplingParams:
+    """`params` constrained as the body asks. Raises ApiError on a malformed or contradictory wish."""
+    wish = from_response_format(response_format)
+    other = from_structured_outputs(structured_outputs)
+    if wish is not None and other is not None:
+        raise bad_request("Give response_format or structured_outputs, not both.", "structured_outputs", "invalid_value")
+    return constrain(ctx, params, wish or other)
+
+
+def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -> SamplingParams:
+    """`params` with the engine's form of the wish; refused while the engine cannot constrain its output."""
+    if wish is None:
+        return params
+    if not getattr(ctx.engine, "supports_structured", False):
+        raise unsupported(wish.field, "structured output is not available on this server")
+    spec = ctx.engine.structured_spec(wish.kind, wish.value)  # type: ignore[attr-defined]
+    return msgspec.structs.replace(params, structured=spec)
+
+
+def from_response_format(value: dict[str, Any] | None, field: str = "response_format") -> Structure | None:
+    """Chat's `response_format`; for Responses' flat `text.format` see `responses`."""
+    if value is None:
+        return None
+    kind = value.get("type")
+    known = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+    if not isinstance(kind, str) or kind not in known:
+        raise bad_request(f"{field}.type: allowed are text, json_object, json_schema.", f"{field}.type", "invalid_value")
+    for name in value:
+        if name not in known[kind]:
+            raise bad_request(f"Unknown field `{field}.{name}`.", f"{field}.{name}", "unknown_parameter")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structure("json_object", True, field)
+    return json_schema(value.get("json_schema"), f"{field}.json_schema", field)
+
+
+def json_schema(value: Any, path: str, field: str) -> Structure:
+    """`{name, schema, strict, description}`."""
+    if not isinstance(value, dict):
+        raise bad_request(f"{path}: an object with name and schema is needed.", path, "missing_required_parameter")
+    for name in value:
+        if name not in ("name", "schema", "strict", "description"):
+            raise bad_request(f"Unknown field `{path}.{name}`.", f"{path}.{name}", "unknown_parameter")
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        raise bad_request(f"{path}.name: a non-empty text is needed.", f"{path}.name", "invalid_value")
+    schema = value.get("schema")
+    if not isinstance(schema, dict | bool):
+        raise bad_request(f"{path}.schema: a JSON schema is needed.", f"{path}.schema", "invalid_value")
+    return Structure("json", schema, field)
+
+
+def from_structured_outputs(value: dict[str, Any] | None) -> Structure | None:
+    """vLLM's `structured_outputs`: exactly one kind."""
+    if value is None:
+        return None
+    field = "structured_outputs"
+    for name, v in value.items():
+        if name not in STRUCTURED_KINDS and name not in MODIFIERS:
+            raise bad_request(f"Unknown field `{field}.{name}`.", f"{field}.{name}", "unknown_parameter")
+        if name in MODIFIERS and v not in (None, False):
+            raise unsupported(f"{field}.{name}", "not supported by this server")
+    given = [(k, v) for k, v in value.items() if k in STRUCTURED_KINDS and v is not None]
+    if len(given) != 1:
+        raise bad_request(f"{field}: exactly one of {', '.join(STRUCTURED_KINDS)}.", field, "invalid_value")
+    return Structure(given[0][0], given[0][1], field)
