@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from model_harness import Sequences, load_tiny
 from tiny_models import TINY, VOCAB, write_tiny
 

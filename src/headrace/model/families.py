@@ -135,9 +135,8 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     key = _family_of(config)
     family = FAMILIES[key]
     c = HfConfig({**family.defaults, **config})
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "?")
-        raise CheckpointError(f"config.json: quantization_config with quant_method {method!r} is not supported")
+    if quantization := config.get("quantization_config"):
+        raise CheckpointError(f"config.json: quantization_config {quantization!r} is not supported")
     heads, hidden = c.count("num_attention_heads"), c.count("hidden_size")
     kv_heads = c.count("num_key_value_heads", heads)
     head_dim = c.count("head_dim", hidden // heads)
@@ -148,7 +147,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         "family": key,
         "vocab_size": c.count("vocab_size"),
         "hidden_size": hidden,
-        "num_layers": c.count("num_hidden_layers"),
+        "num_layers": c.num_layers(),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -173,6 +172,8 @@ def weight_plan(config: ModelConfig) -> list[WeightSpec]:
 
 def _family_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"config.json: architectures is {names!r}, wanted a list of names")
     if not names and config.get("model_type") in FAMILIES:
         return config["model_type"]
     for key, family in FAMILIES.items():
@@ -184,7 +185,7 @@ def _family_of(config: Mapping[str, Any]) -> str:
 
 
 def _every_layer(c: HfConfig, window: int) -> tuple[int, ...]:
-    return (window,) * c.count("num_hidden_layers") if window else ()
+    return (window,) * c.num_layers() if window else ()
 
 
 def _qwen_windows(c: HfConfig) -> tuple[int, ...]:
@@ -196,7 +197,7 @@ def _qwen_windows(c: HfConfig) -> tuple[int, ...]:
 
 def _typed_windows(c: HfConfig, sliding: Callable[[int], bool]) -> tuple[int, ...]:
     """Window of each layer: by the config's `layer_types`, or without them by the family's rule `sliding(layer)`."""
-    layers, window = c.count("num_hidden_layers"), c.count("sliding_window", 0)
+    layers, window = c.num_layers(), c.count("sliding_window", 0)
     types = c.raw.get("layer_types")
     if types is None:
         types = ["sliding_attention" if sliding(layer) else "full_attention" for layer in range(layers)]

@@ -41,16 +41,19 @@ class HfConfig:
 
     raw: Mapping[str, Any]
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """A size: an integer >= 1 (or the default)."""
+    def count(self, name: str, default: int | None = None, most: int = 2**40) -> int:
+        """A size: an integer in [1, most] (or the default)."""
         value = self.raw.get(name)
         if value is None:
             if default is None:
                 raise CheckpointError(f"config.json: {name} is missing")
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**40:
-            raise CheckpointError(f"config.json: {name} is {value!r}, wanted a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise CheckpointError(f"config.json: {name} is {value!r}, wanted an integer in [1, {most}]")
         return value
+
+    def num_layers(self) -> int:
+        return self.count("num_hidden_layers", most=10_000)
 
     def number(self, name: str, default: float) -> float:
         value = self.raw.get(name)

@@ -1,0 +1,185 @@
+"""From config.json to ModelConfig and weight plan: what real checkpoints say, and what must be refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import CheckpointError
+from headrace.model.families import FAMILIES, model_config_from_hf, weight_plan
+from tiny_models import TINY
+
+# The parts that matter of published config.json files.
+LLAMA32 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+    "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 128256,
+}  # fmt: skip
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+    "sliding_window": 4096, "torch_dtype": "bfloat16", "vocab_size": 32000,
+}  # fmt: skip
+QWEN25_YARN = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 21, "num_attention_heads": 14, "num_hidden_layers": 24,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+    "use_sliding_window": False, "vocab_size": 151936, "tie_word_embeddings": True,
+    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+}  # fmt: skip
+PHI3_128K = {
+    "architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 131072,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-05,
+    "original_max_position_embeddings": 4096, "rope_theta": 10000.0, "sliding_window": 262144, "vocab_size": 32064,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "su"},
+}  # fmt: skip
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "head_dim": 256, "hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
+    "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+    "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+    "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}  # fmt: skip
+
+
+def test_llama():
+    c = model_config_from_hf(LLAMA32)
+    assert (c.family, c.head_dim, c.num_kv_heads, c.dtype, c.max_position) == ("llama", 64, 8, "bfloat16", 131072)
+    assert c.eos_token_ids == (128001, 128008, 128009)
+    assert c.rope.kind == "llama3"
+    assert c.rope.param("original_max_position_embeddings") == 8192
+    assert c.attn_scale == 64**-0.5
+
+
+def test_mistral_window_is_everywhere():
+    assert model_config_from_hf(MISTRAL).windows == (4096,) * 32
+    assert model_config_from_hf({**MISTRAL, "sliding_window": None}).windows == ()
+
+
+def test_qwen2_has_biases_and_no_window_unless_asked():
+    c = model_config_from_hf(QWEN25_YARN)
+    assert (c.qkv_bias, c.o_bias, c.windows) == (True, False, ())
+    assert c.max_position == 131072
+    c = model_config_from_hf({**QWEN25_YARN, "use_sliding_window": True})
+    assert c.windows == (0,) * 21 + (32768,) * 3
+
+
+def test_phi3_early_rope_name():
+    c = model_config_from_hf(PHI3_128K)
+    assert (c.rope.kind, c.rope.dim, c.max_position) == ("longrope", 96, 131072)
+    assert c.rope.param("original_max_position_embeddings") == 4096
+
+
+def test_gemmas():
+    c = model_config_from_hf(GEMMA2)
+    assert c.activation == "gelu_tanh"  # hidden_activation, not hidden_act
+    assert c.windows == (4096, 0) * 13
+    assert (c.attn_softcap, c.logit_softcap, c.norm_offset, c.embed_scale) == (50.0, 30.0, 1.0, 48.0)
+    c = model_config_from_hf(GEMMA3_1B)
+    assert c.windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
+    assert (c.rope_of(0).theta, c.rope_of(5).theta) == (10000, 1000000)
+    assert (c.attn_softcap, c.logit_softcap, c.qk_norm, c.eos_token_ids) == (0.0, 0.0, "head", (1, 106))
+
+
+def test_model_type_stands_in_for_missing_architectures():
+    config = {**LLAMA32, "model_type": "llama"}
+    del config["architectures"]
+    assert model_config_from_hf(config) == model_config_from_hf(LLAMA32)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"head_dim": 63}, "head_dim"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"eos_token_id": [1, None]}, "eos_token_id"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ],
+)
+def test_refused_by_name(change, named):
+    with pytest.raises(CheckpointError, match=named):
+        model_config_from_hf({**LLAMA32, **change})
+
+
+def test_gemma_bidirectional_is_refused():
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
+        model_config_from_hf({**GEMMA3_1B, "use_bidirectional_attention": True})
+
+
+def test_wrong_layer_types_are_refused():
+    with pytest.raises(CheckpointError, match="layer_types"):
+        model_config_from_hf({**GEMMA2, "layer_types": ["full_attention"]})
+    with pytest.raises(CheckpointError, match="chunked"):
+        model_config_from_hf({**GEMMA2, "layer_types": ["chunked_attention"] * 26})
+
+
+json_values = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.sampled_from(["", "x", "1"]),
+    st.lists(st.integers(), max_size=2), st.dictionaries(st.sampled_from(["factor", "type"]), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@given(base=st.sampled_from([LLAMA32, MISTRAL, QWEN25_YARN, PHI3_128K, GEMMA2, GEMMA3_1B]), data=st.data())
+def test_any_value_gives_a_config_or_our_error(base, data):
+    changed = dict(base)
+    for key in data.draw(st.lists(st.sampled_from(sorted(base)), min_size=1, max_size=3)):
+        changed[key] = data.draw(json_values)
+    try:
+        config = model_config_from_hf(changed)
+    except CheckpointError:
+        return
+    assert config.head_dim >= config.rope.dim >= 2
+    hash(config)
+
+
+def test_weight_plan_covers_each_tensor_once():
+    for base in (LLAMA32, QWEN25_YARN, PHI3_128K, GEMMA2, GEMMA3_1B):
+        config = model_config_from_hf(base)
+        plan = weight_plan(config)
+        sources = [name for spec in plan for name, _ in spec.sources]
+        assert len(set(sources)) == len(sources)
+        assert len({spec.target for spec in plan}) == len(plan)
+        for spec in plan:
+            assert sum(rows for _, rows in spec.sources) == spec.shape[0]
+        assert [spec.target for spec in plan if spec.optional] == ["lm_head"]
+    fused = {spec.target: spec for spec in weight_plan(model_config_from_hf(PHI3_128K))}["layers.31.qkv"]
+    assert fused.sources == (("model.layers.31.self_attn.qkv_proj.weight", 3 * 3072),)
+
+
+def test_every_family_has_a_tiny_model():
+    assert {f.removesuffix("_text") for f in FAMILIES} == set(TINY)
+    assert all(dataclasses.is_dataclass(f) for f in FAMILIES.values())
