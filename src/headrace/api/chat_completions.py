@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext
+from headrace.api.context import ApiContext, new_id
 from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_ids
 from headrace.api.errors import ApiError, bad_request, unsupported
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
@@ -85,7 +85,7 @@ class ChatAnswer:
         self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: list[int], params: SamplingParams
     ):
         self.ctx, self.body, self.policy, self.prompt_ids = ctx, body, policy, ids
-        self.id = response_id("chatcmpl", body.request_id)
+        self.id = response_id("chatcmpl-", body.request_id)
         self.samples: list[Sample] = []
         self.choices: list[ChatChoice] = []
         self.usage = Usage(self.samples, len(ids))
@@ -102,7 +102,7 @@ class ChatAnswer:
                 own = msgspec.structs.replace(own, skip_special_tokens=False)
             choice = ChatChoice(self, index, own, parts)
             sample = Sample(
-                ctx, f"{self.id}-{index}", ids, own, choice,
+                ctx, new_id(f"{self.id}-"), ids, own, choice,
                 priority=body.priority or 0, cache_salt=body.cache_salt or "",
             )  # fmt: skip
             self.samples.append(sample)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext, Prompt
+from headrace.api.context import ApiContext, Prompt, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, prompt_logprobs
@@ -60,7 +60,7 @@ class CompletionAnswer:
 
     def __init__(self, ctx: ApiContext, body: CompletionRequest, model: str):
         self.ctx, self.body, self.model = ctx, body, model
-        self.id = response_id("cmpl", body.request_id)
+        self.id = response_id("cmpl-", body.request_id)
         self.created = int(time.time())
         self.samples: list[Sample] = []
         self.choices: list[CompletionChoice] = []
@@ -96,7 +96,7 @@ class CompletionAnswer:
             choice = CompletionChoice(self, len(self.choices), own, ids, echo)
             self.choices.append(choice)
             sample = Sample(
-                ctx, f"{self.id}-{len(self.samples)}", ids, own, choice,
+                ctx, new_id(f"{self.id}-"), ids, own, choice,
                 priority=body.priority or 0, cache_salt=body.cache_salt or "",
             )  # fmt: skip
             choice.sample = sample

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -67,7 +67,7 @@ class ApiContext:
     def chat_template(self) -> ChatTemplate:
         """Raises ParameterError when the model has none."""
         tokenizer, config = self.engine.tokenizer, self.config
-        options = {"allowed_kwargs": config.chat_template_kwargs, "timeout": config.template_timeout}
+        options: dict[str, Any] = {"allowed_kwargs": config.chat_template_kwargs, "timeout": config.template_timeout}
         if config.chat_template is None:
             return ChatTemplate.from_tokenizer(tokenizer, **options)
         tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
@@ -120,4 +120,5 @@ class ApiContext:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    """A new id; the prefix comes with its separator, as in `cmpl-` or `msg_`."""
+    return prefix + uuid.uuid4().hex

@@ -30,7 +30,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
         raise bad_request(f"dimensions: got {body.dimensions}, allowed: {size}.", "dimensions", "invalid_value")
     batch = [await _ids(ctx, body, text) for text in prompts(body.input, "input", ctx.config.max_prompts)]
     vectors: list[list[float]] = [[]] * len(batch)
-    name = new_id("embd")
+    name = new_id("embd-")
 
     tokens = sum(map(len, batch))
 

@@ -47,7 +47,7 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
 
 class GenerateAnswer:
     def __init__(self, ctx: ApiContext, body: GenerateRequest, ids: list[int], params: SamplingParams):
-        self.id = new_id("gen")
+        self.id = new_id("gen-")
         self.samples: list[Sample] = []
         self.outputs = []
         self.usage = Usage(self.samples, len(ids))

@@ -77,7 +77,7 @@ class CompletionLogprobs:
         self.offset += self.form.num_chars(token_id)
 
     def take(self) -> dict[str, list[Any]]:
-        taken = {
+        taken: dict[str, list[Any]] = {
             "tokens": self._tokens, "token_logprobs": self._values, "top_logprobs": self._tops,
             "text_offset": self._offsets,
         }  # fmt: skip

@@ -45,4 +45,4 @@ def check_text(field: str, value: str | None) -> None:
 
 
 def response_id(prefix: str, request_id: str | None) -> str:
-    return new_id(prefix) if request_id is None else f"{prefix}-{request_id}"
+    return new_id(prefix) if request_id is None else prefix + request_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from headrace.api.context import ApiContext
 from headrace.api.protocol import NamedTool, Tool
@@ -10,21 +10,25 @@ from headrace.api.structured import Structure, constrain
 from headrace.sampling.params import SamplingParams
 
 
-class Text(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Text:
     text: str
 
 
-class Reasoning(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reasoning:
     text: str
 
 
-class CallBegin(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallBegin:
     index: int
     id: str
     name: str
 
 
-class CallArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallArguments:
     index: int
     text: str
 

@@ -55,7 +55,7 @@ async def detokenize(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, DetokenizeRequest, ctx.config)
     ctx.check_model(body.model)
     vocab = ctx.engine.tokenizer.vocab_size
-    if body.tokens and not (0 <= min(body.tokens) and max(body.tokens) < vocab):
+    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < vocab):
         raise bad_request(f"tokens: token ids must be in [0, {vocab - 1}].", "tokens", "invalid_value")
     text = await ctx.in_thread(lambda: ctx.engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})

@@ -1,0 +1,193 @@
+"""POST /v1/responses: items in, items out, without storage."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.api.body import read_json
+from headrace.api.chat_completions import effort_kwargs
+from headrace.api.context import ApiContext, new_id
+from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_ids
+from headrace.api.errors import ApiError
+from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage
+from headrace.api.logprobs import ChatLogprobs, LogprobFormat
+from headrace.api.options import check_common, check_priority, check_text, response_id
+from headrace.api.parts import PartStream, ToolPolicy
+from headrace.api.protocol import check_stream_options
+from headrace.api.responses_input import (
+    LOGPROBS,
+    ResponsesRequest,
+    check_unserved,
+    messages,
+    nested_choice,
+    nested_tools,
+    structure,
+)
+from headrace.api.responses_items import Events, Items
+from headrace.api.structured import constrain
+from headrace.engine.output import Delta
+from headrace.sampling.params import SamplingParams, check_int
+
+encode = msgspec.json.encode
+
+
+async def responses(ctx: ApiContext, request: Request) -> Response:
+    body = await read_json(request, ResponsesRequest, ctx.config)
+    model = ctx.check_model(body.model)
+    _check(ctx, body)
+    conversation = messages(body.input, body.instructions)
+    check_messages(conversation, "input")
+    tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
+    check_tools(tools, choice)
+    policy = ToolPolicy.of(ctx, tools, choice, body.parallel_tool_calls)
+    params = policy.constrained(ctx, _parameters(ctx, body))
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    shown = Conversation(
+        messages=conversation,
+        tools=policy.shown,
+        template_kwargs=effort_kwargs(effort) | (body.chat_template_kwargs or {}),
+        truncated=body.truncate_prompt_tokens is not None,
+    )
+    ids = await prompt_ids(ctx, shown)
+    ids, params = ctx.check_prompt(ids, params, field="input", side=body.truncation_side)
+    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, policy, ids, params))
+    return StreamedAnswer(generation) if body.stream else await generation.whole()
+
+
+def _check(ctx: ApiContext, body: ResponsesRequest) -> None:
+    check_common(ctx, body)
+    check_unserved(body)
+    check_stream_options(body.stream, body.stream_options)
+    check_priority(ctx, body.priority)
+    check_text("cache_salt", body.cache_salt)
+    check_text("request_id", body.request_id)
+
+
+def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
+    if body.top_logprobs is not None:
+        check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
+    if body.max_output_tokens is not None:
+        check_int("max_output_tokens", body.max_output_tokens, 1, 2**31 - 1)
+    wanted = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    params = body.sampling(max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if wanted else None)
+    return constrain(ctx, params, structure(body.text))
+
+
+class ResponsesAnswer:
+    """One response; it is its own only choice."""
+
+    def __init__(
+        self, ctx: ApiContext, body: ResponsesRequest, model: str, policy: ToolPolicy, ids: list[int],
+        params: SamplingParams,
+    ):  # fmt: skip
+        self.body, self.model = body, model
+        self.id = response_id("resp_", body.request_id)
+        self.created = int(time.time())
+        self.parts = PartStream(ctx, policy)
+        params = msgspec.structs.replace(params, n=1)
+        if self.parts.needs_special_tokens:
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        self.params = params
+        form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self.logprobs = ChatLogprobs(form, body.top_logprobs or 0) if params.logprobs is not None else None
+        self.events, self.items = Events(), Items()
+        self.streaming, self.begun = bool(body.stream), False
+        self.status = "in_progress"
+        sample = Sample(
+            ctx, new_id(f"{self.id}-"), ids, params, self, priority=body.priority or 0, cache_salt=body.cache_salt or ""
+        )
+        self.samples = [sample]
+        self.usage = Usage(self.samples, len(ids))
+
+    def push(self, delta: Delta) -> bytes:
+        out: list[bytes] = []
+        if not self.begun:
+            self.begun = True
+            if self.streaming:
+                shown = {"response": self.resource()}
+                out += [self.events.bytes(f"response.{k}", shown) for k in ("created", "in_progress")]
+        if self.logprobs is not None and delta.logprobs:
+            self.logprobs.add(delta.logprobs)
+        parts = self.parts.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self.parts.finish()
+        events = []
+        for part in parts:
+            events += self.items.push(part, self._take_logprobs())
+        if delta.finish_reason is not None:
+            self.status = "incomplete" if delta.finish_reason == "length" else "completed"
+            events += self.items.finish(self.status, self._take_logprobs())
+        if self.streaming:
+            out += [self.events.bytes(kind, fields) for kind, fields in events]
+        return b"".join(out)
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        return self.logprobs.take() if self.logprobs is not None else []
+
+    def closing(self) -> bytes:
+        return self.events.bytes(f"response.{self.status}", {"response": self.resource()})
+
+    def failure(self, error: ApiError) -> bytes:
+        code = error.code or "server_error"
+        fields = {"code": code, "message": error.message, "param": error.param}
+        self.status = "failed"
+        failed = self.resource() | {"error": {"code": code, "message": error.message}}
+        return self.events.bytes("error", fields) + self.events.bytes("response.failed", {"response": failed})
+
+    def whole(self) -> bytes:
+        return encode(self.resource())
+
+    def resource(self) -> dict[str, Any]:
+        """The response object as it is now; fields of the request are given back as they are."""
+        body, params = self.body, self.params
+        ended = self.status in ("completed", "incomplete")
+        incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
+        choice = body.tool_choice or ("auto" if body.tools else "none")
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if self.status == "completed" else None,
+            "status": self.status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": self.items.output if ended else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "top_logprobs": body.top_logprobs or 0,
+            "tool_choice": choice,
+            "tools": body.tools or [],
+            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "store": False,
+            "background": False,
+            "service_tier": "default",
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "usage": self._usage() if ended else None,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, output = self.usage.prompt_tokens, self.usage.completion_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self.usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": self.parts.reasoning_tokens},
+            "total_tokens": prompt + output,
+        }

@@ -1,0 +1,205 @@
+"""What /v1/responses takes: its body, and its input items as the messages of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from headrace.api.errors import bad_request, unsupported
+from headrace.api.protocol import Body, FunctionDef, FunctionName, NamedTool, SamplingFields, StreamOptions, Tool
+from headrace.api.structured import Structure, from_response_format, json_schema
+
+LOGPROBS = "message.output_text.logprobs"
+# what `include` may name; all but LOGPROBS concern tools that are not run here, or storage
+INCLUDABLE = (
+    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
+
+
+class FlatTool(Body, kw_only=True):
+    """A function; other kinds of tools are run by their provider and not served here."""
+
+    name: str
+    type: Literal["function"] = "function"
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatNamedTool(Body, kw_only=True):
+    name: str
+    type: Literal["function"] = "function"
+
+
+class TextOptions(Body, kw_only=True):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None  # ignored
+
+
+class ReasoningOptions(Body, kw_only=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: str | None = None  # ignored: reasoning is given in full
+    generate_summary: str | None = None  # ignored
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """POST /v1/responses. Nothing is stored: what would need a stored response is refused."""
+
+    model: str
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    # given back as they are
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None  # counts tools run by the server: there are none
+    # ignored
+    user: str | None = None
+    store: bool | None = None  # nothing is ever stored, and the answer says so
+    service_tier: str | None = None
+    prompt_cache_retention: str | None = None
+    # refused unless they ask for nothing
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+
+
+def check_unserved(body: ResponsesRequest) -> None:
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if getattr(body, name) is not None:
+            raise unsupported(name, "not supported: this server stores nothing; send the whole input")
+    if body.background:
+        raise unsupported("background", "not supported: this server stores nothing")
+    if body.truncation == "auto":
+        raise unsupported("truncation", "only disabled: a prompt is never cut silently (truncate_prompt_tokens cuts it)")
+    if body.n not in (None, 1):
+        raise unsupported("n", "one response for each request")
+    if body.max_tokens is not None:
+        raise unsupported("max_tokens", "it is called max_output_tokens here")
+    for value in body.include or ():
+        if value not in INCLUDABLE:
+            raise bad_request(f"include: allowed are {', '.join(INCLUDABLE)}.", "include", "invalid_value")
+
+
+def nested_tools(tools: list[FlatTool] | None) -> list[Tool] | None:
+    if tools is None:
+        return None
+    return [
+        Tool(function=FunctionDef(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict))
+        for t in tools
+    ]
+
+
+def nested_choice(choice: str | FlatNamedTool | None) -> str | NamedTool | None:
+    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, FlatNamedTool) else choice
+
+
+def structure(text: TextOptions | None) -> Structure | None:
+    """`text.format`, whose json_schema is flat."""
+    form = text.format if text is not None else None
+    if form is not None and form.get("type") == "json_schema":
+        flat = {k: v for k, v in form.items() if k != "type"}
+        return json_schema(flat, "text.format", "text.format")
+    return from_response_format(form, "text.format")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# input items
+
+
+def messages(value: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """The conversation that the input stands for. Raises ApiError naming the item."""
+    found: list[dict[str, Any]] = []
+    if isinstance(value, str):
+        found.append({"role": "user", "content": value})
+    else:
+        if not value:
+            raise bad_request("input: an empty list; at least one item is needed.", "input", "invalid_value")
+        reasoning: str | None = None
+        for i, item in enumerate(value):
+            reasoning = _add_item(found, item, f"input[{i}]", reasoning)
+    if instructions is not None:
+        _add_instructions(found, instructions)
+    return found
+
+
+def _add_instructions(found: list[dict[str, Any]], instructions: str) -> None:
+    """In front, and in one system message with the input's own: many templates take only one."""
+    first = found[0] if found else {}
+    if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
+        first["content"] = f"{instructions}\n\n{first['content']}"
+    else:
+        found.insert(0, {"role": "system", "content": instructions})
+
+
+def _add_item(found: list[dict[str, Any]], item: dict[str, Any], path: str, reasoning: str | None) -> str | None:
+    """Append one item. Returns reasoning that belongs to the assistant's message that comes next."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        message = {"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")}
+        if reasoning is not None and message["role"] == "assistant":
+            message["reasoning_content"], reasoning = reasoning, None
+        found.append(message)
+    elif kind == "function_call":
+        call: dict[str, Any] = {"id": _text(item, "call_id", path), "type": "function"}
+        call["function"] = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
+        if not (found and found[-1]["role"] == "assistant"):
+            found.append({"role": "assistant", "content": None})
+        if reasoning is not None:
+            found[-1].setdefault("reasoning_content", reasoning)
+            reasoning = None
+        found[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _content(item.get("output"), f"{path}.output")
+        found.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": output})
+    elif kind == "reasoning":
+        parts = item.get("content") or []
+        if isinstance(parts, list):
+            texts = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+            reasoning = "".join(texts) or None
+    else:
+        allowed = "message, function_call, function_call_output, reasoning"
+        raise bad_request(f"{path}.type: allowed are {allowed}.", f"{path}.type", "invalid_value")
+    return reasoning
+
+
+def _text(item: dict[str, Any], name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad_request(f"{path}.{name}: a text is needed.", f"{path}.{name}", "invalid_value")
+    return value
+
+
+def _content(value: Any, path: str) -> str:
+    """Text, or parts that are text: joined, as they are one content."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise bad_request(f"{path}: text or a list of parts is needed.", path, "invalid_value")
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = "refusal" if kind == "refusal" else "text"
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
+            raise bad_request(
+                f"{path}[{i}]: allowed are parts of text (input_text, output_text, refusal).", f"{path}[{i}]", "invalid_value"
+            )
+        texts.append(part[name])
+    return "\n".join(texts)
