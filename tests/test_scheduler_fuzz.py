@@ -38,7 +38,7 @@ class Fuzz:
         self.config = random_config(rng)
         self.engine = FakeEngine(self.config, depth=rng.choice([0, 1, 1]))
         if rng.random() < 0.6:  # admits whoever fits now: preemption all the time
-            self.engine.scheduler._estimate.remaining = lambda num_output, most: 0  # type: ignore[method-assign]
+            self.engine.scheduler._admission.estimate.remaining = lambda num_output, most: 0  # type: ignore[method-assign]
         self.requests: list[Request] = []
         self.stems = [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(3)]
         self.rate = rng.choice([0.1, 0.5, 1.5])

@@ -1,8 +1,14 @@
-"""When a waiting request may start: the forecast peak of KV use must fit the cache. No torch here."""
+"""Who waits, and when they may start: the forecast peak of KV use must fit the cache. No torch here."""
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+
+from headrace.cache.radix_tree import RadixTree
+from headrace.engine.entry import Entry, Step
+from headrace.engine.schedule_config import SchedulerConfig
 
 FIRST_GUESS = 256.0  # output tokens, before any request has ended
 MEMORY = 32  # requests over which the mean forgets
@@ -71,3 +77,130 @@ class PeakForecast:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
+
+
+class Admission:
+    """The queue, by rank, and the rule by which its head may leave it.
+
+    Nobody overtakes the head, so nobody starves. One exception: who would compute a block that this very step computes
+    waits one step, once, and then finds it in the prefix index (n > 1, shared system prompts).
+
+    The rule: the first chunk finds budget and a block now, and the peak of future KV use of all who run, with the
+    candidate, fits the cache (PeakForecast). Where nobody runs it may always start. A head that was refused is asked
+    about again when somebody has given blocks back.
+    """
+
+    def __init__(self, config: SchedulerConfig, tree: RadixTree):
+        self._config, self._tree = config, tree
+        self._heap: list[tuple[tuple[float, float, int], Entry]] = []  # those who ended in the queue are skipped
+        self._refused: Entry | None = None
+        self.num_waiting = 0
+        self.estimate = LengthEstimate()
+
+    def push(self, entry: Entry) -> None:
+        heappush(self._heap, (entry.rank, entry))
+        self.num_waiting += 1
+
+    def push_back(self, entry: Entry) -> None:
+        """Queue a preempted request again; as the head it waits until somebody else has left: no thrashing."""
+        self.push(entry)
+        if self._heap[0][1] is entry:
+            self._refused = entry
+
+    def forget(self) -> None:
+        """A queued request has ended: its heap item stays until it surfaces, but they must not pile up behind the head."""
+        self.num_waiting -= 1
+        if len(self._heap) > 2 * self.num_waiting + 64:
+            self._heap = [item for item in self._heap if not item[1].finished]
+            heapify(self._heap)
+
+    def blocks_returned(self) -> None:
+        self._refused = None
+
+    def waiting(self) -> list[Entry]:
+        return [entry for _, entry in self._heap if not entry.finished]
+
+    def admissible(self, step: Step, free_slots: list[int], running: tuple[list[Entry], list[Entry]]) -> Iterator[Entry]:
+        """Those who may start in this step, one after the other, out of the queue and with their `path` matched.
+
+        The caller starts each before it asks for the next: `free_slots`, `step` and `running` (the lists of those who
+        want more tokens) are looked at again each time.
+        """
+        forecast: PeakForecast | None = None
+        aside = []
+        while self._heap and free_slots and step.budget > 0 and not step.starved:
+            entry = self._heap[0][1]
+            if entry.finished:
+                heappop(self._heap)
+                continue
+            crowded = len(free_slots) < self._config.max_num_seqs
+            if entry is self._refused and crowded:
+                break
+            if entry.reads_cache:
+                limit = (entry.request.num_known - 1) // self._config.block_size  # the last token is always computed
+                self._tree.match(entry.ids, entry.request.cache_salt, limit, entry.path)
+            if self._is_computed_now(entry, step):
+                entry.delayed = True
+                aside.append(heappop(self._heap))
+                continue
+            if not self._finds_budget(entry, step):
+                break
+            demand = self._demand(entry)
+            fits = self._finds_blocks(entry, demand)
+            if fits and crowded:
+                forecast = forecast or self._forecast(running)
+                fits = forecast.fits(*demand)
+            if not fits:
+                self._refused = entry
+                break
+            if forecast is not None:
+                forecast.add(*demand)
+            heappop(self._heap)
+            self.num_waiting -= 1
+            yield entry
+        for item in aside:
+            heappush(self._heap, item)
+
+    def _is_computed_now(self, entry: Entry, step: Step) -> bool:
+        """Whether this step computes the very block that a waiting request would compute next."""
+        if not step.computing or entry.delayed or not entry.reads_cache:
+            return False
+        index, request = len(entry.path), entry.request
+        if (index + 1) * self._config.block_size >= request.num_known:
+            return False  # not a block that could be hit
+        parent = entry.path[-1] if entry.path else None
+        return (parent, request.cache_salt, entry.key(index, self._tree.key_bytes)) in step.computing
+
+    def _lacking(self, entry: Entry) -> int:
+        return entry.request.num_known - len(entry.path) * self._config.block_size
+
+    def _finds_budget(self, entry: Entry, step: Step) -> bool:
+        return self._config.enable_chunked_prefill or self._lacking(entry) <= step.budget
+
+    def _finds_blocks(self, entry: Entry, demand: tuple[int, int, int]) -> bool:
+        available = self._tree.num_available - demand[-1]
+        if self._config.enable_chunked_prefill:
+            return available > 0
+        return available * self._config.block_size >= self._lacking(entry)
+
+    def _forecast(self, running: tuple[list[Entry], list[Entry]]) -> PeakForecast:
+        entries = running[0] + running[1]
+        own_blocks = sum(len(entry.request.block_ids) - entry.num_hit for entry in entries)
+        num_blocks = self._config.num_blocks
+        in_use = num_blocks - self._tree.num_available
+        forecast = PeakForecast(num_blocks, self._config.block_size, in_use - own_blocks)
+        for entry in entries:
+            forecast.add(*self._expected(entry, entry.num_hit))
+        return forecast
+
+    def _demand(self, entry: Entry) -> tuple[int, int, int]:
+        """What a waiting request would bring: as _expected(), and the blocks of its hit that nobody holds now."""
+        refs = self._tree.pool.refs
+        revived = sum(not refs[node.block] for node in entry.path)
+        return *self._expected(entry, len(entry.path)), revived
+
+    def _expected(self, entry: Entry, num_hit: int) -> tuple[int, int]:
+        """Tokens in blocks of its own, and tokens still to come."""
+        num_tokens = entry.request.num_tokens
+        rest = self.estimate.remaining(num_tokens - entry.num_prompt, entry.limit - num_tokens)
+        return num_tokens - num_hit * self._config.block_size, rest

@@ -1,4 +1,4 @@
-"""What the scheduler notes about one request beside the request itself. No torch here."""
+"""What the scheduler notes about one request and about one step, beside request and plan. No torch here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from array import array
 from itertools import chain
 
 from headrace.cache.radix_tree import ID_BYTES, Node
+from headrace.engine.plan import Chunk
 from headrace.engine.request import Request, Status
 from headrace.errors import ParameterError
 
@@ -36,8 +37,8 @@ class Entry:
         self.stops: dict[int, int | None] = {i: i for i in params.stop_token_ids or ()}
         if not params.ignore_eos:
             self.stops.update(dict.fromkeys(params.eos_token_ids))
-        # a hit would skip the very rows whose logprobs were asked for
-        self.reads_cache = caching and params.prompt_logprobs is None
+        # a hit would skip the very rows whose logprobs or mean were asked for
+        self.reads_cache = caching and params.prompt_logprobs is None and request.pooling != "mean"
         self.delayed = False  # has waited a step for somebody else's blocks
         self.parted = False  # finished or preempted while a launched step holds its row: wants no more of them
         self.caching = caching
@@ -69,3 +70,18 @@ class Entry:
             size = width // ID_BYTES
             key = array("i", self.request.token_ids(index * size, (index + 1) * size)).tobytes()
         return key
+
+
+class Step:
+    """A plan in the making, and what its settling needs."""
+
+    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled", "starved")
+
+    def __init__(self, budget: int):
+        self.budget = budget  # tokens left
+        self.chunks: list[Chunk] = []
+        self.entries: list[Entry] = []  # of the chunks
+        self.filled: list[tuple[Entry, int]] = []  # whose blocks get full, up to which token
+        self.computing: set[tuple[Node | None, str, bytes]] = set()  # blocks that can be hit after this step
+        self.starved = False  # somebody who runs lacks blocks: nobody may start
+        self.claimed = 0  # blocks about to be given back that somebody waits for

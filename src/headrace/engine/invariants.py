@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raise AssertionError, naming what does not add up; valid between any two calls of the scheduler's methods."""
     resident = scheduler._decoding + scheduler._prefilling + list(scheduler._leaving)
-    waiting = [entry for _, entry in scheduler._waiting if not entry.finished]
+    waiting = scheduler._admission.waiting()
     _check_lists(scheduler, resident, waiting)
     _check_slots(scheduler, resident)
     _check_blocks(scheduler, resident)

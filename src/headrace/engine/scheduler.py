@@ -14,76 +14,19 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import Literal
 
 from headrace.cache.block_pool import BlockPool
-from headrace.cache.radix_tree import ID_BYTES, Node, RadixTree
-from headrace.engine.admission import LengthEstimate, PeakForecast
-from headrace.engine.entry import OFF_INDEX, Entry
+from headrace.cache.radix_tree import ID_BYTES, RadixTree
+from headrace.engine.admission import Admission
+from headrace.engine.entry import OFF_INDEX, Entry, Step
 from headrace.engine.invariants import check_scheduler
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request, Status
+from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
 from headrace.errors import CapacityError, ParameterError
 
 RANK = attrgetter("rank")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Sizes in tokens; raises ParameterError on a value out of range."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ParameterError(name, getattr(self, name), "an integer >= 1")
-        if self.policy not in ("fcfs", "priority"):
-            raise ParameterError("policy", self.policy, "one of fcfs, priority")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ParameterError(
-                "max_num_batched_tokens",
-                self.max_num_batched_tokens,
-                f">= max_model_len = {self.max_model_len} without chunked prefill: a prompt is computed in one step",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges of this moment and counters since the start."""
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float  # fraction of the blocks that requests hold
-    num_preemptions: int
-    prefix_query_tokens: int  # prompt tokens looked up in the prefix index, at first admissions
-    prefix_hit_tokens: int
-    num_evictions: int  # blocks
-
-
-class Step:
-    """A plan in the making, and what its settling needs."""
-
-    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled", "starved")
-
-    def __init__(self, budget: int):
-        self.budget = budget  # tokens left
-        self.chunks: list[Chunk] = []
-        self.entries: list[Entry] = []  # of the chunks
-        self.filled: list[tuple[Entry, int]] = []  # whose blocks get full, up to which token
-        self.computing: set[tuple[Node | None, str, bytes]] = set()  # blocks that can be hit after this step
-        self.starved = False  # somebody who runs lacks blocks: nobody may start
-        self.claimed = 0  # blocks about to be given back that somebody waits for
 
 
 class Scheduler:
@@ -102,20 +45,15 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.tree = RadixTree(self.pool, config.block_size)
-        # KV is kept for all tokens but the last one
-        self.max_len = min(config.max_model_len, config.num_blocks * config.block_size + 1)
         self._block_size = config.block_size
         self._key_bytes = config.block_size * ID_BYTES
-        self._estimate = LengthEstimate()
+        self._admission = Admission(config, self.tree)
         self._live: dict[str, Entry] = {}  # all requests that are not finished
-        self._waiting: list[tuple[tuple[float, float, int], Entry]] = []  # heap; finished ones are skipped
-        self._num_waiting = 0
         self._decoding: list[Entry] = []  # by rank; each wants exactly one token
         self._prefilling: list[Entry] = []  # by rank
         self._leaving: dict[Entry, None] = {}  # want no more rows, but launched steps hold some
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._flight: dict[int, Step] = {}  # by number: scheduled and not settled
-        self._refused: Entry | None = None  # the head of the queue, if it had to wait for memory since the last release
         self._num_steps = self._num_added = 0
         self._num_preemptions = self._query_tokens = self._hit_tokens = 0
 
@@ -123,30 +61,38 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ParameterError or CapacityError, with the numbers, if it can never be served."""
-        num_prompt, num_known = len(request.prompt_ids), request.num_known
         if request.id in self._live:
             raise ParameterError("request_id", request.id, "an id that no live request has")
-        if num_prompt < 1:
-            raise ParameterError("prompt_ids", request.prompt_ids, "at least one token")
-        if num_known + 1 > self.config.max_model_len:
-            raise ParameterError(
-                "prompt_ids", f"{num_known} tokens", f"at most max_model_len - 1 = {self.config.max_model_len - 1} tokens"
-            )
-        if num_known + 1 > self.max_len:
-            raise CapacityError(
-                f"a request of {num_known} tokens needs {-(-num_known // self._block_size)} blocks of the KV cache, "
-                f"which has {self.config.num_blocks} (of {self._block_size} tokens)"
-            )
-        max_tokens = request.params.max_tokens
-        limit = self.max_len if max_tokens is None else min(self.max_len, num_prompt + max_tokens)
-        if num_known >= limit:
-            raise ParameterError("output_ids", f"{num_known - num_prompt} tokens", f"fewer than max_tokens = {max_tokens}")
+        limit = self._limit(request)
         priority = request.priority if self.config.policy == "priority" else 0
         self._num_added += 1
         rank = (priority, request.arrival, self._num_added)
         entry = Entry(request, rank, limit, self.config.enable_prefix_caching)
         self._live[request.id] = entry
-        self._enqueue(entry)
+        self._admission.push(entry)
+
+    def _limit(self, request: Request) -> int:
+        """The number of tokens at which a request ends whatever it samples."""
+        num_prompt, num_known, config = len(request.prompt_ids), request.num_known, self.config
+        wanted = 1 if request.pooling is None else 0  # tokens beyond those that are there
+        if num_prompt < 1:
+            raise ParameterError("prompt_ids", request.prompt_ids, "at least one token")
+        if num_known + wanted > config.max_model_len:
+            allowed = f"at most max_model_len{' - 1' * wanted} = {config.max_model_len - wanted} tokens"
+            raise ParameterError("prompt_ids", f"{num_known} tokens", allowed)
+        if num_known > config.num_blocks * config.block_size:
+            raise CapacityError(
+                f"a request of {num_known} tokens needs {-(-num_known // config.block_size)} blocks of the KV cache, "
+                f"which has {config.num_blocks} (of {config.block_size} tokens each)"
+            )
+        if request.pooling is not None:
+            return num_known + 1
+        max_tokens = request.params.max_tokens
+        limit = config.max_len if max_tokens is None else min(config.max_len, num_prompt + max_tokens)
+        if num_known >= limit:
+            allowed = f"fewer tokens than max_tokens = {max_tokens}"
+            raise ParameterError("output_ids", f"{num_known - num_prompt} tokens", allowed)
+        return limit
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, whatever it is doing; None if there is no such one. Its ids so far stay as they are."""
@@ -255,43 +201,8 @@ class Scheduler:
             self._after_prefill(entry)
 
     def _admit(self, step: Step) -> None:
-        """Start waiting requests in the order of their rank."""
-        forecast: PeakForecast | None = None
-        aside = []
-        while self._waiting and self._free_slots and step.budget > 0 and not step.starved:
-            entry = self._waiting[0][1]
-            if entry.finished:
-                heappop(self._waiting)
-                continue
-            crowded = len(self._free_slots) < self.config.max_num_seqs
-            if entry is self._refused and crowded:
-                break
-            if entry.reads_cache:
-                limit = (entry.request.num_known - 1) // self._block_size  # the last token is always computed
-                self.tree.match(entry.ids, entry.request.cache_salt, limit, entry.path)
-            if self._is_computed_now(entry, step):
-                entry.delayed = True
-                aside.append(heappop(self._waiting))
-                continue
-            size, hit = self._block_size, len(entry.path)
-            lacking = entry.request.num_known - hit * size
-            if not self.config.enable_chunked_prefill and lacking > step.budget:
-                break
-            demand = self._demand(entry)
-            available = self.tree.num_available - demand[-1]
-            fits = available > 0 if self.config.enable_chunked_prefill else available * size >= lacking
-            if fits and crowded:
-                forecast = forecast or self._forecast()
-                fits = forecast.fits(*demand)
-            if not fits:
-                self._refused = entry
-                break
-            if forecast is not None:
-                forecast.add(*demand)
-            heappop(self._waiting)
+        for entry in self._admission.admissible(step, self._free_slots, (self._decoding, self._prefilling)):
             self._start(entry, step)
-        for item in aside:
-            heappush(self._waiting, item)
 
     # ---- pieces of prefill and admission
 
@@ -319,7 +230,7 @@ class Scheduler:
         step.budget -= count
         if (entry.num_indexed + 1) * size <= stop:
             step.filled.append((entry, stop))
-            if self._waiting:
+            if self._admission.num_waiting:
                 key = entry.key(entry.num_indexed, self._key_bytes)
                 step.computing.add((entry.cursor, request.cache_salt, key))
         request.num_scheduled = stop
@@ -336,7 +247,6 @@ class Scheduler:
     def _start(self, entry: Entry, step: Step) -> None:
         """Move a request from the queue to a slot and schedule its first chunk."""
         request, path = entry.request, entry.path
-        self._num_waiting -= 1
         request.block_ids = self.tree.acquire(path)
         entry.num_hit = len(path)
         request.num_scheduled = entry.capacity = len(path) * self._block_size
@@ -355,38 +265,6 @@ class Scheduler:
             self._after_prefill(entry)
         else:
             insort(self._prefilling, entry, key=RANK)
-
-    def _is_computed_now(self, entry: Entry, step: Step) -> bool:
-        """Whether this step computes the very block that a waiting request would compute next."""
-        index, request = len(entry.path), entry.request
-        if not step.computing or entry.delayed or not entry.reads_cache:
-            return False
-        if (index + 1) * self._block_size >= request.num_known:
-            return False
-        parent = entry.path[-1] if entry.path else None
-        return (parent, request.cache_salt, entry.key(index, self._key_bytes)) in step.computing
-
-    def _forecast(self) -> PeakForecast:
-        running = self._decoding + self._prefilling
-        own_blocks = sum(len(e.request.block_ids) - e.num_hit for e in running)
-        in_use = self.pool.num_blocks - self.tree.num_available
-        forecast = PeakForecast(self.pool.num_blocks, self._block_size, in_use - own_blocks)
-        for entry in running:
-            forecast.add(*self._expected(entry, entry.num_hit))
-        return forecast
-
-    def _demand(self, entry: Entry) -> tuple[int, int, int]:
-        """What a waiting request would bring: as _expected(), and the blocks of its hit that nobody holds now."""
-        refs = self.pool.refs
-        revived = sum(not refs[node.block] for node in entry.path)
-        return *self._expected(entry, len(entry.path)), revived
-
-    def _expected(self, entry: Entry, num_hit: int) -> tuple[int, int]:
-        """Tokens in blocks of its own, and tokens still to come."""
-        request = entry.request
-        num_tokens = request.num_tokens
-        rest = self._estimate.remaining(num_tokens - entry.num_prompt, entry.limit - num_tokens)
-        return num_tokens - num_hit * self._block_size, rest
 
     # ---- blocks
 
@@ -450,7 +328,10 @@ class Scheduler:
         request = entry.request
         output, stops = request.output_ids, entry.stops
         request.num_pending -= 1
-        if not output:
+        if request.pooling is not None:
+            self._finish(entry, "stop")  # the prompt is computed: that was all
+            return []
+        if not request.first_token:
             request.first_token = time.monotonic()
         for n, token in enumerate(ids, 1):
             output.append(token)
@@ -485,14 +366,11 @@ class Scheduler:
         request.num_pending = 0  # what is still to come is discarded
         del self._live[request.id]
         if request.output_ids and reason != "error":
-            self._estimate.observe(len(request.output_ids))
-        if not waiting:
+            self._admission.estimate.observe(len(request.output_ids))
+        if waiting:
+            self._admission.forget()
+        else:
             self._part(entry)
-            return
-        self._num_waiting -= 1
-        if len(self._waiting) > 2 * self._num_waiting + 64:  # who aborts while the head waits must not pile up
-            self._waiting = [item for item in self._waiting if not item[1].finished]
-            heapify(self._waiting)
 
     def _part(self, entry: Entry) -> None:
         """Give a running request no more rows; what it holds goes as soon as no launched step holds its row."""
@@ -511,23 +389,17 @@ class Scheduler:
         request.block_ids = []
         self._free_slots.append(request.slot)
         request.slot = -1
-        self._refused = None
+        self._admission.blocks_returned()
         if not entry.finished:
             request.status = Status.WAITING
             request.num_scheduled = 0
             entry.parted = False
             entry.rest()
-            self._enqueue(entry)
-            if self._waiting[0][1] is entry:
-                self._refused = entry  # to let it in again at once would be thrashing: somebody has to end first
+            self._admission.push_back(entry)
 
     def check(self) -> None:
         """Law 5 and all counters; AssertionError with a description. Costs a walk over everything."""
         check_scheduler(self)
-
-    def _enqueue(self, entry: Entry) -> None:
-        heappush(self._waiting, (entry.rank, entry))
-        self._num_waiting += 1
 
     # ---- gauges
 
@@ -543,7 +415,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._admission.num_waiting
 
     @property
     def kv_usage(self) -> float:

@@ -1,0 +1,50 @@
+"""The scheduler's options and gauges, as plain data. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes in tokens; raises ParameterError on a value out of range."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ParameterError(name, getattr(self, name), "an integer >= 1")
+        if self.policy not in ("fcfs", "priority"):
+            raise ParameterError("policy", self.policy, "one of fcfs, priority")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            allowed = f">= max_model_len = {self.max_model_len} without chunked prefill: a prompt is computed in one step"
+            raise ParameterError("max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens at which every request ends; KV is kept for all of them but the last."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges of this moment and counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # fraction of the blocks that requests hold
+    num_preemptions: int
+    prefix_query_tokens: int  # prompt tokens looked up in the prefix index, at first admissions
+    prefix_hit_tokens: int
+    num_evictions: int  # blocks
