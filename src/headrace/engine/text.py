@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_BYTE_RUN = 64  # byte-fallback tokens held at most before what is whole of them is released
+MAX_OPEN = 8  # tokens that may wait for the end of a character in a decoder of an unknown kind
 
 
 class TextTokenizer(Protocol):
@@ -193,6 +194,8 @@ class WindowDetokenizer:
         self._run.clear()
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
+        if text.endswith("�") and len(self._pending) < MAX_OPEN:
+            return head  # bytes of a character, perhaps, though this decoder is not known to make such
         if len(text) > len(self._baseline):
             delta = text[len(self._baseline) :]
             self._advance([token_id])
