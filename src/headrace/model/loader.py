@@ -1,21 +1,22 @@
 """Loads a checkpoint's weights straight into the decoder's fused tensors, on their device and in their dtype.
 
-    reader thread:  file --> buffer 0   file --> buffer 1   file --> buffer 0 ...
-    this thread:                 buffer 0 --> decode --> target     buffer 1 --> ...
+    worker 0:  file --> buffer 0 --> decode --> target          file --> buffer 0 --> ...
+    worker 1:            file --> buffer 1 --> decode --> target          file --> ...
 
-Two staging buffers of a few megabytes (pinned for CUDA) are all the host memory that it takes besides the targets;
-quantized blocks are decoded on the target's device.
+Each worker thread takes the next chunk that is left, so that reading, copying and decoding overlap. The staging buffers,
+one per worker and a few megabytes at most on the CPU, pinned for CUDA, are all the host memory that it takes besides the
+targets; quantized blocks are decoded on the target's device.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ from headrace.model.families import weight_plan
 from headrace.model.tensor_file import TensorEntry
 from headrace.model.weight_names import IGNORED_SUFFIXES, WeightSpec
 
-_CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 25}  # of a staging buffer: what the caches hold; what fills a PCIe transfer
+_CPU_CHUNK = 1 << 18  # bytes: with what it decodes to, it stays in a core's cache
+_DEVICE_CHUNK = 1 << 25  # bytes: long enough for a transfer at full speed
 
 
 def load_model(
@@ -121,81 +123,83 @@ def _chunks(plan: list[WeightSpec], entries: dict[str, TensorEntry], limit: int)
 def _load_tensors(
     plan: list[WeightSpec], entries: dict[str, TensorEntry], dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
-    chunks = list(_chunks(plan, entries, _CHUNK_BYTES.get(device.type, 1 << 21)))
-    shapes = {spec.target: spec.shape for spec in plan}
-    tensors: dict[str, Tensor] = {}
-    with _Staging(chunks, device) as staging, _bar(sum(c.num_bytes for c in chunks), progress) as advance:
-        for chunk, raw in staging:
-            if (target := tensors.get(chunk.target)) is None:
-                target = tensors[chunk.target] = torch.empty(shapes[chunk.target], dtype=dtype, device=device)
-            rows = decode_rows(chunk.entry, raw, chunk.num_rows)
-            target[chunk.target_row : chunk.target_row + chunk.num_rows].copy_(rows)
-            advance(chunk.num_bytes)
+    tensors = {spec.target: torch.empty(spec.shape, dtype=dtype, device=device) for spec in plan}
+    limit, num_workers = (_CPU_CHUNK, min(torch.get_num_threads(), 8)) if device.type == "cpu" else (_DEVICE_CHUNK, 4)
+    chunks = list(_chunks(plan, entries, limit))
+    pending = _Pending(chunks)
+    with _bar(sum(c.num_bytes for c in chunks), progress) as advance, _single_threaded_ops():
+        with ThreadPoolExecutor(num_workers, "headrace-loader") as pool:
+            workers = [pool.submit(_Worker(tensors, device, pending.size, advance).run, pending) for _ in range(num_workers)]
+            try:
+                wait(workers, return_when=FIRST_EXCEPTION)
+            finally:
+                pending.stop()
+        for worker in workers:
+            worker.result()
     return tensors
 
 
-@dataclass(slots=True)
-class _Buffer:
-    memory: Tensor  # uint8 on the host
-    reusable: torch.cuda.Event | None = None  # the copy out of it is done
+class _Pending:
+    """The chunks that no worker has taken yet."""
+
+    def __init__(self, chunks: list[_Chunk]):
+        self.size = max((chunk.num_bytes for chunk in chunks), default=0)
+        self._chunks, self._lock = iter(chunks), threading.Lock()
+
+    def take(self) -> _Chunk | None:
+        with self._lock:
+            return next(self._chunks, None)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._chunks = iter(())
 
 
-class _Staging:
-    """Iterates over (chunk, its bytes on the device) while a thread reads ahead into the other of two buffers."""
+class _Worker:
+    """Reads chunks into its own staging buffer, decodes them on the device and puts them into the targets."""
 
-    def __init__(self, chunks: list[_Chunk], device: torch.device):
-        self._chunks, self._device = chunks, device
-        size = max((c.num_bytes for c in chunks), default=0)
-        pinned = device.type == "cuda"
-        self._free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()  # None: stop
-        self._full: queue.SimpleQueue[_Buffer | BaseException] = queue.SimpleQueue()
-        for _ in range(2):
-            self._free.put(_Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=pinned)))
-        self._thread = threading.Thread(target=self._read_all, name="headrace-loader", daemon=True)
+    def __init__(self, tensors: dict[str, Tensor], device: torch.device, size: int, advance: Callable[[int], None]):
+        self._tensors, self._device, self._advance = tensors, device, advance
+        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._copied: torch.cuda.Event | None = None  # the last copy out of the buffer
 
-    def __enter__(self) -> _Staging:
-        self._thread.start()
-        return self
+    def run(self, pending: _Pending) -> None:
+        with ExitStack() as stack:
+            files: dict[Path, FileIO] = {}
+            while (chunk := pending.take()) is not None:
+                try:
+                    if (file := files.get(chunk.entry.file)) is None:
+                        file = files[chunk.entry.file] = stack.enter_context(chunk.entry.file.open("rb", buffering=0))
+                    self._load(chunk, file)
+                except OSError as error:
+                    raise CheckpointError(f"{chunk.entry.file}: cannot be read: {error}") from error
+                self._advance(chunk.num_bytes)
 
-    def __exit__(self, *_: object) -> None:
-        self._free.put(None)
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[tuple[_Chunk, Tensor]]:
-        for chunk in self._chunks:
-            buffer = self._full.get()
-            if isinstance(buffer, BaseException):
-                raise buffer
-            raw = buffer.memory[: chunk.num_bytes].to(self._device, non_blocking=True)
-            if self._device.type == "cuda":
-                buffer.reusable = torch.cuda.Event()
-                buffer.reusable.record()
-            yield chunk, raw
-            self._free.put(buffer)
-
-    def _read_all(self) -> None:
-        """The thread: fills buffers in the order of the chunks; an error goes to the other side and ends it."""
-        files: dict[Path, BinaryIO] = {}
-        try:
-            for chunk in self._chunks:
-                if (buffer := self._free.get()) is None:
-                    return
-                if buffer.reusable is not None:
-                    buffer.reusable.synchronize()
-                if (file := files.get(chunk.entry.file)) is None:
-                    file = files[chunk.entry.file] = chunk.entry.file.open("rb", buffering=0)
-                _read_exactly(file, chunk, buffer.memory.numpy().data[: chunk.num_bytes])
-                self._full.put(buffer)
-        except OSError as error:
-            self._full.put(CheckpointError(f"{chunk.entry.file}: cannot be read: {error}"))
-        except BaseException as error:
-            self._full.put(error)
-        finally:
-            for file in files.values():
-                file.close()
+    def _load(self, chunk: _Chunk, file: FileIO) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+        staged = self._buffer[: chunk.num_bytes]
+        _read_exactly(file, chunk, staged.numpy().data)
+        raw = staged.to(self._device, non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        target = self._tensors[chunk.target]
+        target[chunk.target_row : chunk.target_row + chunk.num_rows].copy_(decode_rows(chunk.entry, raw, chunk.num_rows))
 
 
-def _read_exactly(file: BinaryIO, chunk: _Chunk, view: memoryview) -> None:
+@contextmanager
+def _single_threaded_ops() -> Iterator[None]:
+    """Threads started inside run each torch operation on themselves alone: they are the parallelism."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _read_exactly(file: FileIO, chunk: _Chunk, view: memoryview) -> None:
     file.seek(chunk.entry.offset + chunk.first_row * chunk.entry.row_bytes)
     done = 0
     while done < len(view):
