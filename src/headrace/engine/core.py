@@ -122,6 +122,10 @@ class EngineCore:
         news, self._news = self._news, []
         return news + outputs
 
+    def idle(self) -> bool:
+        """Nothing runs: use the time. False if there is nothing to use it for."""
+        return self.runner.idle()
+
     def close(self) -> None:
         """Wait for what is in flight and let go of the runner; the core cannot step afterwards."""
         self._settle_in_flight()

@@ -45,7 +45,8 @@ class CoreLoop:
     def run(self) -> None:
         """Until a Shutdown comes."""
         while True:
-            if not self._receive(wait=not self.core.has_work):
+            busy = self.core.has_work or self.core.idle()
+            if not self._receive(wait=not busy):
                 return
             outputs = []
             if self.core.has_work:

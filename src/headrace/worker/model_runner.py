@@ -20,7 +20,8 @@ from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.batch import ForwardBatch
 from headrace.model.decoder import Decoder
 from headrace.worker.batch_state import BatchState
-from headrace.worker.sampling import StepSampler
+from headrace.worker.cuda_graphs import DecodeGraphs, Tail
+from headrace.worker.sampling import DeviceOutput, StepSampler
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Pending:
     logits: Tensor | None  # [R, vocab]
     prompt_logprobs: list = field(default_factory=list)  # (chunk, ids [n, k+1], logprobs [n, k+1], ranks [n]) on the device
     pooled: list = field(default_factory=list)  # (chunk, [H]) on the device
+    sampled: DeviceOutput | None = None  # by the captured step itself
 
 
 @dataclass(slots=True)
@@ -48,16 +50,43 @@ class StepResult:
 class ModelRunner:
     """Runs steps on one device."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, state: BatchState):
-        self.decoder, self.kv, self.state = decoder, kv, state
+    def __init__(self, decoder: Decoder, kv: KVCache, state: BatchState, graphs: DecodeGraphs | None = None):
+        self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
         self.device = state.device
         self.sampler = StepSampler(state, decoder.config.vocab_size)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        return self.sample(self.forward(plan))
+        if self.graphs is None or not is_decode(plan):
+            return self.sample(self.forward(plan))
+        tail = self.sampler.tail(plan)
+        pending = self._replay(plan, tail)
+        if tail is Tail.LOGITS:
+            return self.sample(pending)
+        return StepHandle(pending, pending.sampled, self.device)
+
+    def idle(self) -> bool:
+        """There is nothing to run: prepare for what may come. False if there is nothing left to prepare."""
+        return self.graphs is not None and self.graphs.capture_next()
+
+    def _replay(self, plan: StepPlan, tail: Tail) -> Pending:
+        assert self.graphs is not None
+        self.state.staging.next_step()
+        chunks = plan.chunks
+        numbers = np.empty((3, len(chunks)), np.int32)
+        numbers[0] = [c.slot for c in chunks]
+        numbers[1] = [c.start for c in chunks]
+        numbers[2] = [c.new_blocks[0] if c.new_blocks else -1 for c in chunks]
+        captured = self.graphs.replay(numbers, int(numbers[1].max()) + 1, tail)
+        count = len(chunks)
+        pending = Pending(plan, chunks, None if captured.logits is None else captured.logits[:count])
+        if captured.token_ids is not None and captured.failed is not None:
+            pending.sampled = DeviceOutput(captured.token_ids[:count], captured.failed[:count], {})
+        return pending
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
+        if self.graphs is not None and is_decode(plan):
+            return self._replay(plan, Tail.LOGITS)
         for request in self.state.apply(plan):
             self.sampler.load(request)
         batch = self._batch(plan)
@@ -121,6 +150,11 @@ class ModelRunner:
         targets = self.state.token_ids[chunk.slot, chunk.start + 1 : stop + 1].to(torch.int64)
         hidden = hidden[: stop - chunk.start]
         return self.sampler.prompt_logprobs(self.decoder.logits, hidden, targets, chunk.request.params.prompt_logprobs)
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """Every row samples the next token of a request whose slot the device knows already."""
+    return all(c.num_tokens == 1 and c.samples and not c.admitted and c.request.pooling is None for c in plan.chunks)
 
 
 class StepHandle:

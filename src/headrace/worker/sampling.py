@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.engine.plan import Chunk
+from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
 from headrace.sampling.logprobs import LogprobsRequest, prompt_logprobs
 from headrace.sampling.params import GREEDY_EPS, SamplingParams
@@ -30,6 +30,7 @@ from headrace.sampling.penalties import (
 )
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
 from headrace.worker.batch_state import FLOATS, INTS, BatchState
+from headrace.worker.cuda_graphs import Tail
 
 Host = Callable[[Tensor], Tensor]
 
@@ -75,6 +76,7 @@ class StepSampler:
     def __init__(self, state: BatchState, vocab_size: int):
         self.state, self.vocab_size = state, vocab_size
         self._edits: dict[int, SlotEdits] = {}
+        self._special = np.zeros(state.dummy_slot + 1, np.bool_)  # slots that need more than the fused sampler
         self._counts: Tensor | None = None  # [slots, V] int32, made when the first request with penalties comes
         self._gathered_for = b""
         self._gathered: SampleInputs | None = None
@@ -83,6 +85,8 @@ class StepSampler:
         """A request got its slot: prepare what it does to its logits. All its ids are known to the host."""
         self._gathered_for = b""
         edits = slot_edits(request.params, self.vocab_size, self.state.device)
+        plain = edits is None and request.params.logprobs is None and not request.params.logits_processors
+        self._special[request.slot] = not plain
         if edits is None:
             self._edits.pop(request.slot, None)
             return
@@ -92,6 +96,17 @@ class StepSampler:
                 shape = (self.state.token_ids.shape[0], self.vocab_size)
                 self._counts = zeros(shape, torch.int32, self.state.device)
             load_counts(self._counts, request.slot, request.prompt_ids, request.output_ids)
+
+    def tail(self, plan: StepPlan) -> Tail:
+        """What a captured step must do after its forward, for these slots."""
+        slots = [c.slot for c in plan.chunks]
+        if self._special[slots].any():
+            return Tail.LOGITS
+        floats, ints = self.state.host_floats[slots], self.state.host_ints[slots]
+        if (floats[:, FLOATS.index("temperature")] < GREEDY_EPS).all():
+            return Tail.GREEDY
+        filtered = (ints[:, INTS.index("top_k")] > 0) | (floats[:, FLOATS.index("top_p")] < 1.0)
+        return Tail.FILTERED if (filtered | (floats[:, FLOATS.index("min_p")] > 0.0)).any() else Tail.RANDOM
 
     def __call__(self, logits: Tensor, chunks: list[Chunk]) -> DeviceOutput:
         """One id per row of logits [R, V]; row r belongs to chunks[r]."""

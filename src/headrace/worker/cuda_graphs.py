@@ -1,0 +1,163 @@
+"""Decode steps as CUDA graphs: captured for a set of batch sizes, padded up to the next one, replayed with one small copy.
+
+A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table. So the ids
+feed the next step without leaving the device, and what the host gives a step is three int32 per row. Steps whose logits need
+more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
+
+Graphs are keyed by (rows, context bucket, what follows the forward) and captured when first needed; the remaining sizes of
+a kind that is in use are captured one after each step, while the device is busy with it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.prepare import DecodeRows, prepare_decode, publish
+from headrace.kernels.sample import sample_rows
+from headrace.model.batch import ForwardBatch
+from headrace.sampling.params import GREEDY_EPS
+from headrace.sampling.philox import PURPOSE_SAMPLE
+from headrace.worker.batch_state import BatchState
+
+logger = logging.getLogger(__name__)
+FIRST_BUCKET = 2048  # tokens of context; further ones are four times as long
+DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
+
+
+class Tail(enum.Enum):
+    """What follows the forward in a graph."""
+
+    GREEDY = "greedy"
+    RANDOM = "random"  # temperature only, greedy rows among them
+    FILTERED = "filtered"  # top-k, top-p, min-p
+    LOGITS = "logits"
+
+
+@dataclass(slots=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    numbers: Tensor  # [3, R] int32, the graph's input
+    rows: DecodeRows
+    token_ids: Tensor | None  # [R] int32
+    failed: Tensor | None  # [R] bool
+    logits: Tensor | None  # [R, V]
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, 16, then every 8 up to 128, every 16 up to 512, every 64 above; max_num_seqs itself is the last."""
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), *range(512, max_num_seqs, 64)]
+    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+
+
+def context_buckets(max_model_len: int) -> list[int]:
+    buckets = [FIRST_BUCKET]
+    while buckets[-1] < max_model_len:
+        buckets.append(4 * buckets[-1])
+    return [b for b in buckets[:-1] if b < max_model_len] + [max_model_len]
+
+
+class DecodeGraphs:
+    """Captures and replays decode steps; everything happens on the current stream's thread."""
+
+    def __init__(self, forward: DecodeForward, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int):
+        self.forward, self.kv, self.state = forward, kv, state
+        self.sizes, self.buckets = graph_sizes(max_num_seqs), context_buckets(max_model_len)
+        device = state.device
+        self._numbers = torch.zeros(3 * self.sizes[-1], dtype=torch.int32, device=device)
+        self._rows = DecodeRows.empty(self.sizes[-1], device)
+        self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._graphs: dict[tuple[int, int, Tail], Captured] = {}
+        self._todo: list[tuple[int, int, Tail]] = []
+        self._wanted: set[tuple[int, Tail]] = set()
+        self._logits: Tensor | None = None
+        self.seconds = 0.0  # spent capturing
+
+    def size_for(self, rows: int) -> int:
+        return next(s for s in self.sizes if s >= rows)
+
+    def bucket_for(self, context: int) -> int:
+        return next(b for b in self.buckets if b >= context)
+
+    def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> Captured:
+        """Launch the step of the rows `numbers` [3, R] int32 (slot, position, new block or -1), contexts up to `context`."""
+        count = numbers.shape[1]
+        size, bucket = self.size_for(count), self.bucket_for(context)
+        captured = self._graphs.get((size, bucket, tail)) or self.capture(size, bucket, tail)
+        padded = np.full((3, size), -1, np.int32)
+        padded[0] = self.state.dummy_slot
+        padded[:, :count] = numbers
+        captured.numbers.copy_(self.state.staging.pin(padded), non_blocking=True)
+        captured.graph.replay()
+        if (bucket, tail) not in self._wanted:
+            self._wanted.add((bucket, tail))
+            below = [s for s in reversed(self.sizes) if s < size]
+            self._todo += [(s, bucket, tail) for s in below + [s for s in self.sizes if s > size]]
+        return captured
+
+    def capture_next(self) -> bool:
+        """Capture one of the graphs that are likely to be needed; False if there is none left."""
+        while self._todo:
+            key = self._todo.pop(0)
+            if key not in self._graphs:
+                self.capture(*key)
+                return True
+        return False
+
+    def capture(self, size: int, bucket: int, tail: Tail) -> Captured:
+        began = time.perf_counter()
+        current = torch.cuda.current_stream(self.state.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            numbers = self._numbers[: 3 * size].view(3, size)
+            numbers[0].fill_(self.state.dummy_slot)
+            numbers[1:].fill_(-1)
+            self._step(size, bucket, tail)  # padded rows only: compiles and loads what is not there yet
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                token_ids, failed, logits = self._step(size, bucket, tail)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        captured = Captured(graph, numbers, self._rows.first(size), token_ids, failed, logits)
+        self._graphs[size, bucket, tail] = captured
+        self.seconds += time.perf_counter() - began
+        logger.debug(
+            "captured %d rows, context %d, %s in %.1f ms", size, bucket, tail.value, 1e3 * (time.perf_counter() - began)
+        )
+        return captured
+
+    def _step(self, size: int, bucket: int, tail: Tail) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        state, rows = self.state, self._rows.first(size)
+        numbers = self._numbers[: 3 * size].view(3, size)
+        prepare_decode(
+            numbers, state.token_ids, state.block_tables, state.floats, state.ints, rows, block_size=state.block_size
+        )
+        batch = ForwardBatch(
+            rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
+            self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size,
+        )  # fmt: skip
+        logits = self.forward(batch, self.kv)
+        if tail is Tail.LOGITS:
+            if self._logits is None:
+                self._logits = torch.empty((self.sizes[-1], logits.shape[1]), dtype=logits.dtype, device=logits.device)
+            # one buffer for all sizes: a graph's own output would stay allocated for ever
+            return None, None, self._logits[:size].copy_(logits)
+        token_ids, failed = sample_rows(
+            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
+            purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
+            all_greedy=tail is Tail.GREEDY, any_filter=tail is Tail.FILTERED,
+        )  # fmt: skip
+        publish(token_ids, rows, state.token_ids)
+        return token_ids, failed, None
