@@ -26,6 +26,7 @@ from headrace.api.interface import AsyncEngine
 from headrace.api.middleware import Gate
 from headrace.api.responses import responses
 from headrace.api.service import health, metrics, models, one_model, ready, server_version
+from headrace.api.sse import RAW_SEND
 from headrace.api.telemetry import Metrics
 from headrace.api.tokenize import detokenize, tokenize
 
@@ -55,6 +56,14 @@ class Endpoint:
             await known.response()(scope, receive, send)
 
 
+class Application(Starlette):
+    """Starlette that keeps the server's own `send` at hand: streams write past the layers that only look at starts."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[RAW_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
 def create_app(engine: AsyncEngine, config: ServerConfig | None = None, metrics_hook: Metrics | None = None) -> Starlette:
     """The server's application around a running (or still loading) engine. It does not own the engine."""
     ctx = ApiContext(engine, config or ServerConfig(), metrics_hook)
@@ -80,7 +89,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None, metrics_
                 allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
             ),
         )  # fmt: skip
-    app = Starlette(
+    app = Application(
         routes=[
             route("/v1/models", models, "GET"),
             route("/v1/models/{id:path}", one_model, "GET"),

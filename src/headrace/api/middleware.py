@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, bad_request, too_many
-from headrace.api.sse import RAW_SEND
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,6 @@ class Gate:
             state = scope.setdefault("state", {})
             state["arrival"], state["timeout"] = arrival, self._timeout(headers.get(b"x-request-timeout"))
             state["request_id"] = request_id.decode()
-            scope[RAW_SEND] = send
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
             await error.response()(scope, receive, send_with_id)

@@ -32,42 +32,54 @@ class EventStream:
     takes no more from the engine. Bytes whose write was cancelled are kept and go first in the next one.
     """
 
-    __slots__ = ("_lock", "_pending", "_send", "_start", "last", "on_stuck", "started")
+    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "last", "on_stuck", "started")
 
     def __init__(self, scope: Scope, send: Send, on_stuck: Callable[[], None]):
         self._start, self._send = send, scope.get(RAW_SEND, send)
-        self._lock = asyncio.Lock()
+        self._idle: asyncio.Event | None = None  # made when a second writer has to wait
         self._pending: list[bytes] = []
+        self._time = asyncio.get_running_loop().time
         self.started = False
-        self.last = asyncio.get_running_loop().time()
+        self.blocked = False  # a write waits for the reader
+        self.last = self._time()
         self.on_stuck = on_stuck  # called when the reader has taken nothing for too long
-
-    @property
-    def blocked(self) -> bool:
-        """A write waits for the reader."""
-        return self._lock.locked()
 
     async def write(self, data: bytes) -> None:
         self._pending.append(data)
-        async with self._lock:
-            if self._pending:  # else another writer has taken it along
-                await self._flush(True)
+        while self.blocked:
+            await self._wait()
+        if self._pending:  # else another writer has taken it along
+            await self._flush(True)
 
     async def end(self, data: bytes) -> None:
         self._pending.append(data)
-        async with self._lock:
-            await self._flush(False)
+        while self.blocked:
+            await self._wait()
+        await self._flush(False)
+
+    async def _wait(self) -> None:
+        """Another writer is at it."""
+        if self._idle is None:
+            self._idle = asyncio.Event()
+        await self._idle.wait()
 
     async def _flush(self, more: bool) -> None:
-        if not self.started:
-            self.started = True
-            await self._start({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
         parts = self._pending
         count = len(parts)
         data = parts[0] if count == 1 else b"".join(parts)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        del parts[:count]
-        self.last = asyncio.get_running_loop().time()
+        self.blocked = True
+        try:
+            if not self.started:
+                self.started = True
+                await self._start({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            del parts[:count]
+        finally:
+            self.blocked = False
+            if self._idle is not None:
+                self._idle.set()
+                self._idle = None
+        self.last = self._time()
 
 
 class Ticker:
