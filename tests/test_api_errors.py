@@ -1,0 +1,296 @@
+"""Bad requests of every kind: a 4xx with the one error shape, never a 5xx; and what the engine's failures become."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_client import MODEL, Api, error_of, parse_events
+from fake_engine import FakeEngine
+from headrace.errors import CapacityError, EngineDeadError, ParameterError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [65]},
+    "/generate": {"prompt": "hi"},
+}
+GENERATING = [p for p in BODIES if p not in ("/v1/embeddings", "/tokenize", "/detokenize")]
+STREAMING = GENERATING
+
+
+@pytest.fixture(scope="module")
+def api():
+    api = Api(max_prompts=4, max_samples=16, max_body_bytes=1_000_000)
+    yield api
+    api.close()
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b" ", b"{", b"null", b"[]", b"5", b'"x"', b"NaN", b'{"model": NaN}', b'{"model": Infinity}', b'{"temperature": 1e999}',
+        b'{"model": "\xff"}', b'{"model": "\\ud800"}', b'{"model": "a\\udc00b"}', b'{"model": "a", "model": "b"}', b"\xef\xbb\xbf{}",
+        b"{}}", b'{"a": 1,}', b"{'a': 1}", b'{"a":' + b"[" * 100_000, b'{"a": ' + b"1" * 10_000 + b"}", b"\x00", b'{"\\u0000": 1}',
+        b'{"model": "fake/model", "x": {"y": 1, "y": 2}}', b'{"metadata": {"a": 1e400}}', b'\x80\x81', b'{"model": true}', b'{"model": {"a": "b"}}',
+    ],
+)  # fmt: skip
+def test_malformed_bodies(api, path, data):
+    response = api.request("POST", path, content=data, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error_of(response)
+
+
+def test_repeated_keys_are_found_at_any_depth(api):
+    good = json.dumps({"model": MODEL, "messages": MESSAGES, "metadata": {"a": {"b": 1}}})
+    bad = good.replace('"b": 1', '"b": 1, "b": 1')
+    for text, status in ((good, 200), (bad, 400)):
+        response = api.request("POST", "/v1/chat/completions", content=text, headers={"content-type": "application/json"})
+        assert response.status_code == status
+    assert error_of(response)["param"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("application/json", 200), ("application/json; charset=utf-8", 200), ("APPLICATION/JSON", 200), ("application/vnd.x+json", 200),
+        (None, 200), ("text/plain", 400), ("application/x-www-form-urlencoded", 400), ("multipart/form-data; boundary=x", 400),
+        ("application/json; charset=latin-1", 400), ("", 400), ("\u00e9", 400),
+    ],
+)  # fmt: skip
+def test_content_types(api, kind, status):
+    content = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
+    headers = {} if kind is None else {"content-type": kind.encode("latin-1")}
+    response = api.request("POST", "/v1/completions", content=content, headers=headers)
+    assert response.status_code == status
+    if status != 200:
+        error_of(response)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_missing_and_unknown_fields(api, path):
+    for field in BODIES[path]:
+        error = error_of(api.request("POST", path, json={"model": MODEL}))
+        assert error["param"] == field or path in ("/tokenize",)
+    error = error_of(api.post(path, {**BODIES[path], "frobnicate": 1}))
+    assert error["param"] == "frobnicate" and error["code"] == "unknown_parameter"
+    if path.startswith("/v1/"):
+        error = error_of(api.request("POST", path, json=BODIES[path]))
+        assert error["param"] == "model"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_model(api, path):
+    response = api.request("POST", path, json={**BODIES[path], "model": "other"})
+    assert response.status_code == 404
+    error = error_of(response)
+    assert error["param"] == "model" and error["code"] == "model_not_found" and "`other`" in error["message"]
+
+
+def test_paths_and_methods(api):
+    assert api.request("GET", "/nothing").status_code == 404
+    assert api.request("POST", "/v1/").status_code == 404
+    error_of(api.request("GET", "/nothing"))
+    for path in BODIES:
+        response = api.request("GET", path)
+        assert response.status_code == 405 and response.headers["allow"] == "POST"
+        error_of(response)
+    assert api.request("GET", "/v1/models/a/b/c").status_code == 404
+    assert api.request("GET", f"/v1/models/{MODEL}").json()["id"] == MODEL
+
+
+def test_fan_out_is_capped(api):
+    assert error_of(api.post("/v1/completions", {"prompt": ["a"] * 5}))["param"] == "prompt"
+    assert error_of(api.post("/v1/completions", {"prompt": ["a"] * 4, "n": 5}))["param"] == "n"
+    assert error_of(api.post("/v1/embeddings", {"input": ["a"] * 5}))["param"] == "input"
+    assert error_of(api.post("/v1/completions", {"prompt": "a", "n": 10**6}))["param"] == "n"
+    assert error_of(api.post("/v1/completions", {"prompt": "a", "best_of": 3}))["param"] == "best_of"
+
+
+def test_large_bodies(api):
+    response = api.post("/v1/completions", {"prompt": "x" * 2_000_000})
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+
+    def pieces():
+        yield from (b" " * 100_000 for _ in range(20))
+
+    async def chunked():
+        for piece in pieces():
+            yield piece
+
+    response = api.request("POST", "/v1/completions", content=chunked(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+
+
+def test_large_headers(api):
+    response = api.request("GET", "/health", headers={"x-large": "x" * 100_000})
+    assert response.status_code == 431
+    error_of(response)
+
+
+def test_odd_texts_in_messages_of_errors(api):
+    for name in ("\u0000", "ü" * 500, "`", "😀"):
+        error_of(response := api.post("/v1/completions", {"prompt": "x", name: 1}))
+        assert response.status_code == 400
+        assert api.request("POST", "/v1/completions", json={"prompt": "x", "model": name}).status_code == 404
+
+
+FIELDS = sorted(
+    {
+        "model", "prompt", "messages", "input", "n", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "logprobs", "top_logprobs",
+        "max_tokens", "max_completion_tokens", "max_output_tokens", "stream", "stream_options", "echo", "logit_bias", "tools", "tool_choice",
+        "response_format", "structured_outputs", "prompt_logprobs", "truncate_prompt_tokens", "stop_token_ids", "allowed_token_ids", "bad_words",
+        "priority", "cache_salt", "request_id", "chat_template_kwargs", "reasoning", "text", "include", "instructions", "tokens", "dimensions",
+        "encoding_format", "suffix", "best_of", "min_tokens", "ignore_eos", "continue_final_message", "reasoning_effort", "metadata", "truncation_side",
+    }
+)  # fmt: skip
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-2, 130), st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=6), st.sampled_from(["auto", "required", "user", "text", "json_object", "left", "base64", MODEL]),
+)  # fmt: skip
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.sampled_from(["role", "content", "type", "text", "function", "name", "parameters", "json_schema", "schema", "id",
+                                       "tool_calls", "arguments", "format", "include_usage", "regex", "call_id", "output", "5"]),
+                      st.text(max_size=3)),
+            inner, max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(path=st.sampled_from(sorted(BODIES)), extra=st.dictionaries(st.sampled_from(FIELDS), values, max_size=3), known=st.booleans())
+def test_fuzzed_bodies_never_give_a_5xx(api, path, extra, known):
+    body = {**(BODIES[path] | {"model": MODEL} if known else {}), **extra}
+    before = set(api.engine.active)
+    response = api.request("POST", path, json=body)
+    assert response.status_code in (200, 400, 404), (response.text, body)
+    if response.status_code != 200:
+        error_of(response)
+    elif response.headers["content-type"] == "text/event-stream":
+        events = parse_events(response.text)
+        assert all("error" not in (e or {}) or e["error"] is None for e in events), (events, body)
+    else:
+        assert isinstance(response.json(), dict)
+    assert api.engine.active == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(path=st.sampled_from(sorted(BODIES)), data=st.binary(max_size=40))
+def test_random_bytes(api, path, data):
+    response = api.request("POST", path, content=data, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error_of(response)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# failures of the engine
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(ParameterError("prompt", "x", "y"), 400), (CapacityError("too large for the KV cache"), 400), (EngineDeadError("secret"), 503),
+     (RuntimeError("secret path /root"), 500), ("error", 500), ("abort", 503)],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_failure_before_the_first_token(path, failure, status, stream):
+    api = Api(FakeEngine(fail=lambda at: _fail(failure)))
+    response = api.post(path, {**BODIES[path], "stream": stream})
+    assert response.status_code == status
+    error = error_of(response)
+    assert "secret" not in error["message"]
+    if status == 503:
+        assert int(response.headers["retry-after"]) >= 1
+    assert not api.engine.active
+    assert api.app.state.api.limits.active == 0 and api.app.state.api.limits.unstarted_tokens == 0
+    api.close()
+
+
+@pytest.mark.parametrize("path", STREAMING)
+@pytest.mark.parametrize("failure", [RuntimeError("secret"), "error"])
+def test_failure_in_a_stream(path, failure):
+    api = Api(FakeEngine(script=lambda i, p: "x" * 50, fail=lambda at: _fail(failure) if at > 5 else None))
+    response = api.post(path, {**BODIES[path], "stream": True, "seed": 1})
+    assert response.status_code == 200
+    events = parse_events(response.text)
+    assert "secret" not in response.text
+    if path == "/v1/responses":
+        assert events[-2]["type"] == "error" and events[-2]["code"] and events[-2]["message"]
+        assert events[-1]["type"] == "response.failed" and events[-1]["response"]["error"]["code"]
+        assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    else:
+        assert events[-1] is None and set(events[-2]) == {"error"}
+        assert set(events[-2]["error"]) == {"message", "type", "param", "code"}
+    assert not api.engine.active
+    api.close()
+
+
+def test_one_failed_sample_ends_its_siblings():
+    def script(ids, params):
+        return "x" * 1000
+
+    engine = FakeEngine(script=script, delay=0.001, fail=lambda at: "error" if at > 20 else None)
+    api = Api(engine)
+    assert api.post("/v1/completions", {"prompt": ["a", "b"], "n": 3, "max_tokens": 1000}).status_code == 500
+    assert not engine.active and api.app.state.api.limits.active == 0
+    api.close()
+
+
+def _fail(failure):
+    if isinstance(failure, Exception):
+        raise failure
+    return failure
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [({"loaded": False}, "loading"), ({"draining": True}, "draining"), ({"alive": False}, "engine_dead")]
+)
+def test_not_ready(state, code):
+    api = Api()
+    for name, value in state.items():
+        setattr(api.engine.state, name, value)
+    for path, body in BODIES.items():
+        response = api.post(path, body)
+        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+        assert error_of(response)["code"] == code
+    assert api.request("GET", "/ready").status_code == 503
+    assert api.request("GET", "/health").status_code == (503 if code == "engine_dead" else 200)
+    assert api.request("GET", "/v1/models").status_code == 200
+    assert api.request("GET", "/metrics").status_code == 200
+    api.close()
+
+
+def test_a_core_that_restarts_is_alive_but_not_ready():
+    api = Api()
+    api.engine.state.progressing = False
+    assert api.request("GET", "/health").status_code == 200
+    assert api.request("GET", "/ready").status_code == 503
+    assert api.post("/v1/completions", {"prompt": "hi"}).status_code == 200  # it waits for the restart
+    api.close()
+
+
+def test_nan_embeddings_are_a_500_of_their_own():
+    api = Api()
+
+    async def embed(request_id, ids, pooling):
+        return [float("nan")]
+
+    api.engine.embed = embed
+    response = api.post("/v1/embeddings", {"input": "hi"})
+    assert response.status_code == 500 and error_of(response)["code"] == "engine_error"
+    api.close()
