@@ -25,6 +25,10 @@ from headrace import LLM, SamplingParams
 from headrace.metrics.roofline import Limits, measure_limits
 from headrace.model.embedded import embedded_model_path
 
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
+from gguf_reference import load_llama  # noqa: E402
+
 INPUT, OUTPUT = 128, 128
 
 
@@ -42,7 +46,12 @@ def theirs(model, batch: int, outputs: int, inputs: int = INPUT) -> float:
     ids = torch.tensor(prompts(batch, inputs))
     began = time.perf_counter()
     model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=outputs, min_new_tokens=outputs, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=outputs,
+        min_new_tokens=outputs,
+        pad_token_id=0,
     )
     return time.perf_counter() - began
 
@@ -75,12 +84,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--out")
     args = parser.parse_args()
-    path = embedded_model_path()
     llm = LLM(device="cpu", dtype=args.dtype, max_model_len=1024, max_num_seqs=64)
-    directory = Path(path).parent
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, gguf_file=Path(path).name, dtype=getattr(torch, args.dtype)
-    ).eval()
+    model = load_llama(embedded_model_path(), getattr(torch, args.dtype))
     limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(torch.device("cpu"), llm.engine.dtype))
     engines: dict[str, Callable[..., float]] = {
         "headrace": lambda *a: ours(llm, *a),
@@ -113,9 +118,8 @@ def main() -> None:
         ],
         "transformers": [
             start_seconds(
-                "import transformers as t; d, f = %r; m = t.AutoModelForCausalLM.from_pretrained(d, gguf_file=f); "
-                "k = t.AutoTokenizer.from_pretrained(d, gguf_file=f); "
-                "print(m.generate(**k('The', return_tensors='pt'), max_new_tokens=1))" % ((str(directory), Path(path).name),)
+                f"import sys; sys.path.insert(0, {str(TESTS)!r}); from gguf_reference import load_llama; import torch;"
+                f"m = load_llama({str(embedded_model_path())!r}); print(m.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1))"
             )
         ],
     }

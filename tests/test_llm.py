@@ -1,0 +1,260 @@
+"""The offline API: text and figures of requests, against Transformers as the outside witness; bad input; life and death."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import transformers
+
+from headrace import LLM, SamplingParams
+from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+from tiny_models import write_tiny
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "debug_checks": True, "max_model_len": 128}
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+PROMPTS = ["The quick brown fox", "Where the water ends,", "日本語 🙂", "0123456789 0123456789 0123456789"]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_tiny("llama", tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    with LLM(path, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def witness(path):
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def test_greedy_text_equals_transformers(llm, path, witness):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20, **GREEDY), use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        assert output.prompt_token_ids == ids[0].tolist()
+        want = witness.generate(ids, do_sample=False, max_new_tokens=20, min_new_tokens=20, pad_token_id=0)
+        want = want[0, ids.shape[1] :].tolist()
+        assert output.outputs[0].token_ids == want
+        assert output.outputs[0].text == tokenizer.decode(want, skip_special_tokens=True)
+        assert output.outputs[0].finish_reason == "length"
+        assert output.finished and output.metrics.e2e >= output.metrics.ttft >= output.metrics.queue >= 0
+
+
+def test_prompt_logprobs_equal_transformers(llm, witness):
+    """Also with a warm prefix cache, which they must not read."""
+    ids = [(37 * i) % 500 + 3 for i in range(60)]
+    with torch.inference_mode():
+        logprobs = witness(torch.tensor([ids])).logits[0].log_softmax(-1)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=3, logprobs=2, **GREEDY)
+    for _ in range(2):
+        output = llm.generate([ids], params, use_tqdm=False)[0]
+        assert output.prompt_logprobs[0] is None
+        assert len(output.prompt_logprobs) == len(ids)
+        for i in range(1, len(ids)):
+            entry = output.prompt_logprobs[i]
+            row = logprobs[i - 1]
+            assert entry[ids[i]].logprob == pytest.approx(row[ids[i]].item(), abs=1e-4)
+            assert entry[ids[i]].rank == int((row > row[ids[i]]).sum()) + 1
+            top = row.topk(3).indices.tolist()
+            assert list(entry)[:1] == [ids[i]] and set(entry) == {ids[i], *top}
+        chosen = output.outputs[0]
+        first = chosen.logprobs[0][chosen.token_ids[0]]
+        assert first.rank == 1
+        assert first.logprob == pytest.approx(logprobs[-1].max().item(), abs=1e-4)
+        assert chosen.cumulative_logprob == pytest.approx(
+            sum(d[t].logprob for d, t in zip(chosen.logprobs, chosen.token_ids, strict=True))
+        )
+
+
+def test_a_logprob_for_every_token_of_the_vocabulary(llm):
+    output = llm.generate([[5, 6]], SamplingParams(max_tokens=1, logprobs=-1, **GREEDY), use_tqdm=False)[0].outputs[0]
+    assert len(output.logprobs[0]) == llm.engine.model.vocab_size
+    assert math.fsum(math.exp(entry.logprob) for entry in output.logprobs[0].values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_streamed_pieces_joined_are_the_text(llm):
+    params = [
+        SamplingParams(max_tokens=30, temperature=1.0, seed=i, n=2, stop=["a", "the "], include_stop_str_in_output=i % 2 == 0)
+        for i in range(4)
+    ]
+    whole = llm.generate(PROMPTS, params, use_tqdm=False)
+    pieces: dict = {}
+    for i, k, delta, _ in llm.stream(PROMPTS, params):
+        pieces[i, k] = pieces.get((i, k), "") + delta.text
+    for i, output in enumerate(whole):
+        for k, sample in enumerate(output.outputs):
+            assert pieces[i, k] == sample.text
+            if isinstance(sample.stop_reason, str):
+                assert sample.text.endswith(sample.stop_reason) is (i % 2 == 0)
+
+
+def test_end_tokens(llm, path):
+    """EOS ends a request and is not in its text; ignore_eos and min_tokens hold it off; stop ids name themselves."""
+    prompt = [7, 8, 9]
+    free = llm.generate([prompt], SamplingParams(max_tokens=12, **GREEDY), use_tqdm=False)[0].outputs[0]
+    stop = free.token_ids[3]
+    params = SamplingParams(max_tokens=12, stop_token_ids=[stop], **GREEDY)
+    output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    end = free.token_ids.index(stop) + 1
+    assert output.token_ids == free.token_ids[:end]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == llm.tokenizer.decode(free.token_ids[: end - 1])
+    later = SamplingParams(max_tokens=12, min_tokens=9, stop_token_ids=[stop], **GREEDY)
+    output = llm.generate([prompt], later, use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) >= 9 and stop not in output.token_ids[:8]
+    eos = SamplingParams(max_tokens=50, temperature=0.0, logit_bias={2: 100.0})
+    output = llm.generate([prompt], eos, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == [2] and output.finish_reason == "stop" and output.stop_reason is None and output.text == ""
+
+
+def test_logits_processors_see_all_ids_and_decide(llm):
+    """A processor that forces a sequence which depends on what was sampled before; its neighbours do not notice."""
+    seen = []
+
+    def count_up(ids, logits):
+        seen.append(list(ids))
+        forced = torch.full_like(logits, float("-inf"))
+        forced[(ids[-1] + 1 if ids else 10)] = 0.0
+        return forced
+
+    plain = SamplingParams(max_tokens=8, **GREEDY)
+    forced = SamplingParams(max_tokens=8, logits_processors=[count_up], **GREEDY)
+    alone = llm.generate([[5, 6, 7]], plain, use_tqdm=False)[0].outputs[0].token_ids
+    outputs = llm.generate([[5, 6, 7], [5, 6, 7]], [plain, forced], use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == alone
+    assert outputs[1].outputs[0].token_ids == list(range(10, 18))
+    assert seen == [list(range(10, 10 + i)) for i in range(8)]
+
+
+def test_bad_words_never_come(llm):
+    free = llm.generate(["The quick"], SamplingParams(max_tokens=20, **GREEDY), use_tqdm=False)[0].outputs[0]
+    word = llm.tokenizer.decode(free.token_ids[4:6])
+    params = SamplingParams(max_tokens=20, bad_words=[word], **GREEDY)
+    output = llm.generate(["The quick"], params, use_tqdm=False)[0].outputs[0]
+    variants = [llm.tokenizer.encode(w, add_special_tokens=False) for w in (word, " " + word.lstrip())]
+    for ids in variants:
+        assert not any(output.token_ids[i : i + len(ids)] == ids for i in range(len(output.token_ids)))
+
+
+def test_chat_renders_the_template_once(llm):
+    messages = [{"role": "user", "content": "Where does the water go?"}]
+    prompt = "<|user|>Where does the water go?</s>\n<|assistant|>"
+    params = SamplingParams(max_tokens=6, **GREEDY)
+    output = llm.chat(messages, params, use_tqdm=False)[0]
+    assert output.prompt == prompt
+    assert output.prompt_token_ids == llm.tokenizer.encode(prompt, add_special_tokens=False)
+    several = llm.chat([messages, messages], params, use_tqdm=False)
+    assert [o.outputs[0].text for o in several] == [output.outputs[0].text] * 2
+
+
+def test_embeddings_equal_transformers(llm, witness):
+    from headrace.engine.messages import EngineRequest
+
+    core, ids = llm.engine.core, [(11 * i) % 500 + 3 for i in range(45)]
+    with torch.inference_mode():
+        hidden = witness.model(torch.tensor([ids])).last_hidden_state[0]
+    params = SamplingParams(max_tokens=1).resolved({})
+    for pooling, want in (("mean", hidden.mean(0)), ("last", hidden[-1])):
+        core.add(EngineRequest("e", ids, params, 0, pooling=pooling))
+        news = []
+        while core.has_work:
+            news += core.step()
+        got = torch.tensor(next(n.embedding for n in news if n.embedding))
+        assert torch.allclose(got, want / want.norm(), atol=1e-4)
+
+
+BAD_INPUT = [
+    ({"prompts": [[]]}, "prompt"),
+    ({"prompts": [[3, -1]]}, "prompt"),
+    ({"prompts": [[3, 512]]}, "prompt"),
+    ({"prompts": [[3, True]]}, "prompt"),
+    ({"prompts": [[3, 2**70]]}, "prompt"),
+    ({"prompts": [{"text": "a"}]}, "prompt"),
+    ({"prompts": [[3] * 128]}, "128 tokens"),
+    ({"prompts": [[3] * 100000]}, "100000 tokens"),
+    ({"prompts": [[3]], "params": {"logit_bias": {512: 1.0}}}, "logit_bias"),
+    ({"prompts": [[3]], "params": {"stop_token_ids": [512]}}, "stop_token_ids"),
+    ({"prompts": [[3]], "params": {"allowed_token_ids": [-5]}}, "allowed_token_ids"),
+    ({"prompts": [[3] * 120], "params": {"min_tokens": 60, "max_tokens": 60}}, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BAD_INPUT)))
+def test_bad_input_is_named_and_the_next_request_is_right(llm, case):
+    """The bad one comes in company: nothing of the call runs, and nothing stays behind."""
+    given, named = BAD_INPUT[case]
+    good = SamplingParams(max_tokens=4, **GREEDY)
+    want = llm.generate([[5, 6, 7]], good, use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(HeadraceError, match=named):
+        bad = SamplingParams(**given.get("params", {}))
+        llm.generate([[5, 6, 7], *given["prompts"]], [good, *[bad] * len(given["prompts"])], use_tqdm=False)
+    assert not llm.engine.core.has_work
+    assert llm.generate([[5, 6, 7]], good, use_tqdm=False)[0].outputs[0].token_ids == want
+
+
+def test_truncation_keeps_the_end(llm):
+    ids = list(range(3, 103))
+    output = llm.generate([ids], SamplingParams(max_tokens=2, truncate_prompt_tokens=10, **GREEDY), use_tqdm=False)[0]
+    assert output.prompt_token_ids == ids[-10:]
+    output = llm.generate([ids * 3], SamplingParams(max_tokens=8, truncate_prompt_tokens=-1, **GREEDY), use_tqdm=False)[0]
+    assert output.prompt_token_ids == (ids * 3)[-120:]
+    assert len(output.outputs[0].token_ids) == 8
+
+
+def test_no_max_tokens_runs_to_the_context(llm):
+    output = llm.generate([[5] * 100], SamplingParams(max_tokens=None, **GREEDY), use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) == 28 and output.finish_reason == "length"
+
+
+def test_an_abandoned_stream_leaves_nothing_behind(llm):
+    stream = llm.stream([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=50, **GREEDY))
+    for _ in range(6):
+        next(stream)
+    stream.close()
+    core = llm.engine.core
+    assert not core.has_work and core.scheduler.kv_usage == 0.0
+
+
+def test_two_engines_live_in_one_process_and_die(tmp_path, llm):
+    other = LLM(str(write_tiny("qwen2", tmp_path / "other", seed=5)), **OPTIONS)
+    params = SamplingParams(max_tokens=6, **GREEDY)
+    first = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+    second = other.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert first != second
+    assert llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids == first
+    weights = weakref.ref(other.engine.core.runner.decoder.embedding)
+    other.close()
+    gc.collect()
+    assert weights() is None
+    with pytest.raises(EngineDeadError):
+        other.generate([[5]], params)
+
+
+def test_unknown_options_are_refused(path):
+    with pytest.raises(ParameterError, match="frobnicate"):
+        LLM(path, frobnicate=1)
+    with pytest.raises(ParameterError, match="max_num_seqs"):
+        LLM(path, max_num_seqs=0)
+    with pytest.raises(ParameterError, match="max_model_len"):
+        LLM(path, **OPTIONS | {"max_model_len": 100000})
+
+
+def test_nan_logits_fail_their_request_alone(llm):
+    def poison(ids, logits):
+        return logits * float("nan") if len(ids) == 2 else logits
+
+    good = SamplingParams(max_tokens=6, **GREEDY)
+    want = llm.generate([[5, 6, 7]], good, use_tqdm=False)[0].outputs[0].token_ids
+    bad = SamplingParams(max_tokens=6, logits_processors=[poison], **GREEDY)
+    outputs = llm.generate([[5, 6, 7], [5, 6, 7]], [bad, good], use_tqdm=False)
+    assert outputs[0].outputs[0].finish_reason == "error" and "NaN" in outputs[0].outputs[0].error
+    assert outputs[1].outputs[0].token_ids == want
