@@ -16,6 +16,10 @@ class AttentionBackend(ABC):
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:  # noqa: B027  (a hook: most backends need none)
         """Called once per forward, before the first layer: work that all layers share."""
 
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Device memory that this backend keeps, for the memory plan."""
+        return 0
+
     @abstractmethod
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float

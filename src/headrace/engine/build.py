@@ -6,8 +6,10 @@ import gc
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
@@ -15,14 +17,19 @@ from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import CapacityError, ParameterError
+from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
+from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import plan_memory
 from headrace.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:  # these import Triton, which a CPU does not need
+    from headrace.model.fast_decode import FastDecode
+    from headrace.worker.cuda_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +69,13 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     attention, why = select_attention(config.attention_backend, model, device)
     logger.info("attention: %s", why)
     decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
+    fast = fast_decode(config, model, weights, dtype, device)
     plan = plan_memory(
         model,
         device=device,
         dtype=dtype,
         weight_bytes=weights.num_bytes,
+        workspace_bytes=attention.workspace_bytes(config.max_num_seqs) + (fast.num_bytes if fast else 0),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
@@ -80,6 +89,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         config = fit_context(config, asked, plan.num_blocks * config.block_size)
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
+    graphs = decode_graphs(config, decoder, fast, kv, state)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -94,7 +104,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     )
     core = EngineCore(
         scheduler,
-        ModelRunner(decoder, kv, state),
+        ModelRunner(decoder, kv, state, graphs),
         vocab_size=model.vocab_size,
         async_scheduling=config.async_scheduling,
         debug_checks=config.debug_checks,
@@ -103,6 +113,38 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
     return Engine(core, config, model, checkpoint, device, dtype, seconds)
+
+
+def fast_decode(
+    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, dtype: torch.dtype, device: torch.device
+) -> FastDecode | None:
+    """The small-batch path, where there is a card and it can run the model."""
+    if device.type != "cuda":
+        return None
+    from headrace.model.fast_decode import MAX_ROWS, FastDecode
+
+    if not FastDecode.supports(model, dtype):
+        logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
+        return None
+    rows = min(config.max_num_seqs, MAX_ROWS)
+    return FastDecode(model, weights, rows, device, max_model_len=config.max_model_len, logits_dtype=dtype)
+
+
+def decode_graphs(
+    config: EngineConfig, decoder: Decoder, fast: FastDecode | None, kv: KVCache, state: BatchState
+) -> DecodeGraphs | None:
+    """Captured decode steps: through the fused path as far as its rows go, through the decoder above."""
+    if state.device.type != "cuda" or config.enforce_eager:
+        return None
+    from headrace.worker.cuda_graphs import DecodeGraphs
+
+    def forward(batch: ForwardBatch, cache: KVCache) -> Tensor:
+        if fast is not None and batch.num_rows <= fast.max_rows:
+            return fast.forward(batch, cache)
+        return decoder.logits(decoder.forward(batch, cache))
+
+    assert config.max_model_len
+    return DecodeGraphs(forward, kv, state, config.max_num_seqs, config.max_model_len)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -10,7 +10,6 @@ a kind that is in use are captured one after each step, while the device is busy
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable
@@ -27,19 +26,11 @@ from headrace.model.batch import ForwardBatch
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.worker.batch_state import BatchState
+from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
 FIRST_BUCKET = 2048  # tokens of context; further ones are four times as long
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
-
-
-class Tail(enum.Enum):
-    """What follows the forward in a graph."""
-
-    GREEDY = "greedy"
-    RANDOM = "random"  # temperature only, greedy rows among them
-    FILTERED = "filtered"  # top-k, top-p, min-p
-    LOGITS = "logits"
 
 
 @dataclass(slots=True)

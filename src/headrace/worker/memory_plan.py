@@ -27,6 +27,7 @@ class MemoryPlan:
 
     budget: int
     weights: int
+    workspaces: int  # of attention and of the small-batch path
     activations: int  # of the largest step: max_num_batched_tokens rows
     logits: int  # of max_num_seqs rows, with the float32 copies that processing makes
     state: int  # slot tables and penalty counts
@@ -36,7 +37,7 @@ class MemoryPlan:
     block_bytes: int
 
     def log(self) -> None:
-        terms = ("weights", "activations", "logits", "state", "reserve", "kv")
+        terms = ("weights", "workspaces", "activations", "logits", "state", "reserve", "kv")
         parts = ", ".join(f"{t} {getattr(self, t) / GIB:.2f}" for t in terms)
         logger.info("memory plan (GiB): budget %.2f = %s; %d KV blocks", self.budget / GIB, parts, self.num_blocks)
 
@@ -47,6 +48,7 @@ def plan_memory(
     device: torch.device,
     dtype: torch.dtype,
     weight_bytes: int,
+    workspace_bytes: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
@@ -71,7 +73,7 @@ def plan_memory(
         total = available_memory()
         # a laptop also runs other things: the cache takes a quarter of what is free, and its pages only when they are used
         budget, reserve, used_by_others = total, 0, 0
-    rest = budget - used_by_others - weight_bytes - activations - logits - state - reserve
+    rest = budget - used_by_others - weight_bytes - workspace_bytes - activations - logits - state - reserve
     kv = rest if device.type == "cuda" else min(rest, total // 4, 16 * GIB)
     if kv_cache_bytes is not None:
         kv = kv_cache_bytes
@@ -79,13 +81,23 @@ def plan_memory(
     most = max_num_seqs * -(-max_model_len // block_size)
     num_blocks = num_kv_blocks if num_kv_blocks is not None else min(kv // block_bytes, most)
     if num_blocks < 1:
+        terms = {"weights": weight_bytes, "workspaces": workspace_bytes, "activations": activations, "logits": logits}
+        taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in (terms | {"state": state, "reserve": reserve}).items())
         raise CapacityError(
-            f"no memory is left for the KV cache: {budget / GIB:.2f} GiB may be used ({used_by_others / GIB:.2f} by others), "
-            f"weights take {weight_bytes / GIB:.2f}, activations {activations / GIB:.2f}, logits {logits / GIB:.2f}, "
-            f"state {state / GIB:.2f}; raise gpu_memory_utilization or lower max_num_batched_tokens, max_num_seqs"
+            f"no memory is left for the KV cache: {budget / GIB:.2f} GiB may be used, of which {used_by_others / GIB:.2f} are "
+            f"taken by others, {taken}; raise gpu_memory_utilization or lower max_num_batched_tokens or max_num_seqs"
         )
     return MemoryPlan(
-        budget, weight_bytes, activations, logits, state, reserve, num_blocks * block_bytes, num_blocks, block_bytes
+        budget=budget,
+        weights=weight_bytes,
+        workspaces=workspace_bytes,
+        activations=activations,
+        logits=logits,
+        state=state,
+        reserve=reserve,
+        kv=num_blocks * block_bytes,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
     )
 
 

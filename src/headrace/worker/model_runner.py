@@ -10,6 +10,7 @@ the forward is launched first and the previous step is settled while it runs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.batch import ForwardBatch
 from headrace.model.decoder import Decoder
 from headrace.worker.batch_state import BatchState
-from headrace.worker.cuda_graphs import DecodeGraphs, Tail
-from headrace.worker.sampling import DeviceOutput, StepSampler
+from headrace.worker.sampling import DeviceOutput, StepSampler, Tail
+
+if TYPE_CHECKING:
+    from headrace.worker.cuda_graphs import DecodeGraphs
 
 
 @dataclass(slots=True)

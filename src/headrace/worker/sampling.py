@@ -6,6 +6,7 @@ are kept while the same slots run, so that a steady decode builds nothing but it
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,9 +31,17 @@ from headrace.sampling.penalties import (
 )
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
 from headrace.worker.batch_state import FLOATS, INTS, BatchState
-from headrace.worker.cuda_graphs import Tail
 
 Host = Callable[[Tensor], Tensor]
+
+
+class Tail(enum.Enum):
+    """What follows the forward in a captured step."""
+
+    GREEDY = "greedy"
+    RANDOM = "random"  # temperature only, greedy rows among them
+    FILTERED = "filtered"  # top-k, top-p, min-p
+    LOGITS = "logits"
 
 
 @dataclass(slots=True)
