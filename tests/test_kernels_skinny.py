@@ -37,7 +37,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 GEMV_TILES = [GemvTile(8, 64, 4, 2), GemvTile(4, 256, 4, 1), GemvTile(16, 32, 2, 0)]
-GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 64, 2, 4, 2), GemmTile(16, 16, 5, 4, 2)]
+GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 32, 2, 4, 2, prefetch=1), GemmTile(16, 16, 5, 4, 2, prefetch=9)]
 SHAPES = [(1, 64, 128), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
 
 
@@ -105,11 +105,12 @@ def test_padded_rows_stay_alone():
 
 def test_embed_residual():
     table, norm = random(50, 24), random(24, seed=1)
-    ids = torch.tensor([3, 49, 0], dtype=torch.int32, device=DEVICE)
-    residual, normed = (torch.full((3, 24), NAN, device=DEVICE) for _ in range(2))
-    sumsq = torch.full((3, 6), NAN, device=DEVICE)
+    ids = torch.tensor([3, 49, 0, 50, -1, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    residual, normed = (torch.full((6, 24), NAN, device=DEVICE) for _ in range(2))
+    sumsq = torch.full((6, 6), NAN, device=DEVICE)
     embed_residual(ids, table, residual, normed, sumsq, norm, scale=2.0, norm_offset=1.0)
-    close(residual, 2.0 * table[ids.long()], 1e-6)
+    close(residual[:3], 2.0 * table[ids[:3].long()], 1e-6)
+    assert not residual[3:].any()  # ids of padded rows
     close(normed, residual * (norm + 1.0), 1e-6)
     close(sumsq.sum(1), residual.square().sum(1), 1e-6)
 
@@ -173,7 +174,7 @@ def test_decode_attention(
     partial = torch.randn(slabs - 1, *qkv.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     parts = torch.cat((partial, (qkv - partial.sum(0))[None]))
     out = torch.full_like(expected, NAN)
-    space = MergeSpace(len(lengths), splits, heads, kv_heads, dim, torch.device(DEVICE))
+    space = MergeSpace(len(lengths), len(lengths) * splits, heads, kv_heads, dim, torch.device(DEVICE))
     space.partials.fill_(NAN)
     tile = AttentionTile(block_n=16, num_stages=2, min_tiles=min_tiles)
     decode_attention(parts, out, kv, 1, **options, num_splits=splits, tile=tile, space=space)
@@ -193,7 +194,7 @@ def test_splits_do_not_matter():
         out = torch.full((2, 64), NAN, device=DEVICE)
         decode_attention(
             qkv[None], out, kv, 0, **batch, **angles(16), q_norm=None, k_norm=None, heads=HeadShape(4, 2, 16, 0.25),
-            window=0, num_splits=splits, tile=AttentionTile(block_n=16), space=MergeSpace(2, 16, 4, 2, 16, kv.k[0].device),
+            window=0, num_splits=splits, tile=AttentionTile(block_n=16), space=MergeSpace(2, 32, 4, 2, 16, kv.k[0].device),
         )  # fmt: skip
         results.append(out)
     for out in results[1:]:

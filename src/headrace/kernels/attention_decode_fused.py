@@ -24,21 +24,26 @@ MERGE_ELEMENTS = 4096  # of partial outputs that a merging program holds at once
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """block_n tokens a step; a split has at least `min_tiles` of them, so a short sequence is split less or not at all."""
+    """block_n tokens a step; a split has at least `min_tiles` of them, so a short sequence is split less or not at all.
+
+    `early`: the next kernel may start (and load its weights) while this one reads the cache; else when it is about to end.
+    """
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
     min_tiles: int = 1
+    early: bool = False
 
 
 class MergeSpace:
-    """Partial outputs, their log-sum-exps and the tickets of `rows` sequences of up to `splits` splits."""
+    """Partial outputs and their log-sum-exps of `row_splits` = sequences * splits, tickets of up to `rows` sequences."""
 
-    def __init__(self, rows: int, splits: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
-        self.splits = splits
-        self.partials = torch.empty(rows * splits * num_heads * head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(rows * splits * num_heads, dtype=torch.float32, device=device)
+    def __init__(
+        self, rows: int, row_splits: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ):  # fmt: skip
+        self.partials = torch.empty(row_splits * num_heads * head_dim, dtype=torch.float32, device=device)
+        self.lse = torch.empty(row_splits * num_heads, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
@@ -110,12 +115,12 @@ def _merge(
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     out_ptr, partials_ptr, lse_ptr, tickets_ptr,
-    slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, space_splits, window,
+    slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window,
     scale, softcap, eps, norm_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     b = tl.program_id(0)
@@ -166,6 +171,8 @@ def _decode_attention_kernel(
     v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
     if PDL:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
     q_row = row + (head * GROUP + rg)[:, None] * DIM
     k_row = row + (HEADS + head) * DIM
@@ -207,14 +214,14 @@ def _decode_attention_kernel(
         k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
         v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
         m, l, acc = _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP)
-    if PDL:
+    if PDL and not EARLY:
         gdc_launch_dependents()
     used = (tiles * BLOCK_N + share - 1) // share
     result = acc / l[:, None]
     if used == 1:
         tl.store(out + out_place, result.to(out_ptr.dtype.element_ty), mask=out_ok)
     else:
-        base = (b * KV_HEADS + head) * space_splits
+        base = (b * KV_HEADS + head) * num_splits
         part = ((base + split) * GROUP + rg).to(tl.int64)
         tl.store(partials_ptr + part[:, None] * DIM + rd[None, :], result, mask=out_ok)
         tl.store(lse_ptr + part, m + tl.log2(l), mask=g_ok)
@@ -248,7 +255,7 @@ def decode_attention(
     Row b is the newest token of a sequence: seq_lens[b] tokens long with it, block table block_tables[seq_slots[b]], its own
     place slot_mapping[b] (-1: not written); a row with seq_lens 0 is padding and gets zeros. cos, sin [P, rotated / 2]
     float32; q_norm, k_norm [head_dim] or None. window counts tokens with the query's own (0: all).
-    num_splits <= space.splits programs share a sequence's context.
+    num_splits programs share a sequence's context.
     """
     slabs, rows, _ = qkv.shape
     if not runs_triton(qkv):
@@ -265,12 +272,12 @@ def decode_attention(
     _decode_attention_kernel[(rows, heads.num_kv_heads, num_splits)](
         qkv, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
         out, space.partials, space.lse, space.tickets,
-        qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, space.splits, window,
+        qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window,
         heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, DIM_BLOCK=dim_block, HALF=cos.shape[1],
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
-        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0,
+        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from headrace.kernels.epilogues import runs_triton
@@ -10,7 +11,7 @@ from headrace.kernels.launch import gdc_launch_dependents, jit, next_power_of_2,
 
 @jit
 def _embed_residual_kernel(
-    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, scale, norm_offset, sumsq_stride,
+    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, vocab, scale, norm_offset, sumsq_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -20,7 +21,8 @@ def _embed_residual_kernel(
     ok = r < WIDTH
     norm = tl.load(norm_ptr + r, mask=ok, other=0.0).to(tl.float32) + norm_offset
     token = tl.load(ids_ptr + row).to(tl.int64)
-    x = tl.load(table_ptr + token * WIDTH + r, mask=ok, other=0.0)
+    known = (token >= 0) & (token < vocab)  # a padded row may hold anything
+    x = tl.load(table_ptr + token * WIDTH + r, mask=ok & known, other=0.0)
     x = (x.to(tl.float32) * scale).to(table_ptr.dtype.element_ty).to(tl.float32)
     tl.store(residual_ptr + row * WIDTH + r, x, mask=ok)
     tl.store(normed_ptr + row * WIDTH + r, (x * norm).to(normed_ptr.dtype.element_ty), mask=ok)
@@ -35,18 +37,20 @@ def embed_residual(
     """residual [B, H] float32 = scale * table [V, H][token_ids [B] int32], rounded to the table's dtype.
 
     Also normed [B, H] = residual * (next_norm + norm_offset) and sumsq [B, tiles] float32, the sum of residual^2 in column 0:
-    see `gemv_residual`. Launched as an ordinary kernel: everything before it in the stream has ended when it starts, so all
+    see `gemv_residual`. An id that is no row of the table (of a padded row) gives zeros. Launched as an ordinary kernel: everything before it in the stream has ended when it starts, so all
     later kernels of the step may read lengths, tables and the older cache before they wait.
     """
     if not runs_triton(residual):
-        residual.copy_((table[token_ids.long()].float() * scale).to(table.dtype))
+        known = (token_ids >= 0) & (token_ids < table.shape[0])
+        rows = table[torch.where(known, token_ids, 0).long()] * known[:, None]
+        residual.copy_((rows.float() * scale).to(table.dtype))
         normed.copy_(residual * (next_norm.float() + norm_offset))
         sumsq.zero_()[:, 0] = residual.square().sum(1)
         return
     rows, width = residual.shape
     tiles = sumsq.shape[1]
     _embed_residual_kernel[(rows,)](
-        token_ids, table, next_norm, residual, normed, sumsq, scale, norm_offset, sumsq.stride(0),
+        token_ids, table, next_norm, residual, normed, sumsq, table.shape[0], scale, norm_offset, sumsq.stride(0),
         WIDTH=width, BLOCK=next_power_of_2(width), TILES=tiles, TILES_BLOCK=next_power_of_2(tiles),
         PDL=pdl(residual)["PDL"], num_warps=4,
     )  # fmt: skip

@@ -84,9 +84,16 @@ def _gemv_kernel(
         gdc_wait()
     accs = ()
     up_accs = ()
-    for _ in tl.static_range(ROWS):
+    before = ()  # what the epilogue reads is asked for now: behind the sums' barriers its latency would show
+    sumsqs = ()
+    rs = tl.arange(0, SUMSQ_BLOCK)
+    for m in tl.static_range(ROWS):
         accs = accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
         up_accs = up_accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
+        if SUMSQ_TILES > 0:
+            sumsqs = sumsqs + (tl.load(sumsq_ptr + m * sumsq_stride + rs, mask=rs < SUMSQ_TILES, other=0.0),)
+        if MODE == "residual":
+            before = before + (tl.load(residual_ptr + m * N + rn, mask=ok, other=0.0),)
     for i in tl.static_range(STEPS):
         if i < PREFETCH:
             w = early[i].to(tl.float32)
@@ -106,17 +113,14 @@ def _gemv_kernel(
                 new = new + (_multiply_add(up_accs[m], u, x_ptr + m * K, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K),)
             up_accs = new
     for m in tl.static_range(ROWS):
-        y = tl.sum(accs[m], 1)
         factor = 1.0
         if SUMSQ_TILES > 0:
-            rs = tl.arange(0, SUMSQ_BLOCK)
-            parts = tl.load(sumsq_ptr + m * sumsq_stride + rs, mask=rs < SUMSQ_TILES, other=0.0)
-            factor = tl.rsqrt(tl.sum(parts, 0) / K + eps)
-            y = y * factor
+            factor = tl.rsqrt(tl.sum(sumsqs[m], 0) / K + eps)
+        y = tl.sum(accs[m], 1) * factor
         if HAS_BIAS:
             y += bias
         if MODE == "residual":
-            r = tl.load(residual_ptr + m * N + rn, mask=ok, other=0.0) + scale * y
+            r = before[m] + scale * y
             tl.store(residual_ptr + m * N + rn, r, mask=ok)
             tl.store(out_ptr + m * N + rn, (r * norm).to(out_ptr.dtype.element_ty), mask=ok)
             tl.store(sumsq_out_ptr + m * sumsq_out_stride + tl.program_id(0), tl.sum(r * r, 0))

@@ -29,13 +29,18 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """One program's work: block_n columns over 1 / splits of K in steps of block_k, `num_stages` steps in flight."""
+    """One program's work: block_n columns over 1 / splits of K in steps of block_k, `num_stages` steps in flight.
+
+    The first `prefetch` steps' weights are loaded into shared memory before the wait for the previous kernel, and the next
+    kernel may start to do the same with its own at once.
+    """
 
     block_n: int
     block_k: int
     splits: int
     num_warps: int
     num_stages: int
+    prefetch: int = 0
 
 
 class SplitSpace:
@@ -51,6 +56,13 @@ def _load_weights(pointers, ok, k, k_end, rk, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers + k)
     return tl.load(pointers + k, mask=ok[:, None] & (k + rk < k_end)[None, :], other=0.0)
+
+
+@jit
+def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers + k)
+    return tl.load(pointers + k, mask=(k + rk < k_end)[:, None], other=0.0)
 
 
 @jit
@@ -75,10 +87,12 @@ def _update_residual(
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, MODE: tl.constexpr,
-    SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr,
+    LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL and PREFETCH > 0:
+        gdc_launch_dependents()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -91,6 +105,12 @@ def _skinny_kernel(
     weights = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
     up_weights = weights + N.to(tl.int64) * K
     rows = x_ptr + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]  # rows past M repeat the last one, unstored
+    early = ()
+    early_up = ()
+    for i in tl.static_range(PREFETCH):
+        early = early + (_load_weights(weights, column_ok, k_start + i * BLOCK_K, k_end, rk, EVEN),)
+        if MODE == "glu":
+            early_up = early_up + (_load_weights(up_weights, column_ok, k_start + i * BLOCK_K, k_end, rk, EVEN),)
     norm = tl.zeros([BLOCK_N], tl.float32)
     if MODE == "residual":
         norm = tl.load(norm_ptr + rn, mask=column_ok, other=0.0).to(tl.float32) + norm_offset
@@ -101,19 +121,25 @@ def _skinny_kernel(
             bias = tl.where(split == 0, bias, 0.0)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if PREFETCH == 0:
+            gdc_launch_dependents()
+    xs = ()  # all of them are asked for before the first is used: a product's barrier would stop later loads
+    for i in tl.static_range(PREFETCH):
+        xs = xs + (_load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in range(k_start, k_end, BLOCK_K):
-        w = _load_weights(weights, column_ok, k, k_end, rk, EVEN)
-        if EVEN:
-            x = tl.load(rows + k)
-        else:
-            x = tl.load(rows + k, mask=(k + rk < k_end)[:, None], other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+    for i in tl.static_range(PREFETCH):
+        acc = tl.dot(early[i], xs[i], acc, input_precision="ieee")
         if MODE == "glu":
-            u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
-            up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
+            up_acc = tl.dot(early_up[i], xs[i], up_acc, input_precision="ieee")
+    if LOOP:
+        for k in range(k_start + PREFETCH * BLOCK_K, k_end, BLOCK_K):
+            w = _load_weights(weights, column_ok, k, k_end, rk, EVEN)
+            x = _load_rows(rows, k, k_end, rk, EVEN)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+            if MODE == "glu":
+                u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
+                up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     if SUMSQ_TILES > 0:
         factor = _rms_factor(sumsq_ptr, sumsq_stride, tl.minimum(rm, M - 1), K, eps, SUMSQ_TILES, SUMSQ_BLOCK)
         acc = acc * factor[None, :]
@@ -158,15 +184,16 @@ def _launch(
         raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
     block_m = max(16, next_power_of_2(rows))
     k_split = split_width(width, tile)
+    prefetch = min(tile.prefetch, k_split // tile.block_k)
     tiles = 0 if sumsq is None else sumsq.shape[1]
     _skinny_kernel[(-(-columns // tile.block_n), tile.splits)](
         x, weight, bias, sumsq, out, residual, norm, sumsq_out,
         None if space is None else space.partials, None if space is None else space.tickets,
         rows, columns, width, k_split, 0 if sumsq is None else sumsq.stride(0),
         0 if sumsq_out is None else sumsq_out.stride(0), eps, scale, softcap, norm_offset,
-        BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits, MODE=mode, SUMSQ_TILES=tiles,
-        SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)), ACTIVATION=activation, HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=softcap != 0.0,
+        BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
+        PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode, SUMSQ_TILES=tiles, SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)),
+        ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
         EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
     )  # fmt: skip

@@ -1,0 +1,206 @@
+"""Which tiles the fused decode step runs with: defaults from the shapes, candidates to choose from, and JSON to keep a choice.
+
+A product runs as a GEMV (CUDA cores, few rows) or as a skinny GEMM (tensor cores), told by its tile's type. Tables found by
+`tune` hold one StepTiles per number of rows up to which it serves.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from headrace.kernels.attention_decode_fused import AttentionTile
+from headrace.kernels.gemv import MAX_ROWS as GEMV_MAX_ROWS
+from headrace.kernels.gemv import GemvTile
+from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile
+from headrace.model.config import ModelConfig
+
+ROW_STEPS = (1, 2, 4, 8, 16, 32, 64)  # a table has an entry for each
+GEMV_ROWS = 4  # up to here the defaults use GEMVs
+PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
+FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiles:
+    """The tiles of one decode step. `attention_programs`: splits are chosen so that about that many programs run."""
+
+    qkv: GemvTile | GemmTile
+    o: GemvTile | GemmTile
+    gate_up: GemvTile | GemmTile
+    down: GemvTile | GemmTile
+    lm_head: GemvTile | GemmTile
+    attention: AttentionTile = AttentionTile()
+    attention_programs: int = 4 * FILL
+
+
+TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """columns [N] and width [K] of a product; a gated one has 2 N weight rows."""
+
+    columns: int
+    width: int
+    gated: bool = False
+    splittable: bool = True  # partial sums are allowed
+
+
+def product_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "qkv": Shape(config.q_size + 2 * config.kv_size, hidden),
+        "o": Shape(hidden, config.q_size),
+        "gate_up": Shape(inner, hidden, gated=True, splittable=False),
+        "down": Shape(hidden, inner),
+        "lm_head": Shape(config.vocab_size, hidden, splittable=False),
+    }
+
+
+def default_tiles(config: ModelConfig, rows: int) -> StepTiles:
+    """Good guesses for H100 and H200 from the shapes alone."""
+    kind = gemv_tile if rows <= GEMV_ROWS else gemm_tile
+    products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
+    return StepTiles(**products, attention=AttentionTile(early=rows <= GEMV_ROWS), attention_programs=default_programs(rows))
+
+
+def default_programs(rows: int) -> int:
+    return FILL if rows <= 2 else 2 * FILL if rows <= 4 else 4 * FILL
+
+
+def default_table(config: ModelConfig) -> dict[int, StepTiles]:
+    return {rows: default_tiles(config, rows) for rows in ROW_STEPS}
+
+
+def gemv_tile(shape: Shape, rows: int) -> GemvTile:
+    """Four warps side by side along K, enough programs to fill the card, at most 64 registers of early weights a thread."""
+    warps = 4 if shape.width >= 1024 else 2 if shape.width >= 512 else 1
+    block_k = 256 * warps
+    widest = 8 if shape.gated or shape.width > 1024 else 16
+    block_n = next((n for n in (16, 8, 4) if n <= widest and shape.columns >= 1.4 * FILL * n), 4)
+    if rows > 1:
+        block_n = min(block_n, 8)
+    return GemvTile(block_n, block_k, warps, _prefetch(shape, block_n, block_k, 32 * warps))
+
+
+def _prefetch(shape: Shape, block_n: int, block_k: int, threads: int, registers: int = 64) -> int:
+    a_step = (2 if shape.gated else 1) * block_n * block_k // (2 * threads)
+    return max(1, min(-(-shape.width // block_k), registers // a_step))
+
+
+def gemm_tile(shape: Shape, rows: int) -> GemmTile:
+    """About FILL programs by splitting K where it may be split, by narrower tiles where it may not."""
+    if shape.splittable:
+        block_n = 64 if shape.columns >= 32 * FILL else 32
+        splits = 1
+        while shape.columns // block_n * splits < FILL and splits < 8 and shape.width // (2 * splits) >= 256:
+            splits *= 2
+        return GemmTile(block_n, 128, splits, 4, 4)
+    if shape.gated:
+        block_n = 64 if shape.columns >= 64 * FILL else 32 if shape.columns >= 24 * FILL and rows <= 16 else 16
+        return GemmTile(block_n, 128, 1, 4, 3 if block_n > 16 else 4)
+    return GemmTile(64, 128, 1, 4, 4)
+
+
+def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
+    """What `tune` tries for one product: a few dozen tiles at most."""
+    found: list[GemvTile | GemmTile] = []
+    if rows <= GEMV_MAX_ROWS:
+        for block_n, warps in ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1)):
+            if (block_n == 16 and (shape.gated or rows > 2)) or 256 * warps > shape.width:
+                continue
+            early = _prefetch(shape, block_n, 256 * warps, 32 * warps, 128 if rows == 1 else 64)
+            found.append(GemvTile(block_n, 256 * warps, warps, early))
+    if rows > 1:
+        for block_n, splits in ((32, 1), (64, 1), (16, 1), (32, 2), (64, 2), (32, 4), (64, 4), (64, 8), (16, 2)):
+            programs = -(-shape.columns // block_n) * splits
+            if splits > 1 and (not shape.splittable or programs > 6 * FILL or shape.width < 256 * splits):
+                continue
+            if programs < FILL // 2:
+                continue
+            found += [GemmTile(block_n, 128, splits, 4, stages) for stages in (4, 3)]
+            steps = -(-shape.width // (128 * splits))
+            tile_bytes = 2 * 128 * (block_n * (2 if shape.gated else 1) + max(16, rows))
+            if steps * tile_bytes <= 110_000:  # all of a program's weights at once, two programs on an SM
+                found.append(GemmTile(block_n, 128, splits, 4, 2, prefetch=steps))
+                found.append(GemmTile(block_n, 128, splits, 8, 2, prefetch=steps))
+    return found
+
+
+def attention_candidates(rows: int) -> list[tuple[AttentionTile, int]]:
+    """(tile, programs) pairs that `tune` tries."""
+    return [
+        (AttentionTile(block_n, 4, 3, 1, early), programs)
+        for early in (True, False)
+        for block_n in ((64, 32) if rows <= 2 else (64,))
+        for programs in (FILL, 2 * FILL, 4 * FILL, 8 * FILL)
+    ]
+
+
+def tune(
+    start: StepTiles, config: ModelConfig, rows: int, measure: Callable[[StepTiles], float], seconds: float,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[StepTiles, float]:  # fmt: skip
+    """Coordinate search: the best tile of each product in turn, the others held; -> (tiles, measured time).
+
+    `measure` gives the time of a step, or raises where a tile does not fit. Ends after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    best, best_time = start, measure(start)
+    say(f"start {best_time:.4f}")
+    shapes = product_shapes(config)
+
+    def trials() -> Iterable[tuple[str, dict]]:
+        for name in ("gate_up", "down", "qkv", "o"):
+            yield from ((name, {name: tile}) for tile in candidates(shapes[name], rows))
+        for tile, programs in attention_candidates(rows):
+            yield "attention", {"attention": tile, "attention_programs": programs}
+        yield from (("lm_head", {"lm_head": tile}) for tile in candidates(shapes["lm_head"], rows))
+
+    for name, change in trials():
+        if time.monotonic() > deadline:
+            say("time is up")
+            break
+        trial = replace(best, **change)
+        if trial == best:
+            continue
+        try:
+            took = measure(trial)
+        except Exception as error:  # a tile that does not fit this card is no candidate
+            say(f"{name} {change[name]}: {type(error).__name__}")
+            continue
+        if took < best_time:
+            say(f"{took:.4f} with {name} {change}")
+            best, best_time = trial, took
+    return best, best_time
+
+
+def to_json(table: TileTable) -> str:
+    """A table as text: {rows: {product: [kind, fields], ...}}."""
+    out: dict[str, dict] = {}
+    for rows, tiles in sorted(table.items()):
+        entry: dict = {"attention": asdict(tiles.attention), "attention_programs": tiles.attention_programs}
+        for name in PRODUCTS:
+            tile = getattr(tiles, name)
+            entry[name] = {"kind": "gemv" if isinstance(tile, GemvTile) else "gemm", **asdict(tile)}
+        out[str(rows)] = entry
+    return json.dumps(out, indent=1)
+
+
+def from_json(text: str) -> dict[int, StepTiles]:
+    """Inverse of `to_json`. Raises ValueError, KeyError or TypeError on anything else."""
+    table = {}
+    for rows, entry in json.loads(text).items():
+        products = {}
+        for name in PRODUCTS:
+            values = dict(entry[name])
+            kind = {"gemv": GemvTile, "gemm": GemmTile}[values.pop("kind")]
+            products[name] = kind(**values)
+        attention = AttentionTile(**entry["attention"])
+        table[int(rows)] = StepTiles(**products, attention=attention, attention_programs=entry["attention_programs"])
+    if max(table, default=0) > MAX_ROWS:
+        raise ValueError(f"a table serves at most {MAX_ROWS} rows")
+    return table

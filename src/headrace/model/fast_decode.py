@@ -1,0 +1,195 @@
+"""The decode step of small batches: five kernels a layer, residual in float32, no sum whose order can change.
+
+    embed ->  [ qkv  ->  attention  ->  o + residual  ->  gate_up + activation  ->  down + residual ] x layers  ->  lm_head
+
+What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
+kernel starts to load its weights while the one before it drains (programmatic dependent launch). Up to a few rows the products
+are GEMVs, above that skinny tensor-core GEMMs (see gemv.py, skinny_gemm.py); the tile table decides. Everything is allocated
+beforehand and nothing is read by the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.attention_decode_fused import HeadShape, MergeSpace, decode_attention
+from headrace.kernels.embed_residual import embed_residual
+from headrace.kernels.gemv import GemvTile, gemv_glu, gemv_project, gemv_residual
+from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig
+from headrace.model.decode_tiles import StepTiles, TileTable, default_table
+from headrace.model.decoder import DecoderWeights, LayerWeights
+from headrace.model.rope import rope_tables
+
+MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
+MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
+
+
+class FastDecode:
+    """Runs decode steps of up to `max_rows` <= 64 sequences of a model that `supports` accepts.
+
+    `tiles`: a table found by `decode_tiles.tune`; None: the defaults. Workspaces are sized for the tables' tiles and
+    `max_model_len` tokens a sequence.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, max_rows: int, device: torch.device,
+        tiles: TileTable | None = None, *, max_model_len: int | None = None, logits_dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
+        dtype = weights.embedding.dtype
+        if not self.supports(config, dtype) or not 1 <= max_rows <= MAX_ROWS:
+            raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
+        self.config, self.weights, self.max_rows = config, weights, max_rows
+        self.tiles = dict(default_table(config) if tiles is None else tiles)
+        self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # as Decoder rounds it
+        length = max_model_len or config.max_position
+        self.layer_rope = [config.rope_of(layer) for layer in range(config.num_layers)]
+        self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(self.layer_rope)}
+        self.heads = HeadShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.attn_scale, config.attn_softcap,
+            config.norm_eps, weights.norm_offset,
+        )  # fmt: skip
+        self._allocate(dtype, logits_dtype, device, length)
+
+    @staticmethod
+    def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
+        """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP.
+
+        Not float16: x * norm weight is stored before it is divided by the norm, and may exceed 65504.
+        """
+        return (
+            config.norm_place == "pre"
+            and config.qk_norm in ("none", "head")
+            and not config.mlp_bias
+            and config.head_dim <= 256
+            and config.num_heads % config.num_kv_heads == 0
+            and config.num_heads // config.num_kv_heads <= 64
+            and dtype in (torch.bfloat16, torch.float32)
+        )
+
+    def _allocate(self, dtype: torch.dtype, logits_dtype: torch.dtype, device: torch.device, max_context: int) -> None:
+        config, rows = self.config, self.max_rows
+        steps = [self.tiles_for(n) for n in range(1, rows + 1)]
+        products = [(t, n) for step in steps for t, n in ((step.o, config.hidden_size), (step.down, config.hidden_size))]
+        row_tiles = max(-(-n // tile.block_n) for tile, n in products)
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        f32 = torch.float32
+        self.residual = empty(rows, config.hidden_size, dtype=f32)
+        self.normed = empty(rows, config.hidden_size)
+        self.sumsq_o, self.sumsq_down = (empty(rows * row_tiles, dtype=f32) for _ in range(2))
+        slabs = max(step.qkv.splits if isinstance(step.qkv, GemmTile) else 1 for step in steps)
+        self.qkv = empty(slabs * rows * (config.q_size + 2 * config.kv_size), dtype=f32)
+        self.attended = empty(rows, config.q_size)
+        self.inner = empty(rows, config.intermediate_size)
+        self.logits = empty(rows, config.vocab_size, dtype=logits_dtype)
+        partials = [
+            -(-n // t.block_n) * t.block_n * t.splits * MAX_ROWS
+            for t, n in products if isinstance(t, GemmTile) and t.splits > 1
+        ]  # fmt: skip
+        self.split_space = SplitSpace(max(partials, default=0), row_tiles, device)
+        row_splits = max(n * self._num_splits(n, max_context) for n in range(1, rows + 1))
+        self.merge_space = MergeSpace(
+            rows, row_splits, config.num_heads, config.num_kv_heads, config.head_dim, device
+        )  # fmt: skip
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the workspaces and rope tables."""
+        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
+        tensors += [self.split_space.partials, self.merge_space.partials, self.merge_space.lse]
+        tensors += [t for pair in self.rope.values() for t in pair]
+        return sum(t.numel() * t.itemsize for t in tensors)
+
+    def tiles_for(self, rows: int) -> StepTiles:
+        return self.tiles[min(n for n in self.tiles if n >= rows)]
+
+    def _num_splits(self, rows: int, context: int) -> int:
+        """Programs that share a sequence of up to `context` tokens, so that the card is filled and none has too much."""
+        tiles = self.tiles_for(rows)
+        fill = min(MAX_SPLITS, max(1, tiles.attention_programs // (rows * self.config.num_kv_heads)))
+        needed = -(-context // MAX_SPLIT_TOKENS)
+        return min(max(fill, needed), max(1, -(-context // tiles.attention.block_n)))
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Logits [rows, V] of a batch whose sequences have one row each; writes the rows' keys and values to `kv`.
+
+        A view of a buffer that the next call overwrites. Rows of padding (seq_lens 0, slot_mapping -1) give garbage.
+        How far attention is split follows max(batch.context_lens), in a graph the bound that it is captured for.
+        """
+        rows = batch.num_rows
+        if rows != batch.num_seqs or rows > self.max_rows:
+            raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed 1 to {self.max_rows}, one each")
+        config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
+        residual, normed = self.residual[:rows], self.normed[:rows]
+        sumsq_o, sumsq_down = (
+            buffer[: rows * n].view(rows, n)
+            for buffer, tile in ((self.sumsq_o, tiles.o), (self.sumsq_down, tiles.down))
+            for n in (-(-config.hidden_size // tile.block_n),)
+        )
+        splits = self._num_splits(rows, max(batch.context_lens))
+        offset, layers = weights.norm_offset, weights.layers
+        norms = [w for layer in layers for w in (layer.input_norm, layer.mlp_norm)] + [weights.final_norm]
+        embed_residual(
+            batch.token_ids, weights.embedding, residual, normed, sumsq_down, norms[0],
+            scale=self.embed_scale, norm_offset=offset,
+        )  # fmt: skip
+        for index, layer in enumerate(layers):
+            qkv = self._project(normed, layer.qkv, self.qkv, tiles.qkv, sumsq_down, layer.qkv_bias)
+            self._attend(qkv, batch, kv, index, layer, splits, tiles)
+            scale = config.residual_scale
+            self._add(self.attended[:rows], layer.o, layer.o_bias, sumsq_o, norms[2 * index + 1], tiles.o, scale)
+            glu = gemv_glu if isinstance(tiles.gate_up, GemvTile) else skinny_glu
+            inner = self.inner[:rows]
+            glu(
+                normed, layer.gate_up, inner, tiles.gate_up,
+                sumsq=sumsq_o, eps=config.norm_eps, activation=config.activation,
+            )  # fmt: skip
+            self._add(inner, layer.down, layer.down_bias, sumsq_down, norms[2 * index + 2], tiles.down, scale)
+        return self._project(
+            normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
+            scale=config.logit_scale, softcap=config.logit_softcap,
+        )[0]  # fmt: skip
+
+    def _project(
+        self, x: Tensor, weight: Tensor, buffer: Tensor, tile: GemvTile | GemmTile, sumsq: Tensor, bias: Tensor | None,
+        **options: float,
+    ) -> Tensor:  # fmt: skip
+        """RMSNorm(residual) @ weight.T as [splits, rows, columns] in `buffer`."""
+        rows, columns = x.shape[0], weight.shape[0]
+        splits = tile.splits if isinstance(tile, GemmTile) else 1
+        out = buffer.view(-1)[: splits * rows * columns].view(splits, rows, columns)
+        if isinstance(tile, GemvTile):
+            gemv_project(x, weight, out[0], tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
+        else:
+            skinny_project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
+        return out
+
+    def _attend(
+        self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int, tiles: StepTiles
+    ) -> None:
+        cos, sin = self.rope[self.layer_rope[index]]
+        decode_attention(
+            qkv, self.attended[: qkv.shape[1]], kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
+            seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
+            k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
+            tile=tiles.attention, space=self.merge_space,
+        )  # fmt: skip
+
+    def _add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, sumsq: Tensor, next_norm: Tensor | None,
+        tile: GemvTile | GemmTile, scale: float,
+    ) -> None:  # fmt: skip
+        """residual += scale * (x @ weight.T + bias), made ready for the next norm."""
+        rows = x.shape[0]
+        out = self.residual[:rows], self.normed[:rows], sumsq, next_norm, tile
+        options = {"norm_offset": self.weights.norm_offset, "scale": scale, "bias": bias}
+        if isinstance(tile, GemvTile):
+            gemv_residual(x, weight, *out, **options)
+        else:
+            skinny_residual(x, weight, *out, self.split_space, **options)

@@ -1,0 +1,187 @@
+"""The small-batch decode path against the decoder, in float32: same logits, same keys and values in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.attention.torch_backend import TorchAttention
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.attention_decode_fused import AttentionTile
+from headrace.kernels.epilogues import runs_triton
+from headrace.kernels.gemv import GemvTile
+from headrace.kernels.skinny_gemm import GemmTile
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.decode_tiles import StepTiles, default_table, from_json, to_json, tune
+from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.fast_decode import FastDecode
+
+CPU = torch.device("cpu")
+LENGTHS = [70, 1, 17, 33, 64]
+
+PLAIN = ModelConfig(
+    family="llama", vocab_size=90, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
+    intermediate_size=80, max_position=256, rope=RopeConfig(1e4, 16), attn_scale=0.25,
+)  # fmt: skip
+CONFIGS = {
+    "plain": PLAIN,
+    "qwen3": replace(PLAIN, qk_norm="head", head_dim=32, rope=RopeConfig(1e4, 32)),
+    "qwen2, window in one layer": replace(PLAIN, qkv_bias=True, o_bias=True, windows=(0, 20), attn_softcap=5.0),
+    "granite": replace(PLAIN, residual_scale=0.3, embed_scale=6.0, logit_scale=0.2, attn_scale=0.1, num_kv_heads=1),
+    "other activation, offset, partial rotation": replace(
+        PLAIN, activation="gelu_tanh", norm_offset=1.0, rope=RopeConfig(1e4, 8), logit_softcap=4.0, num_kv_heads=4
+    ),
+}
+GEMV = StepTiles(
+    qkv=GemvTile(8, 32, 1, 2), o=GemvTile(4, 64, 2, 1), gate_up=GemvTile(16, 16, 1, 1), down=GemvTile(8, 32, 2, 3),
+    lm_head=GemvTile(16, 32, 1, 1), attention=AttentionTile(block_n=16, early=True), attention_programs=24,
+)  # fmt: skip
+GEMM = StepTiles(
+    qkv=GemmTile(16, 16, 2, 4, 2), o=GemmTile(16, 16, 3, 4, 2, prefetch=1), gate_up=GemmTile(32, 16, 1, 4, 2, prefetch=4),
+    down=GemmTile(16, 32, 2, 4, 2), lm_head=GemmTile(32, 32, 1, 4, 2), attention=AttentionTile(block_n=32, min_tiles=2),
+    attention_programs=40,
+)  # fmt: skip
+TABLES = {"gemv": {8: GEMV}, "gemm": {16: GEMM}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
+
+pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> DecoderWeights:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, scale: float | None = None, mean: float = 0.0) -> Tensor:
+        scale = shape[-1] ** -0.5 if scale is None else scale
+        return torch.randn(*shape, generator=generator) * scale + mean
+
+    hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+
+    def norm(width: int) -> Tensor:
+        return draw(width, scale=0.2, mean=1.0 - config.norm_offset)
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            qkv=draw(q + 2 * kv, hidden), o=draw(hidden, q), gate_up=draw(2 * inner, hidden), down=draw(hidden, inner),
+            input_norm=norm(hidden), mlp_norm=norm(hidden),
+            q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
+            k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
+            qkv_bias=draw(q + 2 * kv, scale=0.1) if config.qkv_bias else None,
+            o_bias=draw(hidden, scale=0.1) if config.o_bias else None,
+        )  # fmt: skip
+
+    return DecoderWeights(
+        embedding=draw(config.vocab_size, hidden, scale=1.0), layers=[layer() for _ in range(config.num_layers)],
+        final_norm=norm(hidden), lm_head=draw(config.vocab_size, hidden), norm_offset=config.norm_offset,
+    )  # fmt: skip
+
+
+def decode_batch(config: ModelConfig, lengths: list[int], block_size: int) -> tuple[ForwardBatch, KVCache]:
+    """One new token for each sequence, random older keys and values; a length of 0 is a padded row."""
+    generator = torch.Generator().manual_seed(1)
+    rows, width = len(lengths), -(-max(lengths) // block_size)
+    kv = KVCache(config, rows * width + 1, block_size, torch.float32, CPU)
+    for tensor in (*kv.k, *kv.v):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    slots = torch.randperm(rows + 1, generator=generator)[:rows].int()
+    tables = torch.zeros(rows + 2, width, dtype=torch.int32)
+    tables[slots.long()] = torch.randperm(rows * width, generator=generator).view(rows, width).int() + 1
+    mapping = [
+        int(tables[s, (n - 1) // block_size]) * block_size + (n - 1) % block_size if n else -1
+        for n, s in zip(lengths, slots.tolist(), strict=True)
+    ]
+    batch = ForwardBatch(
+        token_ids=torch.randint(0, config.vocab_size, (rows,), generator=generator).int(),
+        positions=torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32),
+        slot_mapping=torch.tensor(mapping), block_tables=tables, seq_slots=slots,
+        query_start=torch.arange(rows + 1, dtype=torch.int32), seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_decodes=rows, query_lens=[1] * rows, context_lens=list(lengths),
+    )  # fmt: skip
+    return batch, kv
+
+
+def assert_close(result: Tensor, expected: Tensor) -> None:
+    error = (result - expected).norm() / expected.norm()
+    assert error < 2e-5, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_the_decoder(name: str, table: str) -> None:
+    config = CONFIGS[name]
+    assert FastDecode.supports(config)
+    weights = random_weights(config)
+    batch, kv = decode_batch(config, LENGTHS, 16)
+    _, kv_expected = decode_batch(config, LENGTHS, 16)
+    decoder = Decoder(config, weights, TorchAttention())
+    expected = decoder.logits(decoder.forward(batch, kv_expected))
+    fast = FastDecode(config, weights, 8, CPU, TABLES[table])
+    assert_close(fast.forward(batch, kv), expected)
+    for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
+        assert_close(ours, theirs)
+
+
+def test_padded_rows_touch_nothing() -> None:
+    """Rows of padding leave the other rows' logits bit for bit alone and write nothing to the cache."""
+    weights = random_weights(PLAIN)
+    fast = FastDecode(PLAIN, weights, 8, CPU, TABLES["gemm"])
+    batch, kv = decode_batch(PLAIN, [33, 17, 0, 0], 16)
+    # the same two rows without padding
+    short, kv_short = decode_batch(PLAIN, [33, 17, 0, 0], 16)
+    for name in ("token_ids", "positions", "slot_mapping", "seq_slots", "seq_lens"):
+        setattr(short, name, getattr(short, name)[:2])
+    short.query_start, short.num_decodes, short.query_lens = short.query_start[:3], 2, [1, 1]
+    padded = fast.forward(batch, kv)
+    assert padded.isfinite().all()
+    padded = padded[:2].clone()
+    assert (fast.forward(short, kv_short) == padded).all()
+    for ours, theirs in zip((*kv.k, *kv.v), (*kv_short.k, *kv_short.v), strict=True):
+        assert (ours == theirs).all()
+
+
+def test_second_step_of_the_same_object() -> None:
+    """Workspaces and tickets are left as the next step needs them, also by a step of another size."""
+    weights = random_weights(PLAIN)
+    fast = FastDecode(PLAIN, weights, 8, CPU, TABLES["gemm"])
+    batch, kv = decode_batch(PLAIN, LENGTHS, 16)
+    first = fast.forward(batch, kv).clone()
+    other, kv_other = decode_batch(PLAIN, [40, 9], 16)
+    fast.forward(other, kv_other)
+    assert (fast.forward(batch, kv) == first).all()
+
+
+def test_what_is_not_supported() -> None:
+    for change in ({"norm_place": "post"}, {"norm_place": "sandwich"}, {"qk_norm": "full"}, {"mlp_bias": True}):
+        assert not FastDecode.supports(replace(PLAIN, **change))
+    assert not FastDecode.supports(PLAIN, torch.float16)
+    fast = FastDecode(PLAIN, random_weights(PLAIN), 2, CPU)
+    batch, kv = decode_batch(PLAIN, LENGTHS, 16)
+    with pytest.raises(ValueError, match="5 rows"):
+        fast.forward(batch, kv)
+
+
+def test_tables_survive_json() -> None:
+    table = {**default_table(PLAIN), 8: GEMV, 16: GEMM}
+    assert from_json(to_json(table)) == table
+
+
+def test_tune_finds_the_fastest_candidate() -> None:
+    """With a made-up cost that is a sum over products, the search ends at the best of each."""
+    config = replace(PLAIN, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128)
+    calls = 0
+
+    def cost(tiles: StepTiles) -> float:
+        nonlocal calls
+        calls += 1
+        if isinstance(tiles.o, GemmTile) and tiles.o.num_stages == 4:
+            raise RuntimeError("out of shared memory")
+        products = (tiles.qkv, tiles.o, tiles.gate_up, tiles.down, tiles.lm_head)
+        return sum(abs(t.block_n - 32) + t.num_warps for t in products) + tiles.attention_programs / 1e4
+
+    start = replace(default_table(config)[8], o=GemmTile(64, 128, 8, 4, 3))
+    best, took = tune(start, config, 8, cost, seconds=60)
+    assert {t.block_n for t in (best.qkv, best.o, best.gate_up, best.down)} == {32}
+    assert took == cost(best) < cost(start)
+    assert calls > 20
