@@ -88,7 +88,10 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep
     q_norm, k_norm = (torch.randn(n) if n else None for n in sizes)
     got_kv, want_kv = cache(3, block, kv_heads, head_dim), cache(3, block, kv_heads, head_dim)
     got_kv.keep_rows = keep
-    options = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=1e-6, norm_offset=0.5)  # fmt: skip
+    options = {
+        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
+        "q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6, "norm_offset": 0.5,
+    }  # fmt: skip
     got = qkv_rope_write_triton(qkv, positions, angle.cos(), angle.sin(), got_kv, 0, slots, **options)
     want = qkv_rope_write_reference(qkv, positions, angle.cos(), angle.sin(), want_kv, 0, slots, **options)
     close(got, want)

@@ -6,13 +6,76 @@ import torch
 
 from headrace.attention import AttentionBackend
 from headrace.errors import ParameterError
+from headrace.kernels.launch import capability
 from headrace.model.config import ModelConfig
+
+NAMES = ("auto", "torch", "triton", "cudnn", "fa3")
 
 
 def select_attention(name: str, model: ModelConfig, device: torch.device) -> tuple[AttentionBackend, str]:
-    """The backend that `name` asks for ("auto": the best one here) and a sentence for the log."""
-    if name not in ("auto", "torch"):
-        raise ParameterError("attention_backend", name, "auto or torch")
-    from headrace.attention.torch_backend import TorchAttention
+    """The backend that `name` asks for ("auto": the fastest one here by the measurements) and a sentence for the log.
 
-    return TorchAttention(), "torch, the exact reference"
+    Raises ParameterError for an unknown name, and for a backend that cannot run this model on this device.
+    """
+    if name not in NAMES:
+        raise ParameterError("attention_backend", name, "one of " + ", ".join(NAMES))
+    if device.type != "cuda":
+        if name not in ("auto", "torch"):
+            raise ParameterError("attention_backend", name, f"auto or torch on {device.type}")
+        from headrace.attention.torch_backend import TorchAttention
+
+        return TorchAttention(), "torch, the exact reference"
+    return _select_cuda(name, model, device)
+
+
+def _select_cuda(name: str, model: ModelConfig, device: torch.device) -> tuple[AttentionBackend, str]:
+    if name == "torch":
+        from headrace.attention.torch_backend import TorchAttention
+
+        return TorchAttention(), "torch, the exact reference, as asked for"
+    from headrace.attention.triton_backend import TritonAttention
+
+    if model.head_dim > 256:
+        raise ParameterError("attention_backend", name, f"torch: no GPU kernel takes a head_dim of {model.head_dim}")
+    if name == "triton":
+        return TritonAttention(model, device), "Triton, as asked for"
+    refusal = _refusal(model, device)
+    if refusal and name != "auto":
+        raise ParameterError("attention_backend", name, f"auto or triton here: {refusal}")
+    if refusal:
+        return TritonAttention(model, device), f"Triton for everything: {refusal}"
+    from headrace.attention.flash import CudnnAttention, FlashAttention3, find_flash_attention_3
+
+    problem = "not asked for"
+    if name != "cudnn":
+        varlen, source = find_flash_attention_3()
+        if varlen is not None:
+            why = f"FlashAttention-3 ({source}) for prefill, fastest there; Triton for decode, fastest there"
+            return FlashAttention3(model, device, varlen), why
+        if name == "fa3":
+            raise ParameterError("attention_backend", name, f"auto, cudnn or triton here: FlashAttention-3 is {source}")
+        problem = source
+    missing = "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+    if model.head_dim > 128:
+        missing = f"cuDNN is not used at head_dim {model.head_dim}"
+    if missing and name == "cudnn":
+        raise ParameterError("attention_backend", name, f"auto or triton here: {missing}")
+    if missing:
+        return TritonAttention(model, device), f"Triton for everything: {missing}; FlashAttention-3: {problem}"
+    return CudnnAttention(model, device), (
+        f"cuDNN for long fresh prompts, Triton for decode and all other prefill (FlashAttention-3: {problem})"
+    )
+
+
+def _refusal(model: ModelConfig, device: torch.device) -> str:
+    """Why neither FlashAttention-3 nor cuDNN should serve this model here; empty if they may."""
+    major, minor = capability(device)
+    if major != 9:
+        return f"the others were measured on sm_90 only, this is sm_{major}{minor}"
+    if model.head_dim not in (64, 128, 256):
+        return f"the others are built for head_dim 64, 128 and 256, not {model.head_dim}"
+    if model.attn_softcap:
+        return "the model caps its attention scores"
+    if model.windows and all(model.windows):
+        return "every layer has a window"
+    return ""

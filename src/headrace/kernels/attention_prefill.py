@@ -8,6 +8,8 @@ a block holds whole tiles, by pointers otherwise.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -164,10 +166,32 @@ def _varlen_attention(
         gdc_launch_dependents()
 
 
+@dataclass(frozen=True, slots=True)
+class VarlenTile:
+    """Rows (tokens times heads of a group) of a program, keys per step, warps, pipeline stages; by TMA or pointers."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    tma: bool
+
+
+def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool) -> VarlenTile:
+    """Measured best on an H100 at head_dim 128: 64 x 64 with 4 warps by TMA, 128 x 64 with 8 by pointers, 3 stages."""
+    keys = max(16, min(64, 16384 // (dim * itemsize)))
+    tma = hopper and block_size % keys == 0
+    if itemsize == 4:
+        return VarlenTile(16, keys, 4, 2, tma)
+    if tma and dim <= 128:
+        return VarlenTile(64, keys, 4, 3, tma)
+    return VarlenTile(128, keys, 8, 3 if hopper else 2, tma)
+
+
 def varlen_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
     seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float, window: int = 0,
-    softcap: float = 0.0, skip: int = 0, tma: bool | None = None,
+    softcap: float = 0.0, skip: int = 0, tile: VarlenTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs without each one's first `skip` rows, into `out`.
 
@@ -177,24 +201,21 @@ def varlen_attention(
     num_heads, head_dim = q.shape[-2:]
     block_size, kv_heads, group = k_cache.shape[1], k_cache.shape[2], num_heads // k_cache.shape[2]
     dim = max(16, next_power_of_2(head_dim))
-    hopper = capability(q.device) >= (9, 0)
-    tile = max(16, min(64, 16384 // (dim * k_cache.element_size())))
-    if tma is None:
-        tma = hopper and block_size % tile == 0 and k_cache.numel() // (kv_heads * head_dim) < 2**31
-    rows = 32 if q.dtype == torch.float32 else 64 if tma and dim <= 128 else 128
-    rows = max(16, next_power_of_2(group), min(rows, next_power_of_2((max_tokens - skip) * group)))
+    if tile is None:
+        tile = default_tile(dim, k_cache.element_size(), block_size, capability(q.device) >= (9, 0))
+    rows = max(16, next_power_of_2(group), min(tile.rows, next_power_of_2((max_tokens - skip) * group)))
     k_src, v_src = k_cache, v_cache
-    if tma:
+    if tile.tma:
         k_src, v_src = (
-            TensorDescriptor.from_tensor(c.view(-1, kv_heads, head_dim), [tile, 1, dim]) for c in (k_cache, v_cache)
+            TensorDescriptor.from_tensor(c.view(-1, kv_heads, head_dim), [tile.keys, 1, dim]) for c in (k_cache, v_cache)
         )
     tokens = rows // group
-    tiles = (num_rows - num_seqs * skip) // tokens + num_seqs
-    _varlen_attention[(tiles, kv_heads)](
+    programs = (num_rows - num_seqs * skip) // tokens + num_seqs
+    _varlen_attention[(programs, kv_heads)](
         q, k_src, v_src, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
         scale, softcap, window, q.stride(0), out.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile,
-        WINDOW=window > 0, SOFTCAP=softcap > 0, TMA=tma, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=8 if rows * dim >= 16384 else 4, num_stages=3 if hopper else 2, **pdl(q),
+        GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, TMA=tile.tma, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps if rows >= 64 else 4, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -29,7 +29,7 @@ try:
 except ImportError:  # no Triton, so no GPU of ours either
     tl = gdc_wait = gdc_launch_dependents = TensorDescriptor = None
 
-    def jit(fn: Callable | None = None, **options: Any) -> Any:  # type: ignore[no-redef]
+    def jit(fn: Callable | None = None, **options: Any) -> Any:
         """Stands for triton.jit: the function cannot be launched."""
         return fn or (lambda f: f)
 

@@ -131,7 +131,7 @@ def _qkv_rope_write(
             tl.store(cache + at + HALF + i[None, :], high.to(k_cache_ptr.dtype.element_ty), mask=half)
             if REST > 0:
                 tl.store(cache + at + 2 * HALF + j[None, :], tail.to(k_cache_ptr.dtype.element_ty), mask=rest)
-        if KEEP:
+        if KEEP:  # noqa: SIM102  (known when compiled, unlike is_k)
             if is_k:
                 dst = k_out_ptr + row * (KV_HEADS * HEAD_DIM) + at
                 tl.store(dst + i[None, :], low, mask=half)
@@ -166,7 +166,8 @@ def qkv_rope_write_triton(
         q, k, v, positions, cos, sin, slot_mapping, q_norm if norm else cos, k_norm if norm else cos,
         q_out, k_out, kv.k[layer], kv.v[layer], eps, norm_offset, q.stride(0), k.stride(0), v.stride(0),
         kv.k[layer].stride(1), HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half, HALF_PAD=half_pad,
-        REST_PAD=rest_pad, PACK=pack, NORM=norm, KEEP=kv.keep_rows, num_warps=4, **pdl(qkv),
+        REST_PAD=rest_pad, PACK=pack, NORM=norm, KEEP=kv.keep_rows,
+        num_warps=max(1, pack * half_pad // 256), **pdl(qkv),
     )  # fmt: skip
     return q_out
 

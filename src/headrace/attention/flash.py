@@ -1,0 +1,203 @@
+"""Prefill by kernels of others where they are faster: cuDNN through torch, FlashAttention-3 where it is installed.
+
+Measured on an H100, prompts of 4096, head_dim 128 (TFLOP/s, 16 heads / 32 heads / 32 heads and 4 prompts): FlashAttention-3
+varlen 600 / 634 / 650, cuDNN 457 / 537 / 600, our own varlen kernel 409 / 457 / 500. Decode, windows and whatever else
+these kernels do not take stay with our own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from headrace.attention.triton_backend import Run, TritonAttention, join
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.gather_kv import gather_kv
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+# cuDNN builds a plan for each shape, in tens of milliseconds, and each call costs the host as much as several launches: it
+# gets the part of a prompt that is a multiple of this many tokens, and at most so many calls a layer.
+CUDNN_MULTIPLE = 1024
+CUDNN_CALLS = 4
+# FlashAttention-3 takes steps with at least this many prefill rows ...
+FA3_ROWS = 128
+# ... and gathers at most this many tokens of context a step, into a buffer of its own.
+FA3_GATHER = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Adjacent fresh prompts of equal length: `rows` rows of each, from `first_row` on, see only one another."""
+
+    first_row: int
+    num_seqs: int
+    rows: int
+
+
+def split_dense(runs: list[Run], batch: ForwardBatch) -> tuple[list[Dense], list[Run]]:
+    """Take the fresh prompts' first multiples of CUDNN_MULTIPLE rows out of the varlen runs: (dense parts, what is left).
+
+    A prompt without context is causal over its own rows, and so is each of its beginnings: the rest of its rows is a chunk
+    behind a context, which the varlen kernel reads from the cache.
+    """
+    dense: list[Dense] = []
+    left: list[Run] = []
+    for run in runs:
+        if run.kind != "varlen":
+            left.append(run)
+            continue
+        row = run.first_row
+        for seq in range(run.first_seq, run.first_seq + run.num_seqs):
+            rows, context = batch.query_lens[seq], batch.context_lens[seq]
+            taken = rows // CUDNN_MULTIPLE * CUDNN_MULTIPLE if rows == context else 0
+            last = dense[-1] if dense else None
+            joins = last and taken == rows == last.rows and row == last.first_row + last.num_seqs * last.rows
+            if taken and last and joins:
+                dense[-1] = replace(last, num_seqs=last.num_seqs + 1)
+            elif taken and len(dense) < CUDNN_CALLS:
+                dense.append(Dense(row, 1, taken))
+            else:
+                taken = 0
+            if taken < rows:
+                part = Run("varlen", seq, 1, row, rows, rows, context, taken)
+                before = left[-1] if left else None
+                adjacent = before and before.kind == "varlen" and before.first_seq + before.num_seqs == seq
+                if before and adjacent and before.skip == 0 == taken:
+                    left[-1] = join(before, part)
+                else:
+                    left.append(part)
+            row += rows
+    return dense, left
+
+
+class CudnnAttention(TritonAttention):
+    """Long fresh prompts by cuDNN, equal ones in one call; everything else by our own kernels."""
+
+    def __init__(self, model: ModelConfig, device: torch.device):
+        super().__init__(model, device)
+        self.dense: list[Dense] = []
+        self.others: list[Run] = []
+        self.broken = False  # cuDNN refused what it should take
+
+    def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
+        super().begin(batch, kv)
+        self.dense, self.others = [], []
+        if not self.broken and kv.k[0].dtype in (torch.bfloat16, torch.float16):
+            self.dense, self.others = split_dense(self.runs, batch)
+        kv.keep_rows = bool(self.dense)
+
+    def attend(
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        if not self.dense or self.broken or window or softcap or kv.rows is None:
+            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        try:
+            parts = [self._cudnn(part, q, *kv.rows, scale) for part in self.dense]
+        except RuntimeError as error:  # no plan for this shape on this card, or too old a cuDNN
+            logger.warning("cuDNN attention failed, our own kernels take over: %s", error)
+            self.broken = True
+            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        if not self.others and len(parts) == 1:  # the whole batch: no copy
+            return parts[0]
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        for part, done in zip(self.dense, parts, strict=True):
+            out[part.first_row : part.first_row + part.num_seqs * part.rows] = done
+        for run in self.others:
+            self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        return out
+
+    def _cudnn(self, part: Dense, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        rows = slice(part.first_row, part.first_row + part.num_seqs * part.rows)
+        q, k, v = (x[rows].unflatten(0, (part.num_seqs, part.rows)).transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).reshape(part.num_seqs * part.rows, -1)
+
+
+class FlashAttention3(TritonAttention):
+    """Prefill by FlashAttention-3: prompts in one varlen call, contexts gathered from the blocks first."""
+
+    def __init__(self, model: ModelConfig, device: torch.device, varlen: Callable[..., Tensor]):
+        super().__init__(model, device)
+        self.varlen = varlen
+        self.part: Run | None = None  # all sequences behind the decodes, where FlashAttention-3 takes them
+        self.fresh = False
+        self.query_start: Tensor | None = None
+        self.key_start: Tensor | None = None
+        self.gathered: tuple[Tensor, Tensor] | None = None
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        return super().workspace_bytes(max_num_seqs) + 2 * FA3_GATHER * self.model.kv_size * 2
+
+    def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
+        super().begin(batch, kv)
+        first, seqs = batch.num_decodes, batch.num_seqs
+        query_lens, context_lens = batch.query_lens[first:], batch.context_lens[first:]
+        self.fresh = query_lens == context_lens
+        rows, tokens = sum(query_lens), sum(context_lens)
+        kv.keep_rows, self.part = False, None
+        too_much = not self.fresh and tokens > FA3_GATHER
+        if rows < FA3_ROWS or too_much or kv.k[0].dtype != torch.bfloat16:  # the wheel of FlashAttention-3 has bfloat16 only
+            return
+        self.part = Run("varlen", first, seqs - first, first, rows, max(query_lens), max(context_lens))
+        self.query_start = batch.query_start[first:] - first  # decodes have a row each
+        if self.fresh:
+            self.key_start, kv.keep_rows = self.query_start, True
+        else:
+            self.key_start = F.pad(batch.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
+            if self.gathered is None:
+                shape = (FA3_GATHER, *kv.k[0].shape[2:])
+                self.gathered = (kv.k[0].new_empty(shape), kv.v[0].new_empty(shape))
+
+    def attend(
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        part = self.part
+        if part is None or window or softcap or (self.fresh and kv.rows is None):
+            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        assert self.key_start is not None
+        if self.fresh:
+            assert kv.rows is not None
+            k, v = (x[part.first_row : part.first_row + part.num_rows] for x in kv.rows)
+        else:
+            assert self.gathered is not None
+            k, v = (x[: sum(batch.context_lens[part.first_seq :])] for x in self.gathered)
+            gather_kv(
+                kv.k[layer], kv.v[layer], k, v, batch.block_tables, batch.seq_slots, self.key_start,
+                first_seq=part.first_seq, num_seqs=part.num_seqs, max_context=part.context,
+            )  # fmt: skip
+        mine = q[part.first_row : part.first_row + part.num_rows]
+        done = self.varlen(
+            mine, k, v, self.query_start, self.key_start, part.tokens, part.context, softmax_scale=scale, causal=True
+        )
+        done = (done[0] if isinstance(done, tuple) else done).flatten(1)
+        if part.first_row == 0:
+            return done
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        out[part.first_row : part.first_row + part.num_rows] = done
+        self.launch(self.runs[0], q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)  # the decodes
+        return out
+
+
+def find_flash_attention_3() -> tuple[Callable[..., Tensor] | None, str]:
+    """Its varlen function and where it comes from, or None and why not."""
+    problem = "not installed"
+    for name in ("flash_attn_interface", "fa3_fwd_interface"):
+        try:
+            return importlib.import_module(name).flash_attn_varlen_func, name
+        except ImportError as error:
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                problem = f"{name} does not load: {error}"
+        except (OSError, RuntimeError, AttributeError) as error:  # built for another torch, another CUDA
+            problem = f"{name} does not load: {error}"
+    return None, problem

@@ -1,0 +1,122 @@
+"""Attention on a GPU by our own kernels: any head size to 256, windows, soft caps, blocks read in place. Always there."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headrace.attention import AttentionBackend
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.attention_decode import SplitWorkspace, max_tokens, split_attention
+from headrace.kernels.attention_prefill import varlen_attention
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig
+
+# Sequences with few new rows are split over their context from this length on: below it the varlen kernel, which takes all
+# sequences in one launch, has enough to do.
+SPLIT_CONTEXT = 1024
+# More changes between kinds of sequences than this and all go through the varlen kernel: launches cost too.
+MAX_RUNS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjacent sequences that one launch takes, with host bounds on their sizes."""
+
+    kind: Literal["split", "varlen"]
+    first_seq: int
+    num_seqs: int
+    first_row: int
+    num_rows: int
+    tokens: int  # rows of one sequence, at most; of a split run a power of two
+    context: int  # tokens of one sequence, at most
+    skip: int = 0  # first rows of each sequence that something else computes
+
+
+def plan_runs(batch: ForwardBatch, group: int) -> list[Run]:
+    """The launches for a batch: decodes together, then runs of what has few rows behind a long context, and of the rest."""
+    runs: list[Run] = []
+    if batch.num_decodes:
+        runs.append(Run("split", 0, batch.num_decodes, 0, batch.num_decodes, 1, max(batch.context_lens[: batch.num_decodes])))
+    row = batch.num_decodes
+    most = 1 << (max_tokens(group).bit_length() - 1)  # may be 1: then only decodes are split
+    rest: list[Run] = []
+    for seq in range(batch.num_decodes, batch.num_seqs):
+        rows, context = batch.query_lens[seq], batch.context_lens[seq]
+        if rows <= most and most > 1 and context >= SPLIT_CONTEXT:
+            # 1 is for decodes only, whose row numbers are their sequence numbers
+            run = Run("split", seq, 1, row, rows, max(2, 1 << (rows - 1).bit_length()), context)
+        else:
+            run = Run("varlen", seq, 1, row, rows, rows, context)
+        row += rows
+        if rest and rest[-1].kind == run.kind and (run.kind == "varlen" or rest[-1].tokens == run.tokens):
+            rest[-1] = join(rest[-1], run)
+        else:
+            rest.append(run)
+    if len(rest) > MAX_RUNS:
+        rest = [replace(functools.reduce(join, rest), kind="varlen")]
+    return runs + rest
+
+
+def join(a: Run, b: Run) -> Run:
+    """Two adjacent runs of one kind as one."""
+    return replace(
+        a, num_seqs=a.num_seqs + b.num_seqs, num_rows=a.num_rows + b.num_rows, tokens=max(a.tokens, b.tokens),
+        context=max(a.context, b.context),
+    )  # fmt: skip
+
+
+class TritonAttention(AttentionBackend):
+    """Few rows over a long context: the split kernel (decode, verification); many rows: the varlen kernel (prefill).
+
+    The split kernel's workspace is allocated at the first batch, for as many sequences as the block tables have rows, and
+    stays: CUDA graphs hold its address.
+    """
+
+    def __init__(self, model: ModelConfig, device: torch.device):
+        self.model, self.device = model, device
+        self.group = model.num_heads // model.num_kv_heads
+        self.workspace: SplitWorkspace | None = None
+        self.runs: list[Run] = []
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Device memory that this backend keeps, for the memory plan."""
+        m = self.model
+        return SplitWorkspace.bytes(max_num_seqs + 1, m.num_heads, m.num_kv_heads, m.head_dim)
+
+    def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
+        m = self.model
+        if self.workspace is None:
+            seqs = max(batch.block_tables.shape[0], batch.num_seqs)
+            self.workspace = SplitWorkspace.allocate(seqs, m.num_heads, m.num_kv_heads, m.head_dim, self.device)
+        self.runs = plan_runs(batch, self.group)
+
+    def attend(
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
+    ) -> Tensor:
+        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        for run in self.runs:
+            self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        return out
+
+    def launch(
+        self, run: Run, q: Tensor, out: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int,
+        softcap: float,
+    ) -> None:  # fmt: skip
+        """One run into its rows of `out`."""
+        args = (q, kv.k[layer], kv.v[layer], out, batch.block_tables, batch.seq_slots, batch.query_start, batch.seq_lens)
+        if run.kind == "split":
+            assert self.workspace is not None
+            split_attention(
+                *args, self.workspace, first_seq=run.first_seq, num_seqs=run.num_seqs, tokens=run.tokens,
+                max_context=run.context, scale=scale, window=window, softcap=softcap,
+            )  # fmt: skip
+        else:
+            varlen_attention(
+                *args, first_seq=run.first_seq, num_seqs=run.num_seqs, num_rows=run.num_rows, max_tokens=run.tokens,
+                skip=run.skip, scale=scale, window=window, softcap=softcap,
+            )  # fmt: skip
