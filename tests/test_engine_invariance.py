@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_driver import assert_same, complete, make_core, run
+from engine_driver import BLOCK, assert_same, complete, make_core, make_requests, run
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from tiny_models import write_tiny
-
-BLOCK = 8
 
 
 @pytest.fixture(scope="module")
@@ -24,37 +20,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vocab(model):
     return make_core(model).vocab_size
-
-
-def make_requests(seed: int, count: int, vocab: int) -> list[EngineRequest]:
-    """Requests with all kinds of parameters; some share prefixes, some lengths lie at block edges."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(vocab) for _ in range(3 * BLOCK)]
-    requests = []
-    for i in range(count):
-        length = rng.choice([1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, rng.randint(1, 60)])
-        prompt = [rng.randrange(vocab) for _ in range(length)]
-        if rng.random() < 0.5:
-            prompt = (shared[: rng.choice([BLOCK, 2 * BLOCK, 3 * BLOCK, 5])] + prompt)[:60]
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
-            top_p=rng.choice([1.0, 0.8]),
-            top_k=rng.choice([0, 20]),
-            min_p=rng.choice([0.0, 0.05]),
-            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
-            presence_penalty=rng.choice([0.0, 0.5]),
-            frequency_penalty=rng.choice([0.0, 0.2]),
-            logit_bias=rng.choice([None, {3: 5.0, 7: -5.0}]),
-            allowed_token_ids=rng.choice([None, None, list(range(0, vocab, 2))]),
-            min_tokens=rng.choice([0, 4]),
-            max_tokens=rng.randint(4, 24),
-            stop_token_ids=rng.choice([None, [5, 6, 7, 8]]),
-            logprobs=0,
-        )
-        words = [[4], [rng.randrange(vocab), 9]] if rng.random() < 0.3 else []
-        params = complete(params, bad_word_ids=words, eos_token_ids=[2])
-        requests.append(EngineRequest(f"r{i}", prompt, params, rng.randrange(2**63), rng.randint(0, 2)))
-    return requests
 
 
 @pytest.fixture(scope="module")
