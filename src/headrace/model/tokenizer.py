@@ -42,6 +42,8 @@ class Tokenizer:
         self.chat_templates = dict(extras.chat_templates)
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = (extras.roles.get(role) for role in _ROLES)
         self._prefix, self._suffix = extras.prefix, extras.suffix
+        ends = backend.encode("", add_special_tokens=True).ids if extras.prefix is None else list(extras.prefix)
+        self._adds_bos = self.bos_token_id is not None and ends[:1] == [self.bos_token_id]
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -137,10 +139,7 @@ class Tokenizer:
     def _finish(self, text: str, ids: list[int]) -> list[int]:
         if self._prefix is not None:
             ids = [*self._prefix, *ids, *self._suffix]
-        bos = self.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos] and text.startswith(self.bos_token or ""):
-            return ids[1:]
-        return ids
+        return ids[1:] if self._adds_bos and ids[1:2] == ids[:1] and text.startswith(self.bos_token or "") else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids that no token has give no text."""
