@@ -122,12 +122,25 @@ class FakeDevice:
         self.kv[block][offset] = context
 
 
+class NoForecast:
+    def fits(self, *demand) -> bool:
+        return True
+
+    def add(self, *demand) -> None:
+        pass
+
+
 class FakeEngine:
     """Scheduler and fake device in the order of the real loop; `depth` launched steps may be unsettled at schedule()."""
 
     def __init__(self, config: SchedulerConfig, depth: int = 0, check: bool = True):
         self.scheduler, self.device = Scheduler(config), FakeDevice(config)
         self.depth, self.checks = depth, check
+
+    def admit_greedily(self) -> FakeEngine:
+        """Whoever finds a block now is admitted: for tests that want preemption all the time."""
+        self.scheduler._admission._forecast = lambda running: NoForecast()  # type: ignore[assignment, return-value]
+        return self
 
     def add(self, id: str, prompt: list[int], seed: int = 0, **kwargs) -> Request:
         fields = {k: kwargs.pop(k) for k in ("priority", "cache_salt", "arrival", "output_ids") if k in kwargs}

@@ -37,10 +37,10 @@ class Fuzz:
         self.rng = rng = random.Random(seed)
         self.config = random_config(rng)
         self.engine = FakeEngine(self.config, depth=rng.choice([0, 1, 1]))
-        if rng.random() < 0.6:  # admits whoever fits now: preemption all the time
-            self.engine.scheduler._admission.estimate.remaining = lambda num_output, most: 0  # type: ignore[method-assign]
+        if rng.random() < 0.6:
+            self.engine.admit_greedily()
         self.requests: list[Request] = []
-        self.stems = [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(3)]
+        self.stems = [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(2)]
         self.rate = rng.choice([0.1, 0.5, 1.5])
         self.p_abort = rng.choice([0.0, 0.02, 0.1]) if aborts else 0.0
         self.p_fail = rng.choice([0.0, 0.0, 0.02]) if aborts else 0.0
@@ -48,11 +48,11 @@ class Fuzz:
 
     def arrive(self) -> None:
         rng = self.rng
-        length = rng.randint(1, self.config.max_model_len - 1)
+        length = rng.randint(1, min(rng.choice([6, 20, 63]), self.config.max_model_len - 1))
         shared = rng.choice([0, length // 2, length, length])
         prompt = rng.choice(self.stems)[:shared]
         prompt = prompt + [rng.randrange(VOCAB) for _ in range(length - len(prompt))]
-        max_tokens = rng.choice([None, 1, 2, rng.randint(1, 40)])
+        max_tokens = rng.choice([None, None, 1, 2, rng.randint(1, 40), rng.randint(1, 40)])
         request = self.engine.add(
             f"r{len(self.requests)}", prompt, seed=rng.randrange(3), max_tokens=max_tokens,
             ignore_eos=rng.random() < 0.5, priority=rng.randint(0, 2), cache_salt=rng.choice(["", "", "a"]),
