@@ -67,6 +67,11 @@ def hub_offline() -> bool:
     return any(value.strip().upper() in ("1", "TRUE", "YES", "ON") for value in values)
 
 
+def api_key_from_environment() -> str | None:
+    """HEADRACE_API_KEY: a key that the server asks its clients for."""
+    return os.environ.get("HEADRACE_API_KEY") or None
+
+
 def cache_dir() -> Path:
     """Where Headrace keeps files of its own: HEADRACE_CACHE, or `headrace` in the user's cache directory."""
     if chosen := os.environ.get("HEADRACE_CACHE"):

@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
-from headrace.engine.inputs import InputProcessor
+from headrace.engine.inputs import InputProcessor, end_token_ids
 from headrace.engine.messages import EngineRequest
 from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
 from headrace.errors import EngineDeadError, ParameterError
@@ -49,7 +49,7 @@ class LLM:
         self.inputs = InputProcessor(
             self.tokenizer,
             checkpoint.generation_defaults,
-            tuple(checkpoint.eos_token_ids),
+            end_token_ids(checkpoint, self.tokenizer),
             self.engine.model.vocab_size,
             self.config.max_model_len or 0,
         )

@@ -9,6 +9,7 @@ import sys
 
 COMMANDS = {  # name -> (module, help)
     "generate": ("headrace.cli.generate", "generate text from prompts"),
+    "serve": ("headrace.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
     "bench": ("headrace.cli.bench", "measure the engine beside the limit of the machine"),
 }
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
+from headrace.engine.inputs import end_token_ids
 from headrace.engine.messages import (
     Abort,
     Add,
@@ -43,6 +44,9 @@ from headrace.engine.messages import (
     Shutdown,
 )  # fmt: skip
 from headrace.errors import EngineDeadError, HeadraceError
+from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -136,11 +140,19 @@ class EngineClient:
         config: EngineConfig,
         supervision: SupervisionConfig | None = None,
         *,
+        checkpoint: Checkpoint | None = None,
         builder: str = BUILDER,
         log_level: str = "WARNING",
         on_give_up: Callable[[str], None] | None = None,
     ):
         self.config, self.supervision = config, supervision or SupervisionConfig()
+        # what the layers above must know of the model: read here, without torch, while the core loads the weights
+        self.checkpoint = checkpoint or resolve_checkpoint(config)
+        self.model_name = self.checkpoint.name
+        self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
+        self.generation_defaults = dict(self.checkpoint.generation_defaults)
+        model_config = model_config_from_hf(self.checkpoint.config)
+        self.model_config = replace(model_config, eos_token_ids=end_token_ids(self.checkpoint, self.tokenizer))
         self.info: Ready | None = None
         self.stats = CoreStats()
         self.restarts = 0
@@ -159,6 +171,12 @@ class EngineClient:
         self._supervisor: asyncio.Task | None = None
         self._loaded = asyncio.Event()
         self._drain = _DrainRate()
+
+    @property
+    def max_model_len(self) -> int:
+        if self.info is None:
+            raise EngineDeadError("the model has not been loaded yet")
+        return self.info.max_model_len
 
     # ---------------------------------------------------------------- life
 

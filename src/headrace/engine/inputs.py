@@ -10,7 +10,14 @@ from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from headrace.model.checkpoint import Checkpoint
     from headrace.model.tokenizer import Tokenizer
+
+
+def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """All ids that end a text: of the configs, and the tokenizer's own where they name none."""
+    own = None if tokenizer is None or checkpoint.eos_token_ids else tokenizer.eos_token_id
+    return tuple(checkpoint.eos_token_ids) if own is None else (own,)
 
 
 class InputProcessor:

@@ -1,0 +1,188 @@
+"""`headrace serve [MODEL]`: the OpenAI-compatible server. The port is bound before anything slow happens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from headrace.cli.options import add_engine_arguments, engine_options
+from headrace.config import api_key_from_environment
+from headrace.errors import EngineDeadError, ParameterError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model (default: the embedded model)")
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    server.add_argument("--port", type=int, default=8000, help="0: any free one, which is printed")
+    server.add_argument("--served-model-name", action="append", help="name clients use (repeatable; default: the model's)")
+    server.add_argument("--api-key", action="append", help="a key that clients must send (repeatable)")
+    server.add_argument("--api-key-file", help="a file with one key a line")
+    server.add_argument("--max-concurrent-per-key", type=int, help="requests in progress for one key")
+    server.add_argument("--max-queued-requests", type=int, help="samples that may wait for a slot; beyond: 429")
+    server.add_argument("--max-queued-tokens", type=int, help="prompt tokens that may wait; beyond: 429")
+    server.add_argument("--request-timeout", type=float, help="deadline of every request in seconds")
+    server.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests after SIGTERM")
+    server.add_argument("--cors-origin", action="append", help="origin that browsers may call from (repeatable; *: any)")
+    server.add_argument("--chat-template", help="a jinja2 file instead of the checkpoint's template")
+    server.add_argument("--tool-parser", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none")
+    server.add_argument("--reasoning-parser", default="auto", help="a parser's name, auto or none")
+    server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"))
+    server.add_argument("--metrics-prefix", default="headrace", help="vllm: for dashboards made for vLLM")
+    server.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
+    server.add_argument("--ssl-keyfile")
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    if args.model_tag is not None and args.model is not None:
+        raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
+    args.model = args.model_tag or args.model
+    listener = bind(args.host, args.port)
+    try:
+        import uvloop as loops
+    except ImportError:
+        loops = asyncio  # type: ignore[assignment]
+    return loops.run(Server(args, listener, began).run())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on exactly this address. Raises ParameterError at once if that is not possible."""
+    if not 0 <= port <= 65535:
+        raise ParameterError("--port", port, "an integer in [0, 65535]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as e:
+        raise ParameterError("--host, --port", f"{host}:{port}", f"an address that can be bound ({e.strerror or e})") from None
+    return listener
+
+
+def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    keys = list(args.api_key or [])
+    if args.api_key_file:
+        try:
+            keys += Path(args.api_key_file).read_text().split()
+        except OSError as e:
+            raise ParameterError("--api-key-file", args.api_key_file, f"a readable file ({e.strerror})") from None
+    if from_environment := api_key_from_environment():
+        keys.append(from_environment)
+    return tuple(keys)
+
+
+def server_config(args: argparse.Namespace):
+    from headrace.api.config import ServerConfig
+
+    template = None
+    if args.chat_template:
+        try:
+            template = Path(args.chat_template).read_text()
+        except OSError as e:
+            raise ParameterError("--chat-template", args.chat_template, f"a readable file ({e.strerror})") from None
+    return ServerConfig(
+        served_model_names=tuple(args.served_model_name or ()),
+        api_keys=api_keys(args),
+        max_concurrent_per_key=args.max_concurrent_per_key,
+        max_queued_requests=args.max_queued_requests,
+        max_queued_tokens=args.max_queued_tokens,
+        request_timeout=args.request_timeout,
+        cors_origins=tuple(args.cors_origin or ()),
+        chat_template=template,
+        tool_parser=None if args.tool_parser == "none" else args.tool_parser,
+        reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
+        embedding_pooling=args.embedding_pooling,
+    )
+
+
+class Server:
+    """One run of the server, from the bound port to the exit code."""
+
+    def __init__(self, args: argparse.Namespace, listener: socket.socket, began: float):
+        self.args, self.listener, self.began = args, listener, began
+        self.signals = 0
+        self.stop = asyncio.Event()
+
+    def stage(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.began:6.2f} s] {text}", file=sys.stderr, flush=True)
+
+    async def run(self) -> int:
+        import uvicorn
+
+        from headrace.api.app import create_app
+        from headrace.config import EngineConfig
+        from headrace.engine.client import EngineClient
+
+        args = self.args
+        host, port = self.listener.getsockname()[:2]
+        scheme = "https" if args.ssl_certfile else "http"
+        base = f"{scheme}://{host if ':' not in host else f'[{host}]'}:{port}"
+        self.stage(f"listening on {base}")
+        config = server_config(args)
+        client = EngineClient(
+            EngineConfig(**engine_options(args)), log_level=args.log_level.upper(), on_give_up=lambda why: self.stop.set()
+        )
+        self.stage(f"{client.model_name}: tokenizer and configuration read")
+        app = create_app(client, config)
+        http = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level=args.log_level, access_log=False, lifespan="on", timeout_keep_alive=75,
+                ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile, server_header=False,
+            )
+        )  # fmt: skip
+        http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # ours drain first
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signal)
+        await client.start()
+        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
+        loaded = asyncio.create_task(self._loaded(client, base))
+        stopping = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if client.dead is None and self.signals == 1:
+            self.stage(f"draining for at most {args.drain_timeout:g} s")
+            drained = asyncio.create_task(client.drain(args.drain_timeout))
+            while not drained.done() and self.signals == 1:
+                await asyncio.wait({drained}, timeout=0.05)
+            drained.cancel()
+        failed = client.dead
+        loaded.cancel()
+        await client.close()
+        http.should_exit = True
+        http.force_exit = self.signals > 1
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(serving, 5)
+        if failed is not None:
+            print(f"headrace: the engine has ended: {failed}", file=sys.stderr)
+            return 1
+        self.stage("ended")
+        return 0
+
+    async def _loaded(self, client, base: str) -> None:
+        with contextlib.suppress(EngineDeadError):
+            info = await client.wait_loaded()
+            self.stage(
+                f"model loaded on {info.device} in {info.dtype} ({info.load_seconds:.2f} s): context {info.max_model_len}, "
+                f"{info.num_blocks} KV blocks of {info.block_size} tokens"
+            )
+            name = (self.args.served_model_name or [client.model_name])[0]
+            print(
+                f"\nReady. Try:\n  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+                f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Where does the water go?"}}], '
+                f'"max_tokens": 64}}\'\n',
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _signal(self) -> None:
+        self.signals += 1
+        self.stop.set()
