@@ -62,8 +62,9 @@ class ToolParser:
             self._end_within(events)
         else:
             self._give(self._scanner.flush(), events)
-        if self._space and not self.num_calls:
-            events.append(Text("".join(self._space)))
+        space = "".join(self._space or ())
+        if space and not self.num_calls:
+            events.append(Text(space))
         self._space = None
         return events
 

@@ -311,7 +311,7 @@ class PythonicParser(_AtStart):
 
     def _opened(self) -> None:
         super()._opened()
-        if self._taken == [self.closing]:
+        if self._taken == [self.closing] and self.num_calls:
             self._taken, self._marked = [], False
         else:
             self._handler = self._expect_list
