@@ -109,7 +109,6 @@ def main() -> None:
         print(f"{what:22s} headrace {mine:8.1f} tok/s   transformers {other:8.1f}   ratio {mine / other:.2f}", flush=True)
     share = rows[0]["headrace_tok_s"] * limits.decode_seconds(1, INPUT + OUTPUT // 2)
     print(f"batch-1 decode is {100 * share:.0f} % of the measured read bandwidth ({limits.machine.bandwidth / 1e9:.1f} GB/s)")
-    del model
     llm.close()
     starts = {
         "headrace": [
@@ -119,7 +118,8 @@ def main() -> None:
         "transformers": [
             start_seconds(
                 f"import sys; sys.path.insert(0, {str(TESTS)!r}); from gguf_reference import load_llama; import torch;"
-                f"m = load_llama({str(embedded_model_path())!r}); print(m.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1))"
+                f"m = load_llama({str(embedded_model_path())!r});"
+                "print(m.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1))"
             )
         ],
     }
