@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_an_index_that_lies_is_an_error(copy: Path):
     for changed, message in (
         ({"model.norm.weight": "../../etc/passwd"}, "no safetensors file's name"),
         ({"model.norm.weight": 3}, "no safetensors file's name"),
-        ({"model.other.weight": weight_map["model.norm.weight"]}, "no tensor 'model.other.weight'"),
+        ({"model.other.weight": weight_map["model.norm.weight"]}, r"no tensor 'model\.other\.weight'"),
     ):
         (copy / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map | changed}))
         with pytest.raises(CheckpointError, match=message):
@@ -181,7 +182,7 @@ def test_directories_without_weights_say_so(copy: Path):
     (copy / "model.safetensors").rename(copy / "a.safetensors")
     load(copy)  # the only one
     shutil.copy(copy / "a.safetensors", copy / "b.safetensors")
-    with pytest.raises(CheckpointError, match="2 .*safetensors files but no"):
+    with pytest.raises(CheckpointError, match=r"2 \*\.safetensors files but no"):
         load(copy)
     for name in "ab":
         (copy / f"{name}.safetensors").unlink()
@@ -259,10 +260,8 @@ def test_corrupt_headers_raise_checkpoint_errors_only(tiny: Path, changes: list[
         raw[position] = value
     path = tiny.with_name("corrupt.safetensors")
     path.write_bytes(raw)
-    try:
+    with contextlib.suppress(CheckpointError):
         read_header(path)
-    except CheckpointError:
-        pass
 
 
 def test_dummy_weights_need_a_config_only_and_are_always_the_same(copy: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 import regex
 import tokenizers
 from hypothesis import given, settings
-from tiny_models import write_tokenizer
 from tokenizers import pre_tokenizers
 
 from headrace.errors import CheckpointError
 from headrace.model.gguf_tokenizer import _PRE
 from headrace.model.tokenizer import Tokenizer
+from tiny_models import write_tokenizer
 
 PATH = Path("model.gguf")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -62,12 +63,16 @@ def reference(directory: Path, pre: str) -> tokenizers.Tokenizer:
     return backend
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm"])
+@pytest.fixture(scope="module", params=["gpt-2", "smollm"])
+def pair(request: pytest.FixtureRequest, directory: Path):
+    ours = Tokenizer.from_gguf_metadata(PATH, gguf_metadata(directory, request.param))
+    return ours, reference(directory, request.param)
+
+
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
-def test_byte_level_ids_are_those_of_the_original(directory: Path, pre: str, text: str):
-    ours = Tokenizer.from_gguf_metadata(PATH, gguf_metadata(directory, pre))
-    theirs = reference(directory, pre)
+def test_byte_level_ids_are_those_of_the_original(pair, text: str):
+    ours, theirs = pair
     ids = theirs.encode(text, add_special_tokens=False).ids
     assert ours.encode(text) == ids
     assert ours.decode(ids, skip_special_tokens=False) == text
@@ -88,13 +93,18 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("pre", PUBLISHED)
+@pytest.fixture(scope="module", params=PUBLISHED)
+def splitter(request: pytest.FixtureRequest, directory: Path):
+    backend = Tokenizer.from_gguf_metadata(PATH, gguf_metadata(directory, request.param)).backend
+    return backend.pre_tokenizer, regex.compile(PUBLISHED[request.param])
+
+
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.sampled_from("aAbBéÉ日ǅ'stLL 123١\n\r\t.,/!?🙂"), max_size=30))
-def test_words_are_split_as_published(directory: Path, pre: str, text: str):
-    backend = Tokenizer.from_gguf_metadata(PATH, gguf_metadata(directory, pre)).backend
-    spans = [(start, end) for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
-    assert [text[a:b] for a, b in spans] == [m.group() for m in regex.finditer(PUBLISHED[pre], text)]
+def test_words_are_split_as_published(splitter, text: str):
+    pre_tokenizer, published = splitter
+    spans = [(start, end) for _, (start, end) in pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[a:b] for a, b in spans] == [m.group() for m in published.finditer(text)]
 
 
 def test_bos_is_added_where_the_metadata_or_the_kind_say_so(directory: Path):
@@ -147,7 +157,7 @@ def spm_encode(text: str, prefix: bool) -> list[str]:
     rank = {piece: i for i, piece in enumerate(PIECES)}
     symbols = list((" " + text if prefix and text else text).replace(" ", "▁"))
     while True:
-        unions = [(rank[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in rank]
+        unions = [(rank[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in rank]
         if not unions:
             break
         _, i = min(unions)
@@ -155,11 +165,15 @@ def spm_encode(text: str, prefix: bool) -> list[str]:
     return [p for s in symbols for p in ([s] if s in rank else [f"<0x{b:02X}>" for b in s.encode()])]
 
 
-@pytest.mark.parametrize("prefix", [True, False])
+@pytest.fixture(scope="module", params=[True, False])
+def sentencepiece(request: pytest.FixtureRequest):
+    return request.param, Tokenizer.from_gguf_metadata(PATH, spm_metadata(tokenizer__ggml__add_space_prefix=request.param))
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from("aabbcde é日"), max_size=24))
-def test_sentencepiece_ids_follow_its_definition(prefix: bool, text: str):
-    tokenizer = Tokenizer.from_gguf_metadata(PATH, spm_metadata(tokenizer__ggml__add_space_prefix=prefix))
+def test_sentencepiece_ids_follow_its_definition(sentencepiece, text: str):
+    prefix, tokenizer = sentencepiece
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert [tokenizer.id_to_piece(i) for i in ids] == spm_encode(text, prefix)
     assert tokenizer.decode(ids) == text

@@ -12,11 +12,11 @@ import hypothesis.strategies as st
 import pytest
 import tokenizers
 from hypothesis import given, settings
-from tiny_models import write_tokenizer
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from headrace.errors import CheckpointError, ParameterError
 from headrace.model.tokenizer import Tokenizer
+from tiny_models import write_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.lists(
     st.sampled_from(["<s>", "</s>", "<|user|>", " ", "\n", "The ", "wheel", "é", "日本", "🙂", "<tool>", "12"]), max_size=12
@@ -39,9 +39,7 @@ def write_metaspace_tokenizer(path: Path) -> Path:
     vocab = {piece: i for i, piece in enumerate([*pieces, *letters, *words, "ld"])}
     merges = [("h", "e"), ("l", "l"), ("▁", "w"), ("▁", "he"), ("l", "d"), ("ll", "o"), ("▁he", "llo"), ("o", "r"),
               ("▁w", "or"), ("▁wor", "ld"), ("▁", "▁"), ("▁▁", "▁▁")]  # fmt: skip
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -50,16 +48,13 @@ def write_metaspace_tokenizer(path: Path) -> Path:
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<unk>", "<s>", "</s>")])
     path.mkdir(parents=True)
     backend.save(str(path / "tokenizer.json"))
-    return edit_config(
-        path, tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
+    return edit_config(path, tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 KINDS: dict[str, Any] = {
     "plain": lambda path: write(path),
-    "no bos": lambda path: edit_config(write(path), add_bos_token=False),
-    "eos": lambda path: edit_config(write(path), add_bos_token=True, add_eos_token=True),
-    "template decides": lambda path: edit_config(write(path), add_bos_token=...),
+    "contradicting config": lambda path: edit_config(write(path), add_bos_token=False, add_eos_token=True),
+    "no post-processor": lambda path: without_post_processor(write(path)),
     "added tokens": lambda path: edit_config(
         write(path),
         added_tokens_decoder={
@@ -75,6 +70,12 @@ KINDS: dict[str, Any] = {
 
 def write(path: Path) -> Path:
     write_tokenizer(path)
+    return path
+
+
+def without_post_processor(path: Path) -> Path:
+    content = json.loads((path / "tokenizer.json").read_text())
+    (path / "tokenizer.json").write_text(json.dumps(content | {"post_processor": None}))
     return path
 
 

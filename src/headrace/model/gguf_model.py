@@ -235,8 +235,12 @@ def _rope_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any] | None:
     scaling = {"rope_type": kind, "factor": meta.number("rope.scaling.factor", 1.0)}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = meta.integer("rope.scaling.original_context_length")
-        if meta.get("rope.scaling.attn_factor") is not None:
-            scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0)
+        if meta.get("rope.scaling.attn_factor") is not None:  # ggml multiplies it with yarn's own factor
+            own = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0
+            scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0) * own
+        for name in ("beta_fast", "beta_slow"):
+            if meta.get(f"rope.scaling.yarn_{name}") is not None:
+                scaling[name] = meta.number(f"rope.scaling.yarn_{name}", 0.0)
     return scaling
 
 

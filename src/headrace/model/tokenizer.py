@@ -70,7 +70,11 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """From tokenizer.json, with what tokenizer_config.json and its companions add. Raises CheckpointError."""
+        """From tokenizer.json, with what tokenizer_config.json and its companions add. Raises CheckpointError.
+
+        What goes around a text is up to tokenizer.json's post-processor; add_bos_token and add_eos_token of the config,
+        which some files contradict it with, are not looked at (as in transformers 5).
+        """
         path = directory / "tokenizer.json"
         if not path.exists():
             others = [n for n in ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "tekken.json")
@@ -81,8 +85,7 @@ class Tokenizer:
         config = _optional_json(directory / "tokenizer_config.json")
         roles = _roles(_optional_json(directory / "special_tokens_map.json")) | _roles(config)
         _add_configured_tokens(directory, backend, config, roles)
-        prefix, suffix = _configured_ends(backend, config, roles)
-        return cls(backend, TokenizerExtras(roles, _chat_templates(directory, config), prefix, suffix))
+        return cls(backend, TokenizerExtras(roles, _chat_templates(directory, config)))
 
     @classmethod
     def from_gguf_metadata(cls, path: Path, metadata: dict[str, Any]) -> Tokenizer:
@@ -235,18 +238,6 @@ def _add_configured_tokens(directory: Path, backend, config: dict[str, Any], rol
         return backend
 
     build_backend(directory / "tokenizer_config.json", add)
-
-
-def _configured_ends(backend, config: dict[str, Any], roles: dict[str, str]) -> tuple[tuple[int, ...] | None, tuple]:
-    """The tokens around a text where tokenizer_config.json decides it: an explicit add_bos_token or add_eos_token wins
-    over the post-processor of tokenizer.json, as in transformers 5."""
-    if not {"add_bos_token", "add_eos_token"} & config.keys():
-        return None, ()
-    ends = []
-    for flag, role in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        token = backend.token_to_id(roles[role]) if config.get(flag) and role in roles else None
-        ends.append(() if token is None else (token,))
-    return ends[0], ends[1]
 
 
 def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:

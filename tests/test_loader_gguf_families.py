@@ -1,0 +1,112 @@
+"""Each family converted to GGUF, as llama.cpp's converter does it, loads as its Hugging Face checkpoint does."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import loader_files as files
+from headrace.config import EngineConfig
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
+from tiny_models import write_tiny
+
+INTERLEAVED = {"llama", "granite"}
+PLUS_ONE = {"gemma2", "gemma3"}
+# family -> settings of the tiny checkpoint that its GGUF can express
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "olmo2": {}, "granite": {}, "phi3": {},
+    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "gemma3": {
+        "query_pre_attn_scalar": 16, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+}  # fmt: skip
+
+
+def convert(family: str, source: Path, path: Path) -> Path:
+    """The GGUF of a Hugging Face checkpoint, with the package's own table of tensor names."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(source)
+    writer = gguf.GGUFWriter(str(path), family)
+    rope = config.rope_parameters
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if family == "gemma3":
+        writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
+    else:
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if family == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if family in PLUS_ONE:
+        writer.add_sliding_window(config.sliding_window)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    arch = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, tensor in load_file(source / "model.safetensors").items():
+        data = tensor.numpy()
+        if family in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
+            data = files.interleave(data, head_dim)
+        if family in PLUS_ONE and "norm" in name:
+            data = data + 1
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_a_gguf_is_the_checkpoint_that_it_was_made_from(family: str, tmp_path: Path):
+    source = write_tiny(family, tmp_path / "hf", **SETTINGS[family])
+    path = convert(family, source, tmp_path / "model.gguf")
+    configs, weights = [], []
+    for model in (source, path):
+        checkpoint = resolve_checkpoint(EngineConfig(model=str(model)))
+        configs.append(model_config_from_hf(checkpoint.config))
+        weights.append(load_model(checkpoint, configs[-1], torch.float32, torch.device("cpu")))
+    for field in fields(configs[0]):
+        if field.name not in ("dtype", "bos_token_id", "eos_token_ids"):  # the tokenizer's part, which is not converted
+            ours, expected = getattr(configs[1], field.name), getattr(configs[0], field.name)
+            assert ours == (pytest.approx(expected) if isinstance(expected, float) else expected), field.name
+    compare(weights[1], weights[0])
+
+
+def compare(ours: Any, expected: Any) -> None:
+    assert torch.equal(ours.embedding, expected.embedding)
+    assert torch.equal(ours.lm_head, expected.lm_head)
+    torch.testing.assert_close(ours.final_norm, expected.final_norm, atol=1e-6, rtol=0)
+    for layer, wanted in zip(ours.layers, expected.layers, strict=True):
+        for field in fields(wanted):
+            a, b = getattr(layer, field.name), getattr(wanted, field.name)
+            if b is None:
+                assert a is None, field.name
+            else:
+                torch.testing.assert_close(a, b, atol=1e-6 if "norm" in field.name else 0, rtol=0)
