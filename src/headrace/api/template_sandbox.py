@@ -124,8 +124,11 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def _weigh(self, value: Any) -> int:
         """About how many characters a value prints as; stops at the limit."""
-        size, stack = 0, [value]
+        size, stack, turns = 0, [value], 0
         while stack:
+            turns += 1
+            if turns % 4096 == 0:
+                self.tick()
             item = stack.pop()
             if isinstance(item, str):
                 size += len(item)
