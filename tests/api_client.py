@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import httpx
-from fake_engine import FakeEngine
 
+from fake_engine import FakeEngine
 from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
 

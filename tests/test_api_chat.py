@@ -159,7 +159,7 @@ def test_template_switches_reach_the_template():
     engine.tokenizer.chat_templates = {
         "default": "{{ messages[0].content }}|{{ enable_thinking }}|{{ reasoning_effort }}|{{ tools is none }}"
     }
-    api = Api(engine)
+    api = Api(engine, tool_parser="hermes")
     tools = [{"type": "function", "function": {"name": "f"}}]
     for body, text in (
         ({"chat_template_kwargs": {"enable_thinking": False}}, "hi|False||True"),

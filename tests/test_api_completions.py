@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from api_client import Api, error_of, joined
-from fake_engine import BOS, EOS, FakeEngine, random_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from api_client import Api, error_of, joined
+from fake_engine import BOS, EOS, FakeEngine, random_text
 from headrace.sampling.params import SamplingParams
 
 PATH = "/v1/completions"

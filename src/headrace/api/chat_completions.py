@@ -11,15 +11,17 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext, new_id
-from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_ids
+from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.errors import ApiError, bad_request, unsupported
+from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat, prompt_logprobs
 from headrace.api.options import check_generation, response_id
-from headrace.api.parts import CallArguments, CallBegin, Part, PartStream, Reasoning, Text, ToolPolicy
 from headrace.api.protocol import ChatRequest
-from headrace.api.sse import DONE, event
+from headrace.api.sse import DONE
+from headrace.api.sse import event as sse_event
 from headrace.api.structured import with_structure
+from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.engine.output import Delta
 from headrace.sampling.params import SamplingParams, check_int
 
@@ -34,11 +36,11 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     check_tools(body.tools, body.tool_choice)
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
-    policy = ToolPolicy.of(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
-    params = policy.constrained(ctx, _parameters(ctx, body))
-    ids = await prompt_ids(ctx, _conversation(body, policy))
+    policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
+    params = policy.constrained(_parameters(ctx, body))
+    ids, end = await prompt_of(ctx, _conversation(body, policy))
     ids, params = ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
-    answer = ChatAnswer(ctx, body, model, policy, ids, params)
+    answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
     generation = Generation(ctx, request, answer)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
@@ -62,7 +64,7 @@ def _conversation(body: ChatRequest, policy: ToolPolicy) -> Conversation:
     kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
     return Conversation(
         messages=body.messages,
-        tools=policy.shown,
+        tools=policy.tools or None,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=continued,
         template_kwargs=kwargs,
@@ -82,9 +84,11 @@ class ChatAnswer:
     """One prompt, n choices."""
 
     def __init__(
-        self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: list[int], params: SamplingParams
-    ):
-        self.ctx, self.body, self.policy, self.prompt_ids = ctx, body, policy, ids
+        self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: list[int], prompt_end: str,
+        params: SamplingParams,
+    ):  # fmt: skip
+        self.ctx, self.body, self.prompt_ids = ctx, body, ids
+        structured = body.structured_outputs is not None or (body.response_format or {}).get("type", "text") != "text"
         self.id = response_id("chatcmpl-", body.request_id)
         self.samples: list[Sample] = []
         self.choices: list[ChatChoice] = []
@@ -96,11 +100,8 @@ class ChatAnswer:
         fields = encode({"id": self.id, "object": kind, "created": int(time.time()), "model": model})
         self.head = fields[:-1] + b',"choices":['
         for index in range(params.n):
-            parts = PartStream(ctx, policy)
             own = msgspec.structs.replace(params, n=1, sample_index=index)
-            if parts.needs_special_tokens:
-                own = msgspec.structs.replace(own, skip_special_tokens=False)
-            choice = ChatChoice(self, index, own, parts)
+            choice = ChatChoice(self, index, own, policy.reader(prompt_end, structured=structured))
             sample = Sample(
                 ctx, new_id(f"{self.id}-"), ids, own, choice,
                 priority=body.priority or 0, cache_salt=body.cache_salt or "",
@@ -109,13 +110,13 @@ class ChatAnswer:
             self.choices.append(choice)
 
     def _usage(self) -> bytes:
-        self.usage.reasoning_tokens = sum(c.parts.reasoning_tokens for c in self.choices)
+        self.usage.reasoning_tokens = sum(c.reasoning_tokens() for c in self.choices)
         return self.usage.json()
 
     def closing(self) -> bytes:
         if not self.include_usage:
             return DONE
-        return event(self.head + b'],"usage":' + self._usage() + b"}") + DONE
+        return sse_event(self.head + b'],"usage":' + self._usage() + b"}") + DONE
 
     def failure(self, error: ApiError) -> bytes:
         return error_events(error)
@@ -134,9 +135,9 @@ class ChatAnswer:
 class ChatChoice:
     """One message. Streamed: the role first, then a chunk for each part, then one with the finish reason."""
 
-    def __init__(self, answer: ChatAnswer, index: int, params: SamplingParams, parts: PartStream):
+    def __init__(self, answer: ChatAnswer, index: int, params: SamplingParams, reader: AnswerReader):
         body = answer.body
-        self.answer, self.index, self.parts = answer, index, parts
+        self.answer, self.index, self.reader = answer, index, reader
         self.streaming = bool(body.stream)
         self.reasoning_shown = body.include_reasoning is not False
         self.form = LogprobFormat(
@@ -152,7 +153,7 @@ class ChatChoice:
         self.calls: list[dict[str, Any]] = []
         self.finish: tuple[str | None, int | str | None] = (None, None)
         self.open = b"data: " + answer.head + b'{"index":%d,"delta":' % index
-        self.plain = not (self.logprobs or self.with_ids or answer.continuous_usage) and parts.plain and self.streaming
+        self.plain = not (self.logprobs or self.with_ids or answer.continuous_usage) and reader.plain and self.streaming
 
     def push(self, delta: Delta) -> bytes:
         if self.plain and self.begun and delta.finish_reason is None:  # the common case, once per token
@@ -162,31 +163,32 @@ class ChatChoice:
             self.logprobs.add(delta.logprobs)
         if self.with_ids:
             self.ids.extend(delta.token_ids)
-        parts = self.parts.push(delta.text)
+        events = self.reader.push(delta.text)
         if delta.finish_reason is not None:
-            parts += self.parts.finish()
-            self.finish = (self.parts.policy.finish_reason(delta.finish_reason, self.parts.num_calls), delta.stop_reason)
+            events += self.reader.finish()
+            reason = self.reader.policy.finish_reason(delta.finish_reason, self.reader.num_calls)
+            self.finish = (reason, delta.stop_reason)
+        for event in events:
+            self._keep(event)
         if not self.streaming:
-            for part in parts:
-                self._keep(part)
             return b""
         chunks = [self._chunk(b'{"role":"assistant","content":""}', False)] if not self.begun else []
         self.begun = True
-        deltas = [d for part in parts if (d := self._delta(part)) is not None]
+        deltas = [d for event in events if (d := self._delta(event)) is not None]
         chunks += [self._chunk(encode(d), True) for d in deltas]
         if delta.finish_reason is not None:
             chunks.append(self._chunk(b"{}", True, last=True))
         return b"".join(chunks)
 
-    def _delta(self, part: Part) -> dict[str, Any] | None:
-        if isinstance(part, Text):
-            return {"content": part.text}
-        if isinstance(part, Reasoning):
-            return {"reasoning": part.text, "reasoning_content": part.text} if self.reasoning_shown else None
-        if isinstance(part, CallBegin):
-            function = {"name": part.name, "arguments": ""}
-            return {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]}
-        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+    def _delta(self, event: Event) -> dict[str, Any] | None:
+        if isinstance(event, Text):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning": event.text, "reasoning_content": event.text} if self.reasoning_shown else None
+        if isinstance(event, CallBegin):
+            function = {"name": event.name, "arguments": ""}
+            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
     def _chunk(self, delta: bytes, with_extras: bool, last: bool = False) -> bytes:
         """`with_extras`: it takes along the logprobs and ids that wait for a chunk."""
@@ -202,15 +204,22 @@ class ChatChoice:
         usage = b',"usage":' + self.answer._usage() if self.answer.continuous_usage else b""
         return self.open + delta + b"," + encode(fields)[1:] + b"]" + usage + b"}\n\n"
 
-    def _keep(self, part: Part) -> None:
-        if isinstance(part, Text):
-            self.content.append(part.text)
-        elif isinstance(part, Reasoning):
-            self.reasoning.append(part.text)
-        elif isinstance(part, CallBegin):
-            self.calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
-        elif isinstance(part, CallArguments):
-            self.calls[part.index]["function"]["arguments"] += part.text
+    def _keep(self, event: Event) -> None:
+        """For the whole answer; of a streamed one only what the usage needs."""
+        if isinstance(event, Reasoning):
+            self.reasoning.append(event.text)
+        elif self.streaming:
+            return
+        elif isinstance(event, Text):
+            self.content.append(event.text)
+        elif isinstance(event, CallBegin):
+            self.calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
+        elif isinstance(event, CallArguments):
+            self.calls[event.index]["function"]["arguments"] += event.text
+
+    def reasoning_tokens(self) -> int:
+        """Counted on the reasoning's text, when the choice has ended."""
+        return self.answer.ctx.count_tokens("".join(self.reasoning)) if self.finish[0] else 0
 
     def whole(self) -> bytes:
         reason, stop_reason = self.finish

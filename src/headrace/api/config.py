@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.api.chat import ALLOWED_KWARGS
+from headrace.api.reasoning import REASONING_FORMATS
+from headrace.api.tools import TOOL_PARSERS
 from headrace.errors import ParameterError
 
 
@@ -55,5 +57,9 @@ class ServerConfig:
                 raise ParameterError(name, value, "seconds in (0, 1e7]")
         if self.embedding_pooling not in ("mean", "last"):
             raise ParameterError("embedding_pooling", self.embedding_pooling, "mean or last")
+        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_FORMATS)):
+            value = getattr(self, name)
+            if value is not None and value != "auto" and value not in known:
+                raise ParameterError(name, value, "auto, " + ", ".join(known))
         if any(not key for key in self.api_keys):
             raise ParameterError("api_keys", "", "non-empty keys")

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
+from headrace.api.answer import AnswerFormat
 from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request
@@ -18,6 +19,7 @@ from headrace.api.limits import Limits
 from headrace.api.sse import Ticker
 from headrace.api.telemetry import EngineGauges, Metrics
 from headrace.engine.inputs import InputProcessor
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
 Prompt = str | list[int]
@@ -72,6 +74,36 @@ class ApiContext:
             return ChatTemplate.from_tokenizer(tokenizer, **options)
         tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
         return ChatTemplate(config.chat_template, tokens, **options)
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes reasoning and tool calls."""
+        config = self.config
+        template = self._template_source
+        tools = config.tool_parser
+        if tools == "auto" and template is not None and not self.template_knows_tools:
+            tools = "hermes"  # the format of tool_prompt
+        return AnswerFormat.choose(template, config.reasoning_parser, tools)
+
+    @cached_property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template shows tools to the model; if not, tool_prompt does."""
+        return "tools" in (self._template_source or "")
+
+    @cached_property
+    def template_knows_developers(self) -> bool:
+        return "developer" in (self._template_source or "")
+
+    @property
+    def _template_source(self) -> str | None:
+        try:
+            return self.chat_template.source(tools=True)
+        except ParameterError:
+            return None
+
+    def count_tokens(self, text: str) -> int:
+        """Of a piece of an answer, for the usage's details."""
+        return len(self.engine.tokenizer.encode(text, add_special_tokens=False)) if text else 0
 
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)

@@ -12,6 +12,7 @@ from headrace.api.chat import ROLES
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request
 from headrace.api.protocol import NamedTool, Tool
+from headrace.api.tool_prompt import with_tools
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -56,20 +57,25 @@ def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> Non
         raise bad_request(text, "tool_choice", "invalid_value")
 
 
-async def prompt_ids(ctx: ApiContext, conversation: Conversation) -> list[int]:
-    """Render and tokenize. Raises ParameterError or ApiError naming the field."""
-    return await ctx.in_thread(_prompt_ids, ctx, conversation)
+async def prompt_of(ctx: ApiContext, conversation: Conversation) -> tuple[list[int], str]:
+    """Render and tokenize: the ids, and the end of the text. Raises ParameterError or ApiError naming the field."""
+    return await ctx.in_thread(_prompt_of, ctx, conversation)
 
 
-def _prompt_ids(ctx: ApiContext, c: Conversation) -> list[int]:
+def _prompt_of(ctx: ApiContext, c: Conversation) -> tuple[list[int], str]:
+    messages, tools = c.messages, _without_nulls(c.tools) if c.tools else None
+    if tools and not ctx.template_knows_tools:
+        messages, tools = with_tools(messages, tools), None
+    if not ctx.template_knows_developers:  # many would drop such a message silently
+        messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     text = ctx.chat_template.render(
-        c.messages,
-        tools=_without_nulls(c.tools) if c.tools else None,
+        messages,
+        tools=tools,
         add_generation_prompt=c.add_generation_prompt and not c.continue_final_message,
         continue_final_message=c.continue_final_message,
         chat_template_kwargs=c.template_kwargs,
     )
-    return ctx.encode(text, c.add_special_tokens, "messages", c.truncated)
+    return ctx.encode(text, c.add_special_tokens, "messages", c.truncated), text[-400:]
 
 
 def _without_nulls(tools: list[Tool]) -> list[dict[str, Any]]:

@@ -12,12 +12,11 @@ from starlette.responses import Response
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs
 from headrace.api.context import ApiContext, new_id
-from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_ids
+from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.errors import ApiError
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
 from headrace.api.options import check_common, check_priority, check_text, response_id
-from headrace.api.parts import PartStream, ToolPolicy
 from headrace.api.protocol import check_stream_options
 from headrace.api.responses_input import (
     LOGPROBS,
@@ -30,6 +29,7 @@ from headrace.api.responses_input import (
 )
 from headrace.api.responses_items import Events, Items
 from headrace.api.structured import constrain
+from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.engine.output import Delta
 from headrace.sampling.params import SamplingParams, check_int
 
@@ -44,18 +44,21 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     check_messages(conversation, "input")
     tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
     check_tools(tools, choice)
-    policy = ToolPolicy.of(ctx, tools, choice, body.parallel_tool_calls)
-    params = policy.constrained(ctx, _parameters(ctx, body))
+    policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
+    wish = structure(body.text)
+    params = policy.constrained(constrain(ctx, _parameters(ctx, body), wish))
     effort = body.reasoning.effort if body.reasoning is not None else None
     shown = Conversation(
         messages=conversation,
-        tools=policy.shown,
+        tools=policy.tools or None,
         template_kwargs=effort_kwargs(effort) | (body.chat_template_kwargs or {}),
         truncated=body.truncate_prompt_tokens is not None,
     )
-    ids = await prompt_ids(ctx, shown)
+    ids, end = await prompt_of(ctx, shown)
     ids, params = ctx.check_prompt(ids, params, field="input", side=body.truncation_side)
-    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, policy, ids, params))
+    params = policy.with_special_tokens(msgspec.structs.replace(params, n=1))
+    reader = policy.reader(end, structured=wish is not None)
+    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params))
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 
@@ -74,25 +77,20 @@ def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
     if body.max_output_tokens is not None:
         check_int("max_output_tokens", body.max_output_tokens, 1, 2**31 - 1)
     wanted = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    params = body.sampling(max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if wanted else None)
-    return constrain(ctx, params, structure(body.text))
+    return body.sampling(max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if wanted else None)
 
 
 class ResponsesAnswer:
     """One response; it is its own only choice."""
 
     def __init__(
-        self, ctx: ApiContext, body: ResponsesRequest, model: str, policy: ToolPolicy, ids: list[int],
+        self, ctx: ApiContext, body: ResponsesRequest, model: str, reader: AnswerReader, ids: list[int],
         params: SamplingParams,
     ):  # fmt: skip
         self.body, self.model = body, model
         self.id = response_id("resp_", body.request_id)
         self.created = int(time.time())
-        self.parts = PartStream(ctx, policy)
-        params = msgspec.structs.replace(params, n=1)
-        if self.parts.needs_special_tokens:
-            params = msgspec.structs.replace(params, skip_special_tokens=False)
-        self.params = params
+        self.ctx, self.reader, self.params = ctx, reader, params
         form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
         self.logprobs = ChatLogprobs(form, body.top_logprobs or 0) if params.logprobs is not None else None
         self.events, self.items = Events(), Items()
@@ -113,17 +111,17 @@ class ResponsesAnswer:
                 out += [self.events.bytes(f"response.{k}", shown) for k in ("created", "in_progress")]
         if self.logprobs is not None and delta.logprobs:
             self.logprobs.add(delta.logprobs)
-        parts = self.parts.push(delta.text)
+        found = self.reader.push(delta.text)
         if delta.finish_reason is not None:
-            parts += self.parts.finish()
-        events = []
-        for part in parts:
-            events += self.items.push(part, self._take_logprobs())
+            found += self.reader.finish()
+        news = []
+        for piece in found:
+            news += self.items.push(piece, self._take_logprobs())
         if delta.finish_reason is not None:
             self.status = "incomplete" if delta.finish_reason == "length" else "completed"
-            events += self.items.finish(self.status, self._take_logprobs())
+            news += self.items.finish(self.status, self._take_logprobs())
         if self.streaming:
-            out += [self.events.bytes(kind, fields) for kind, fields in events]
+            out += [self.events.bytes(kind, fields) for kind, fields in news]
         return b"".join(out)
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
@@ -182,12 +180,16 @@ class ResponsesAnswer:
             "usage": self._usage() if ended else None,
         }
 
+    def _reasoning_tokens(self) -> int:
+        texts = [part["text"] for item in self.items.output if item["type"] == "reasoning" for part in item["content"]]
+        return self.ctx.count_tokens("".join(texts))
+
     def _usage(self) -> dict[str, Any]:
         prompt, output = self.usage.prompt_tokens, self.usage.completion_tokens
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self.usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": self.parts.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
             "total_tokens": prompt + output,
         }

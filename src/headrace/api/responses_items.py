@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from headrace.api.context import new_id
-from headrace.api.parts import CallArguments, CallBegin, Part, Reasoning, Text
+from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.api.sse import named_event
 
 encode = msgspec.json.encode
-Event = tuple[str, dict[str, Any]]
+Fields = dict[str, Any]
+News = tuple[str, Fields]  # type of a stream event, and what it says
 
 
 class Events:
@@ -27,7 +28,7 @@ class Events:
 
 
 class Items:
-    """Output items from parts: at most one is open at a time; another kind of part closes it and opens the next."""
+    """Output items from the events of an answer: one is open at a time; an event of another kind ends it and opens the next."""
 
     def __init__(self) -> None:
         self.output: list[dict[str, Any]] = []
@@ -40,9 +41,9 @@ class Items:
     def _item(self) -> dict[str, Any]:
         return self.output[-1]
 
-    def push(self, part: Part, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def push(self, part: Event, logprobs: list[dict[str, Any]]) -> list[News]:
         """`logprobs` go to the message if this is a part of it."""
-        events: list[Event] = []
+        events: list[News] = []
         if isinstance(part, CallBegin):
             events += self.close("completed")
             self._call = part.index
@@ -67,30 +68,30 @@ class Items:
         place = {"item_id": self._item["id"], "output_index": len(self.output) - 1}
         return place if content_index is None else {**place, "content_index": content_index}
 
-    def _start(self, item: dict[str, Any], part: dict[str, Any] | None) -> list[Event]:
+    def _start(self, item: dict[str, Any], part: dict[str, Any] | None) -> list[News]:
         self._pieces, self._logprobs, self._open = [], [], True
         self.output.append(item)
-        events: list[Event] = [("response.output_item.added", {"output_index": len(self.output) - 1, "item": dict(item)})]
+        events: list[News] = [("response.output_item.added", {"output_index": len(self.output) - 1, "item": dict(item)})]
         if part is not None:
             events.append(("response.content_part.added", {**self._place(0), "part": part}))
         return events
 
-    def _start_message(self) -> list[Event]:
+    def _start_message(self) -> list[News]:
         item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "status": "in_progress", "content": []}
         return self._start(item, {"type": "output_text", "text": "", "annotations": [], "logprobs": []})
 
-    def _start_reasoning(self) -> list[Event]:
+    def _start_reasoning(self) -> list[News]:
         return self._start(
             {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}, {"type": "reasoning_text", "text": ""}
         )
 
-    def close(self, status: str, logprobs: list[dict[str, Any]] | None = None) -> list[Event]:
+    def close(self, status: str, logprobs: list[dict[str, Any]] | None = None) -> list[News]:
         """End the open item, if there is one."""
         if not self._open:
             return []
         self._open = False
         item, text = self._item, "".join(self._pieces)
-        events: list[Event]
+        events: list[News]
         part: dict[str, Any]
         if item["type"] == "function_call":
             item["arguments"], item["status"] = text, status
@@ -109,7 +110,7 @@ class Items:
             events = [("response.output_text.done", fields), ("response.content_part.done", {**self._place(0), "part": part})]
         return [*events, ("response.output_item.done", {"output_index": len(self.output) - 1, "item": item})]
 
-    def finish(self, status: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+    def finish(self, status: str, logprobs: list[dict[str, Any]]) -> list[News]:
         """End the output, which holds at least one item: an empty message, if the model said nothing."""
         events = [] if self.output else self._start_message()
         return events + self.close(status, logprobs)

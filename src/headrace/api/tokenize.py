@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext
-from headrace.api.conversation import Conversation, check_messages, prompt_ids
+from headrace.api.conversation import Conversation, check_messages, prompt_of
 from headrace.api.errors import bad_request
 from headrace.api.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.api.service import json_response
@@ -26,7 +26,7 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
         special = body.add_special_tokens is not False
         ids = await ctx.tokenize(body.prompt, special=special, field="prompt", truncated=True)
     else:
-        ids = await prompt_ids(ctx, _conversation(body))
+        ids, _ = await prompt_of(ctx, _conversation(body))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": ctx.engine.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         answer["token_strs"] = [ctx.engine.tokenizer.token_to_text(i) for i in ids]

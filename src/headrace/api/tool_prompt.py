@@ -1,0 +1,58 @@
+"""Tools for models whose chat template knows none: described in the system message, in the hermes format.
+
+Without this the template would drop the tools silently. The words are those that Qwen's and Hermes' templates use, so
+that a model which has seen any tool format has most likely seen this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with the tools in its system message, and earlier calls and their results as text."""
+    text = INTRODUCTION.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in tools))
+    spelled = [_spelled(m) for m in messages]
+    first = spelled[0]
+    if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *spelled[1:]]
+    return [{"role": "system", "content": text}, *spelled]
+
+
+def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "tool" and isinstance(message.get("content"), str):
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
+        return dict(message)
+    content = message.get("content")
+    texts = [content] if isinstance(content, str) and content else []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            texts.append(f"<tool_call>\n{_call(function)}\n</tool_call>")
+    rest = {k: v for k, v in message.items() if k != "tool_calls"}
+    return {**rest, "content": "\n".join(texts)}
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return f'{{"name": {json.dumps(function.get("name"))}, "arguments": {arguments or "{}"}}}'

@@ -1,0 +1,260 @@
+"""Tools and reasoning through the chat and responses endpoints: streamed equals whole, finish reasons, history, usage."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from api_client import Api, error_of, joined
+from fake_engine import TEMPLATE, FakeEngine
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+FLAT = [{"type": "function", **TOOL}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "ü😀"}}\n</tool_call>'
+EMPTY = '<tool_call>{"name": "g"}</tool_call>'
+
+
+def make(text: str, **options):
+    engine = FakeEngine(script=lambda ids, params: text)
+    engine.tokenizer.chat_templates = {"default": TEMPLATE + "{# <tool_call> </think> #}"}
+    return Api(engine, **options)
+
+
+def chat_both_ways(api: Api, body: dict) -> dict:
+    """The choice, after a check that the stream says the same."""
+    events = api.events("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    usage = events.pop()["usage"]
+    streamed = joined(events)[0]
+    whole = api.ok("/v1/chat/completions", body)
+    choice = whole["choices"][0]
+    message = choice["message"]
+    assert streamed["content"] == (message["content"] or "")
+    assert streamed["reasoning"] == message.get("reasoning", "")
+    assert streamed["finish_reason"] == choice["finish_reason"]
+    assert usage == whole["usage"]
+    calls = [{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in message.get("tool_calls", [])]
+    assert calls == [{k: c[k] for k in ("name", "arguments")} for c in streamed["tool_calls"]]
+    choice["usage"] = usage
+    return choice
+
+
+PIECES = ["text ", "\n", CALL, EMPTY, "<tool_call>", "{", "</think>", "<think>", "é😀", "<", "<tool_"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=6), with_tools=st.booleans(), most=st.integers(1, 200))
+def test_streamed_equals_whole(pieces, with_tools, most):
+    api = make("".join(pieces))
+    body = {"messages": HI, "max_tokens": most} | ({"tools": TOOLS} if with_tools else {})
+    choice = chat_both_ways(api, body)
+    if choice["message"].get("tool_calls"):
+        assert with_tools and choice["finish_reason"] in ("tool_calls", "length")
+    else:
+        assert choice["finish_reason"] in ("stop", "length")
+    assert choice["usage"]["completion_tokens"] == len(api.engine.sample([], api.engine.params[-1])[0])
+    responses_both_ways(api, {"input": "hi", "max_output_tokens": most} | ({"tools": FLAT} if with_tools else {}))
+    api.close()
+
+
+def test_calls():
+    api = make(f"Well.\n{CALL}\n{EMPTY}")
+    choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS})
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well."
+    first, second = choice["message"]["tool_calls"]
+    assert json.loads(first["function"]["arguments"]) == {"a": "ü😀"} and second["function"]["arguments"] == "{}"
+    assert first["type"] == "function" and first["id"] != second["id"]
+    only = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False})
+    assert len(only["message"]["tool_calls"]) == 1
+    ignored = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": "none"})
+    assert ignored["finish_reason"] == "stop" and "<tool_call>" in ignored["message"]["content"]
+    api.close()
+
+
+def test_content_is_null_with_calls_alone():
+    api = make(CALL)
+    assert chat_both_ways(api, {"messages": HI, "tools": TOOLS})["message"]["content"] is None
+    deltas = [e["choices"][0]["delta"] for e in api.events("/v1/chat/completions", {"messages": HI, "tools": TOOLS})]
+    assert all("content" not in d for d in deltas[1:])
+    assert all(isinstance(c["index"], int) for d in deltas for c in d.get("tool_calls", ()))
+    api.close()
+
+
+def test_a_call_that_is_cut_stays_length():
+    api = make(CALL + "trailing" * 50)
+    choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "max_tokens": len(CALL.encode()) + 5})
+    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"]
+    api.close()
+
+
+def test_logprobs_with_tools_and_streams():
+    api = make(f"hm {CALL}")
+    body = {"messages": HI, "tools": TOOLS, "logprobs": True, "top_logprobs": 1}
+    whole = api.ok("/v1/chat/completions", body)["choices"][0]
+    assert joined(api.events("/v1/chat/completions", body))[0]["logprobs"] == whole["logprobs"]
+    assert len(whole["logprobs"]["content"]) == len(f"hm {CALL}".encode()) + 1
+    api.close()
+
+
+def test_reasoning():
+    api = make("<think>\nwhy é\n</think>\n\nbecause")
+    choice = chat_both_ways(api, {"messages": HI})
+    message = choice["message"]
+    assert message["content"] == "because" and message["reasoning"] == message["reasoning_content"] == "why é"
+    assert choice["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("why é".encode())}
+    hidden = chat_both_ways(api, {"messages": HI, "include_reasoning": False})
+    assert "reasoning" not in hidden["message"] and hidden["message"]["content"] == "because"
+    assert hidden["usage"] == choice["usage"]
+    api.close()
+    plain = make("<think>x</think>y", reasoning_parser=None)
+    assert chat_both_ways(plain, {"messages": HI})["message"]["content"] == "<think>x</think>y"
+    plain.close()
+
+
+def test_templates_without_tools_get_them_in_the_system_message():
+    engine = FakeEngine(script=lambda ids, params: CALL)
+    engine.tokenizer.chat_templates = {"default": "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"}
+    api = Api(engine)
+    history = [
+        {"role": "system", "content": "Be good."}, *HI,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "one"},
+    ]  # fmt: skip
+    choice = chat_both_ways(api, {"messages": history, "tools": TOOLS})
+    assert choice["finish_reason"] == "tool_calls"
+    text = bytes(engine.prompts[-1]).decode()
+    assert text.startswith("[system: Be good.\n\n# Tools") and json.dumps(TOOLS[0]) in text
+    assert '[assistant: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>]' in text
+    assert text.endswith("[user: <tool_response>\none\n</tool_response>]")
+    api.close()
+
+
+def test_templates_whose_format_is_unknown_refuse_tools():
+    engine = FakeEngine()
+    engine.tokenizer.chat_templates = {"default": "{{ tools }}"}
+    api = Api(engine)
+    assert error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": TOOLS}))["param"] == "tools"
+    assert api.ok("/v1/chat/completions", {"messages": HI, "tools": TOOLS, "tool_choice": "none"})
+    api.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# responses
+
+
+def responses_both_ways(api: Api, body: dict) -> dict:
+    """The response, after a check that the stream tells the same and is well-formed."""
+    events = api.events("/v1/responses", body)
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
+    whole = api.ok("/v1/responses", body)
+    last = events[-1]
+    assert last["type"] == f"response.{whole['status']}"
+    final = last["response"]
+    assert final["id"] == events[0]["response"]["id"]
+    items: list[dict] = []
+    texts: dict[int, str] = {}
+    for e in events[2:-1]:
+        kind = e["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert e["output_index"] == len(items)
+            items.append(e["item"])
+            texts[e["output_index"]] = ""
+        elif kind.endswith(".delta"):
+            assert e["item_id"] == items[-1]["id"] and e["output_index"] == len(items) - 1
+            texts[e["output_index"]] += e["delta"]
+        elif kind in ("output_text.done", "reasoning_text.done"):
+            assert e["text"] == texts[e["output_index"]]
+        elif kind == "function_call_arguments.done":
+            assert e["arguments"] == texts[e["output_index"]] and e["name"] == items[-1]["name"]
+        elif kind == "output_item.done":
+            assert e["item"] == final["output"][e["output_index"]]
+    assert len(items) == len(final["output"]) > 0
+    assert _without_ids(final["output"]) == _without_ids(whole["output"])
+    for name in whole:
+        if name not in ("id", "created_at", "completed_at", "output"):
+            assert final[name] == whole[name], name
+    return whole
+
+
+def _without_ids(items: list[dict]) -> list[dict]:
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+
+def test_responses():
+    api = make(f"<think>hm</think>Well.\n{CALL}\n{EMPTY}")
+    whole = responses_both_ways(api, {"input": "hi", "tools": FLAT, "metadata": {"k": "v"}, "instructions": "Be good."})
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    reasoning, message, call, _ = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}] and reasoning["summary"] == []
+    assert message["content"] == [{"type": "output_text", "text": "Well.", "annotations": [], "logprobs": []}]
+    assert call["status"] == "completed" and json.loads(call["arguments"]) == {"a": "ü😀"}
+    assert whole["status"] == "completed" and whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+    assert whole["usage"]["total_tokens"] == whole["usage"]["input_tokens"] + whole["usage"]["output_tokens"]
+    assert whole["metadata"] == {"k": "v"} and whole["instructions"] == "Be good." and whole["store"] is False
+    assert whole["tools"][0]["name"] == "f" and whole["tool_choice"] == "auto"
+    api.close()
+
+
+def test_responses_that_are_cut_and_empty_ones():
+    api = make("x" * 100)
+    whole = responses_both_ways(api, {"input": "hi", "max_output_tokens": 16})
+    assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert whole["output"][0]["status"] == "incomplete"
+    api.close()
+    api = make("")
+    assert responses_both_ways(api, {"input": "hi"})["output"][0]["content"][0]["text"] == ""
+    api.close()
+
+
+def test_responses_logprobs():
+    api = make("ab")
+    body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    part = responses_both_ways(api, body)["output"][0]["content"][0]
+    assert [p["token"] for p in part["logprobs"]] == ["a", "b", "<eos>"]
+    assert all(len(p["top_logprobs"]) == 2 for p in part["logprobs"])
+    api.close()
+
+
+def test_responses_input_items():
+    api = make("x")
+    items = [
+        {"role": "developer", "content": "D"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed", "phase": "final_answer",
+         "content": [{"type": "output_text", "text": "c", "annotations": []}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "fc", "status": "completed"},
+        {"type": "function_call_output", "call_id": "1", "output": "out"},
+    ]  # fmt: skip
+    api.engine.tokenizer.chat_templates = {
+        "default": "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|{{ m.tool_calls is defined }}]{% endfor %}{{ tools }}"
+    }
+    api.ok("/v1/responses", {"input": items, "instructions": "I"})
+    text = bytes(api.engine.prompts[-1]).decode()
+    assert text == "[system|I\n\nD||False][user|a\nb||False][assistant|c|R|True][tool|out||False]None"
+    api.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"previous_response_id": "x"}, "previous_response_id"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "x"}, "conversation"), ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"include": ["everything"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"), ({"max_output_tokens": 0}, "max_output_tokens"), ({"n": 2}, "n"), ({"max_tokens": 5}, "max_tokens"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"), ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"prompt": {"id": "x"}}, "prompt"), ({"stream_options": {}}, "stream_options"),
+    ],
+)  # fmt: skip
+def test_responses_refusals(body, param):
+    api = make("x")
+    error = error_of(response := api.post("/v1/responses", {"input": "hi", **body}))
+    assert response.status_code == 400 and error["param"].startswith(param), error
+    assert not api.engine.params
+    api.close()
