@@ -108,11 +108,6 @@ def _weight(key):
 
 
 @jit
-def _sum2(x):
-    return tl.sum(tl.sum(x, 1), 0)
-
-
-@jit
 def _is_filtered(top_k, top_p, min_p, vocab):
     return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
 
@@ -135,8 +130,8 @@ def _reduce(
     chunk_max = tl.max(x, 1)
     largest = tl.max(chunk_max, 0)
     # every NaN of the row costs nothing here, and is remembered in the block's maximum
-    has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
-    first = tl.min(tl.min(tl.where(x == largest, ids, 0x7FFFFFFF), 1), 0)
+    has_nan = tl.max((x != x).to(tl.int32))
+    first = tl.min(tl.where(x == largest, ids, 0x7FFFFFFF))
     work = work_ptr + row * work_stride
     tl.store(work + block, tl.where(has_nan > 0, float("nan"), largest))
     tl.store(work_ids_ptr + row * work_stride + 2 * num_blocks + block, first)
@@ -148,7 +143,7 @@ def _reduce(
             # a block of -inf alone would give -inf - -inf
             center = tl.where(largest == -float("inf"), 0.0, largest)
             weights = tl.exp((x - center) * tl.div_rn(1.0, temperature))
-            tl.store(work + num_blocks + block, _sum2(weights))
+            tl.store(work + num_blocks + block, tl.sum(weights))
 
 
 @jit
@@ -270,7 +265,7 @@ def _filter(
         if use_k:
             edge = _kth(keys, top_k, edge)
         weights = tl.where(keys <= edge, _weight(keys), 0.0)
-        mass = _sum2(weights)
+        mass = tl.sum(weights)
         total = mass
         fits = count <= WANTED
         if (use_k | complete) == 0:
@@ -297,10 +292,10 @@ def _filter(
 def _kth(keys, k, edge):
     """The k-th smallest of keys [M, N], or a larger number that as few keys reach; `edge` if fewer than k reach it."""
     below = edge * 0 - 1
-    count = _sum2((keys <= edge).to(tl.int32))
+    count = tl.sum((keys <= edge).to(tl.int32))
     while (count > k) & (edge - below > 1):
         middle = below + (edge - below) // 2
-        n = _sum2((keys <= middle).to(tl.int32))
+        n = tl.sum((keys <= middle).to(tl.int32))
         enough = n >= k
         edge = tl.where(enough, middle, edge)
         count = tl.where(enough, n, count)
@@ -314,7 +309,7 @@ def _nucleus(keys, weights, target, edge):
     below = edge * 0 - 1
     while edge - below > 1:
         middle = below + (edge - below) // 2
-        enough = _sum2(tl.where(keys <= middle, weights, 0.0)) >= target
+        enough = tl.sum(tl.where(keys <= middle, weights, 0.0)) >= target
         edge = tl.where(enough, middle, edge)
         below = tl.where(enough, below, middle)
     return edge

@@ -30,7 +30,7 @@ from torch import Tensor
 from headrace.sampling.logprobs import Logprobs, LogprobsRequest, token_logprobs
 from headrace.sampling.params import GREEDY_EPS, SamplingParams
 from headrace.sampling.penalties import LogitsEdits, apply_edits
-from headrace.sampling.philox import uniform
+from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
 
 BLOCK = 512  # ids per partial sum of the inverse CDF
 TINY = torch.finfo(torch.float32).tiny
@@ -114,6 +114,8 @@ def sample(logits: Tensor, inputs: SampleInputs) -> SampleOutput:
 
 def choose(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     """Stages 2 to 7: logits [R, V] -> (token ids [R] int32, failed [R] bool). Reads `logits` only."""
+    if logits.is_cuda:
+        return _choose_on_gpu(logits, inputs)
     blocks = _blocks(logits)
     block_max = blocks.amax(-1)  # NaN wins every maximum
     largest = block_max.amax(-1)
@@ -123,6 +125,25 @@ def choose(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
         greedy = inputs.temperature < GREEDY_EPS
         token_ids = torch.where(greedy, token_ids, _draw(blocks, largest, inputs))
     return token_ids.masked_fill(failed, 0).int(), failed
+
+
+def _choose_on_gpu(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
+    from headrace.kernels.sample import sample_rows  # Triton is only there where a card is
+
+    return sample_rows(
+        logits,
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        inputs.seed,
+        inputs.output_index,
+        inputs.sample_index,
+        purpose=PURPOSE_SAMPLE,
+        greedy_eps=GREEDY_EPS,
+        all_greedy=inputs.all_greedy,
+        any_filter=inputs.any_top_k or inputs.any_top_p or inputs.any_min_p,
+    )
 
 
 def _blocks(logits: Tensor) -> Tensor:
