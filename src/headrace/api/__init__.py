@@ -1,0 +1,1 @@
+"""HTTP: routes, protocol, chat templates, tool calls, reasoning, server-sent events."""
