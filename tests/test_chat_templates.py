@@ -270,8 +270,10 @@ def test_named_templates():
         ChatTemplate("{% if %}")
 
 
-def test_special_tokens_are_always_defined():
-    assert ChatTemplate("[{{ bos_token }}{{ pad_token }}{{ eos_token + '' }}]", {"pad_token": None}).render([USER]) == "[]"
+def test_special_tokens_that_the_tokenizer_lacks():
+    source = "[{{ bos_token + eos_token }}{{ pad_token }}{{ 'default' if cls_token is not defined else cls_token }}]"
+    assert ChatTemplate(source, {"pad_token": None}).render([USER]) == "[default]"
+    assert ChatTemplate(source, {"bos_token": "a", "cls_token": "b", "x": "c"}).render([USER]) == "[ab]"
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ class ChatTemplate:
         if not templates:
             raise ParameterError("messages", "a conversation", "prompts only: the model has no chat template")
         self.sources = {"default": templates} if isinstance(templates, str) else dict(templates)
-        self.special_tokens = {name: (special_tokens or {}).get(name) or "" for name in SPECIAL_TOKENS}
+        given = {name: token for name, token in (special_tokens or {}).items() if name in SPECIAL_TOKENS and token}
+        # templates join these two without asking; of the others some templates have a default of their own
+        self.special_tokens = {"bos_token": "", "eos_token": "", **given}
         self.allowed_kwargs = frozenset(allowed_kwargs) - RESERVED
         self._sandbox = BoundedSandbox(timeout, max_chars)
         self._templates: dict[str, _Template] = {}
