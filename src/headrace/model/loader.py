@@ -48,7 +48,8 @@ def load_model(
     entries = source.tensors()
     plan = _checked_plan(source, plan, entries)
     tensors = _load_tensors(plan, entries, dtype, device, progress)
-    if "lm_head" in tensors and torch.equal(tensors["lm_head"], tensors["embedding"]):
+    head, embedding = tensors.get("lm_head"), tensors["embedding"]
+    if head is not None and torch.equal(head[0], embedding[0]) and torch.equal(head, embedding):
         del tensors["lm_head"]  # tied, but written out twice
     return DecoderWeights.from_tensors(tensors, config)
 
@@ -123,6 +124,8 @@ def _chunks(plan: list[WeightSpec], entries: dict[str, TensorEntry], limit: int)
 def _load_tensors(
     plan: list[WeightSpec], entries: dict[str, TensorEntry], dtype: torch.dtype, device: torch.device, progress: bool
 ) -> dict[str, Tensor]:
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     tensors = {spec.target: torch.empty(spec.shape, dtype=dtype, device=device) for spec in plan}
     limit, num_workers = (_CPU_CHUNK, min(torch.get_num_threads(), 8)) if device.type == "cpu" else (_DEVICE_CHUNK, 4)
     chunks = list(_chunks(plan, entries, limit))
@@ -136,6 +139,8 @@ def _load_tensors(
                 pending.stop()
         for worker in workers:
             worker.result()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the workers' streams; whoever comes next may use another
     return tensors
 
 
@@ -165,6 +170,8 @@ class _Worker:
 
     def run(self, pending: _Pending) -> None:
         with ExitStack() as stack:
+            if self._device.type == "cuda":  # a thread's own current device is the first one
+                stack.enter_context(torch.cuda.device(self._device))
             files: dict[Path, FileIO] = {}
             while (chunk := pending.take()) is not None:
                 try:
@@ -180,8 +187,9 @@ class _Worker:
             self._copied.synchronize()
         staged = self._buffer[: chunk.num_bytes]
         _read_exactly(file, chunk, staged.numpy().data)
-        raw = staged.to(self._device, non_blocking=True)
-        if self._device.type == "cuda":
+        cuda = self._device.type == "cuda"
+        raw = staged.to(self._device, non_blocking=cuda)  # elsewhere the copy must be over before the next read
+        if cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
         target = self._tensors[chunk.target]
