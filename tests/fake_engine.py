@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
+from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.sampling.params import SamplingParams
 
@@ -100,6 +101,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
+        self.constraints: list[tuple[str, Any]] = []
         self.yielded = 0
         self.gate = asyncio.Event()  # cleared: nothing is generated
         self.gate.set()
@@ -164,6 +166,12 @@ class FakeEngine:
             self.active.discard(request_id)
             if not ended:
                 self.aborted.append(request_id)
+
+    async def constrained(self, params: SamplingParams, kind: str, value: Any) -> SamplingParams:
+        if value == "bad":
+            raise ParameterError("regex", value, "a regular expression")
+        self.constraints.append((kind, value))
+        return params
 
     async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]:
         vector = [float(sum(prompt_ids) % (i + 7) + 1) for i in range(8)]

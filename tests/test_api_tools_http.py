@@ -143,6 +143,49 @@ def test_templates_whose_format_is_unknown_refuse_tools():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# constrained output
+
+
+def test_required_and_named_calls():
+    api = make('[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]')
+    api.engine.supports_structured = True
+    choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": "required"})
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert [json.loads(c["function"]["arguments"]) for c in choice["message"]["tool_calls"]] == [{"a": 1}, {}]
+    kind, schema = api.engine.constraints[-1]
+    assert kind == "json" and schema["minItems"] == 1 and schema["items"]["anyOf"][0]["properties"]["name"] == {"const": "f"}
+    api.close()
+    api = make('{"a": 1}')
+    api.engine.supports_structured = True
+    named = {"type": "function", "function": {"name": "f"}}
+    choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": named})
+    assert choice["finish_reason"] == "stop" and choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert api.engine.constraints[-1] == ("json", TOOL["parameters"])
+    whole = responses_both_ways(api, {"input": "hi", "tools": FLAT, "tool_choice": {"type": "function", "name": "f"}})
+    assert whole["output"][0]["type"] == "function_call" and whole["output"][0]["arguments"] == '{"a": 1}'
+    api.close()
+
+
+def test_constraints_reach_the_engine():
+    schema = {"type": "object"}
+    api = make("{}")
+    api.engine.supports_structured = True
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for path, body, expected in (
+        ("/v1/chat/completions", {"messages": HI, "response_format": form}, ("json", schema)),
+        ("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, ("json_object", True)),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
+        ("/v1/completions", {"prompt": "x", "response_format": form}, ("json", schema)),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}, ("json", schema)),
+    ):
+        api.ok(path, body)
+        assert api.engine.constraints[-1] == expected
+    error = error_of(api.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "bad"}}))
+    assert error["param"] == "structured_outputs" and "regular expression" in error["message"]
+    api.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # responses
 
 

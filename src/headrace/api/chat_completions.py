@@ -37,7 +37,8 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
     policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
-    params = policy.constrained(_parameters(ctx, body))
+    params = await with_structure(ctx, _parameters(ctx, body), body.response_format, body.structured_outputs)
+    params = await policy.constrained(params)
     ids, end = await prompt_of(ctx, _conversation(body, policy))
     ids, params = ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
@@ -52,8 +53,7 @@ def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
             raise bad_request("top_logprobs is allowed only when logprobs is true.", "top_logprobs", "invalid_value")
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = body.sampling(max_tokens=most, logprobs=logprobs)
-    return with_structure(ctx, params, body.response_format, body.structured_outputs)
+    return body.sampling(max_tokens=most, logprobs=logprobs)
 
 
 def _conversation(body: ChatRequest, policy: ToolPolicy) -> Conversation:

@@ -29,7 +29,7 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, CompletionRequest, ctx.config)
     model = ctx.check_model(body.model)
     check_generation(ctx, body)
-    params = _parameters(ctx, body)
+    params = await with_structure(ctx, _parameters(ctx, body), body.response_format, body.structured_outputs)
     answer = CompletionAnswer(ctx, body, model)
     for text in (given := prompts(body.prompt, "prompt", ctx.config.max_prompts)):
         await answer.add_prompt(text, params, len(given))
@@ -52,7 +52,7 @@ def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
         changes["min_tokens"] = 0
     if body.echo and body.logprobs is not None:
         changes["prompt_logprobs"] = body.logprobs
-    return with_structure(ctx, body.sampling(**changes), body.response_format, body.structured_outputs)
+    return body.sampling(**changes)
 
 
 class CompletionAnswer:

@@ -48,6 +48,7 @@ class AsyncEngine(Protocol):
     max_model_len: int
     generation_defaults: dict[str, Any]
     model_name: str
+    supports_structured: bool
 
     def generate(
         self,
@@ -60,6 +61,11 @@ class AsyncEngine(Protocol):
     ) -> AsyncGenerator[EngineOutput, None]: ...
 
     async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]: ...
+
+    async def constrained(self, params: SamplingParams, kind: str, value: Any) -> SamplingParams:
+        """`params` with an output constraint; `kind` is one of protocol.STRUCTURED_KINDS. Called only if
+        `supports_structured`. Compiles off the event loop; raises ParameterError with the reason if it cannot."""
+        ...
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -46,7 +46,7 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     check_tools(tools, choice)
     policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
     wish = structure(body.text)
-    params = policy.constrained(constrain(ctx, _parameters(ctx, body), wish))
+    params = await policy.constrained(await constrain(ctx, _parameters(ctx, body), wish))
     effort = body.reasoning.effort if body.reasoning is not None else None
     shown = Conversation(
         messages=conversation,

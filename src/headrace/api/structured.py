@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import msgspec
-
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import STRUCTURED_KINDS
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
 MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -22,7 +21,7 @@ class Structure(NamedTuple):
     field: str
 
 
-def with_structure(
+async def with_structure(
     ctx: ApiContext,
     params: SamplingParams,
     response_format: dict[str, Any] | None,
@@ -33,17 +32,19 @@ def with_structure(
     other = from_structured_outputs(structured_outputs)
     if wish is not None and other is not None:
         raise bad_request("Give response_format or structured_outputs, not both.", "structured_outputs", "invalid_value")
-    return constrain(ctx, params, wish or other)
+    return await constrain(ctx, params, wish or other)
 
 
-def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -> SamplingParams:
-    """`params` with the engine's form of the wish; refused while the engine cannot constrain its output."""
+async def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -> SamplingParams:
+    """`params` with the engine's form of the wish; refused where the engine cannot constrain its output."""
     if wish is None:
         return params
-    if not getattr(ctx.engine, "supports_structured", False):
+    if not ctx.engine.supports_structured:
         raise unsupported(wish.field, "structured output is not available on this server")
-    spec = ctx.engine.structured_spec(wish.kind, wish.value)  # type: ignore[attr-defined]
-    return msgspec.structs.replace(params, structured=spec)
+    try:
+        return await ctx.engine.constrained(params, wish.kind, wish.value)
+    except ParameterError as error:
+        raise bad_request(f"{wish.field}: {error}", wish.field, "invalid_value") from None
 
 
 def from_response_format(value: dict[str, Any] | None, field: str = "response_format") -> Structure | None:

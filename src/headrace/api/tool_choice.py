@@ -28,7 +28,7 @@ class ToolPolicy:
         if self.tools and not self.forced and ctx.answer_format.tools is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
-    def constrained(self, params: SamplingParams) -> SamplingParams:
+    async def constrained(self, params: SamplingParams) -> SamplingParams:
         """A required or named call is forced by its schema; refused while that is not available."""
         if not self.forced:
             return params
@@ -38,7 +38,7 @@ class ToolPolicy:
         else:
             most = {} if self.parallel else {"maxItems": 1}
             schema = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(t) for t in self.tools]}, **most}
-        return constrain(self.ctx, params, Structure("json", schema, "tool_choice"))
+        return await constrain(self.ctx, params, Structure("json", schema, "tool_choice"))
 
     def finish_reason(self, reason: str, num_calls: int) -> str:
         """A call that was cut stays `length`; a named call ends with `stop`, as at OpenAI."""
