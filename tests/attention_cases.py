@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+
+from headrace.model.batch import ForwardBatch
 
 
 @dataclass
@@ -82,3 +85,26 @@ def attention_reference(case: PagedCase, scale: float, window: int = 0, softcap:
                 out[row + r0 : row + r1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         row += n
     return out.flatten(1)
+
+
+def batch_of(case: PagedCase) -> ForwardBatch:
+    rows, decodes = sum(case.query_lens), 0
+    while decodes < len(case.query_lens) and case.query_lens[decodes] == 1:
+        decodes += 1
+    nothing = torch.zeros(rows, dtype=torch.int32, device=case.q.device)
+    return ForwardBatch(
+        nothing, nothing, nothing.long(), *case.tensors(), num_decodes=decodes,
+        query_lens=case.query_lens, context_lens=case.context_lens,
+    )  # fmt: skip
+
+
+def cache_of(case: PagedCase) -> SimpleNamespace:
+    """Like KVCache after the rows were written: `rows` are their keys and values, as the projection's kernel leaves them."""
+    rows, block = [], case.k_cache.shape[1]
+    for s, (n, c) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
+        token = torch.arange(c - n, c, device=case.q.device)
+        slots = case.block_tables[int(case.seq_slots[s])][token // block].long() * block + token % block
+        rows.append(slots)
+    index = torch.cat(rows)
+    kept = (case.k_cache.flatten(0, 1)[index], case.v_cache.flatten(0, 1)[index])
+    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], keep_rows=False, rows=kept)

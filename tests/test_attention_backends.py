@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from attention_cases import PagedCase, attention_reference, paged_case
+from attention_cases import PagedCase, attention_reference, batch_of, cache_of, paged_case
 from headrace.attention import flash
 from headrace.attention.flash import CudnnAttention, FlashAttention3, split_dense
 from headrace.attention.select import select_attention
 from headrace.attention.triton_backend import TritonAttention, plan_runs
 from headrace.errors import ParameterError
-from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
@@ -28,29 +26,6 @@ def model(**options) -> ModelConfig:
         family="llama", vocab_size=64, hidden_size=64, num_layers=1, intermediate_size=64, max_position=4096,
         rope=RopeConfig(1e4, 16), **sizes,
     )  # fmt: skip
-
-
-def batch_of(case: PagedCase) -> ForwardBatch:
-    rows, decodes = sum(case.query_lens), 0
-    while decodes < len(case.query_lens) and case.query_lens[decodes] == 1:
-        decodes += 1
-    nothing = torch.zeros(rows, dtype=torch.int32)
-    return ForwardBatch(
-        nothing, nothing, nothing.long(), *case.tensors(), num_decodes=decodes,
-        query_lens=case.query_lens, context_lens=case.context_lens,
-    )  # fmt: skip
-
-
-def cache_of(case: PagedCase) -> SimpleNamespace:
-    """Like KVCache after the rows were written: `rows` are their keys and values, as the projection's kernel leaves them."""
-    rows, block = [], case.k_cache.shape[1]
-    for s, (n, c) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
-        token = torch.arange(c - n, c)
-        slots = case.block_tables[int(case.seq_slots[s])][token // block].long() * block + token % block
-        rows.append(slots)
-    index = torch.cat(rows)
-    kept = (case.k_cache.flatten(0, 1)[index], case.v_cache.flatten(0, 1)[index])
-    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], keep_rows=False, rows=kept)
 
 
 def attend(backend, case: PagedCase, window: int = 0) -> torch.Tensor:

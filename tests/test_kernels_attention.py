@@ -44,7 +44,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, 16), (8, 2, 64), (9, 3, 80), (16, 1, 32), (7, 1, 96)])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(2, 2, 16), (8, 2, 64), (9, 3, 80), (16, 1, 32), (7, 1, 96)])
 @pytest.mark.parametrize("block", [16, 64])
 def test_decode_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     case = paged_case([1] * 4, [150, 1, 64, 77], heads, kv_heads, head_dim, block)
@@ -52,9 +52,9 @@ def test_decode_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> 
 
 
 @pytest.mark.parametrize("window, softcap", [(1, 0.0), (20, 0.0), (64, 3.0), (500, 0.0), (0, 2.0)])
-@pytest.mark.parametrize("chunk", [64, 128, 256])
+@pytest.mark.parametrize("chunk", [64, 256])
 def test_decode_window_and_softcap(window: int, softcap: float, chunk: int) -> None:
-    case = paged_case([1] * 5, [200, 5, 65, 64, 130], 4, 2, 32, 16)
+    case = paged_case([1] * 4, [200, 5, 65, 64], 2, 1, 32, 16)
     close(run_split(case, window=window, softcap=softcap, chunk=chunk), attention_reference(case, SCALE, window, softcap))
 
 
@@ -69,7 +69,7 @@ def test_decode_window_reads_nothing_before_it() -> None:
 def test_decode_padded_sequences_are_zero_and_read_nothing() -> None:
     case = paged_case([1] * 4, [70, 0, 0, 33], 4, 2, 32, 16)
     case.block_tables[case.seq_slots[1:3].long()] = 2**31 - 1
-    got = run_split(case, max_context=4096)
+    got = run_split(case, max_context=512)
     assert (got[1:3] == 0).all()
     close(got, attention_reference(case, SCALE))
 
@@ -127,7 +127,7 @@ def test_prefill_mixed(query_lens, context_lens, heads, kv_heads, head_dim, bloc
 @pytest.mark.parametrize("window, softcap", [(1, 0.0), (16, 0.0), (50, 4.0), (1000, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("tma", [False, True])
 def test_prefill_window_and_softcap(window: int, softcap: float, tma: bool) -> None:
-    case = paged_case([60, 1, 90], [60, 40, 250], 4, 2, 32, 64)
+    case = paged_case([60, 1, 50], [60, 40, 210], 2, 1, 32, 64)
     close(run_varlen(case, window=window, softcap=softcap, tma=tma), attention_reference(case, SCALE, window, softcap))
 
 
@@ -143,8 +143,8 @@ def test_prefill_of_a_part_of_the_sequences() -> None:
 
 def test_prefill_of_many_sequences_and_padding() -> None:
     """More sequences than one pass of the tile search looks at, padded ones among them."""
-    lens = [(i * 7) % 5 + 1 for i in range(150)]
+    lens = [(i * 7) % 3 + 1 for i in range(131)]
     contexts = [0 if i % 11 == 3 else n + i % 4 for i, n in enumerate(lens)]
-    case = paged_case(lens, contexts, 2, 1, 16, 16)
+    case = paged_case(lens, contexts, 1, 1, 16, 16)
     got = run_varlen(case)
     close(got, attention_reference(case, SCALE))

@@ -80,7 +80,8 @@ def _split_attention(
             q_ptr + (row * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :],
             mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )  # fmt: skip
-        position = length - num_tokens + token
+        position = length - num_tokens + tl.minimum(token, num_tokens - 1)  # no padding row without a key
+        factor = 1.0 if SOFTCAP else scale * 1.4426950408889634  # positive: the maximum may be taken before it
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -99,8 +100,6 @@ def _split_attention(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SOFTCAP:
                 s = softcap * _tanh(s * (scale / softcap)) * 1.4426950408889634
-            else:
-                s = s * (scale * 1.4426950408889634)
             if TOKENS == 1:
                 seen = inside[None, :]
             else:
@@ -108,11 +107,11 @@ def _split_attention(
             if WINDOW:
                 seen = seen & (key[None, :] > position[:, None] - window)
             s = tl.where(seen, s, -float("inf"))
-            m_new = tl.maximum(m, tl.max(s, 1))
+            m_new = tl.maximum(m, tl.max(s, 1) * factor)
             base = m_new
             if TOKENS > 1:  # a row may see nothing of this tile
                 base = tl.where(m_new == -float("inf"), 0.0, m_new)
-            p = tl.exp2(s - base[:, None])
+            p = tl.exp2(s * factor - base[:, None])
             shrink = tl.exp2(m - base)
             total = total * shrink + tl.sum(p, 1)
             acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)

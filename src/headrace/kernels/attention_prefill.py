@@ -34,6 +34,7 @@ def _attend_tiles(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys lo .. hi (multiples of TILE); MASK where some row may not see some key below `stop`."""
+    factor = 1.0 if SOFTCAP else scale * 1.4426950408889634  # positive: the maximum may be taken before it
     for n0 in range(lo, hi, TILE):
         key = n0 + n
         if TMA:
@@ -56,18 +57,16 @@ def _attend_tiles(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
             s = softcap * _tanh(s * (scale / softcap)) * 1.4426950408889634
-        else:
-            s = s * (scale * 1.4426950408889634)
         if MASK:
             seen = key[None, :] <= position[:, None]
             if WINDOW:
                 seen = seen & (key[None, :] > position[:, None] - window)
             s = tl.where(seen, s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        m_new = tl.maximum(m, tl.max(s, 1) * factor)
         base = m_new
         if WINDOW:  # a row may see nothing of the tiles so far
             base = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s * factor - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
