@@ -101,7 +101,6 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
-        self.constraints: list[tuple[str, Any]] = []
         self.yielded = 0
         self.gate = asyncio.Event()  # cleared: nothing is generated
         self.gate.set()
@@ -134,6 +133,8 @@ class FakeEngine:
     ) -> AsyncGenerator[EngineOutput, None]:
         assert request_id not in self.active
         assert params.max_tokens is not None and len(prompt_ids) + params.max_tokens <= self.max_model_len
+        if params.structured_outputs is not None and params.structured_outputs.regex == "(":
+            raise ParameterError("structured_outputs.regex", "(", "a regular expression")
         self.active.add(request_id)
         self.params.append(params)
         self.prompts.append(prompt_ids)
@@ -166,12 +167,6 @@ class FakeEngine:
             self.active.discard(request_id)
             if not ended:
                 self.aborted.append(request_id)
-
-    async def constrained(self, params: SamplingParams, kind: str, value: Any) -> SamplingParams:
-        if value == "bad":
-            raise ParameterError("regex", value, "a regular expression")
-        self.constraints.append((kind, value))
-        return params
 
     async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]:
         vector = [float(sum(prompt_ids) % (i + 7) + 1) for i in range(8)]

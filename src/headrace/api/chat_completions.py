@@ -20,7 +20,7 @@ from headrace.api.options import check_generation, response_id
 from headrace.api.protocol import ChatRequest
 from headrace.api.sse import DONE
 from headrace.api.sse import event as sse_event
-from headrace.api.structured import with_structure
+from headrace.api.structured import constrain, wish_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.engine.output import Delta
 from headrace.sampling.params import SamplingParams, check_int
@@ -37,12 +37,12 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
     policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
-    params = await with_structure(ctx, _parameters(ctx, body), body.response_format, body.structured_outputs)
-    params = await policy.constrained(params)
+    wish = policy.wish() or wish_of(body.response_format, body.structured_outputs)
+    params = constrain(ctx, _parameters(ctx, body), wish)
     ids, end = await prompt_of(ctx, _conversation(body, policy))
     ids, params = ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
-    generation = Generation(ctx, request, answer)
+    generation = Generation(ctx, request, answer, wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 
@@ -88,7 +88,6 @@ class ChatAnswer:
         params: SamplingParams,
     ):  # fmt: skip
         self.ctx, self.body, self.prompt_ids = ctx, body, ids
-        structured = body.structured_outputs is not None or (body.response_format or {}).get("type", "text") != "text"
         self.id = response_id("chatcmpl-", body.request_id)
         self.samples: list[Sample] = []
         self.choices: list[ChatChoice] = []
@@ -101,7 +100,7 @@ class ChatAnswer:
         self.head = fields[:-1] + b',"choices":['
         for index in range(params.n):
             own = msgspec.structs.replace(params, n=1, sample_index=index)
-            choice = ChatChoice(self, index, own, policy.reader(prompt_end, structured=structured))
+            choice = ChatChoice(self, index, own, policy.reader(prompt_end, structured=params.structured_outputs is not None))
             sample = Sample(
                 ctx, new_id(f"{self.id}-"), ids, own, choice,
                 priority=body.priority or 0, cache_salt=body.cache_salt or "",

@@ -17,7 +17,7 @@ from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, prompt_logp
 from headrace.api.options import check_generation, response_id
 from headrace.api.protocol import CompletionRequest, prompts
 from headrace.api.sse import DONE, event
-from headrace.api.structured import with_structure
+from headrace.api.structured import constrain, wish_of
 from headrace.engine.output import Delta
 from headrace.sampling.params import SamplingParams
 
@@ -29,11 +29,12 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, CompletionRequest, ctx.config)
     model = ctx.check_model(body.model)
     check_generation(ctx, body)
-    params = await with_structure(ctx, _parameters(ctx, body), body.response_format, body.structured_outputs)
+    wish = wish_of(body.response_format, body.structured_outputs)
+    params = constrain(ctx, _parameters(ctx, body), wish)
     answer = CompletionAnswer(ctx, body, model)
     for text in (given := prompts(body.prompt, "prompt", ctx.config.max_prompts)):
         await answer.add_prompt(text, params, len(given))
-    generation = Generation(ctx, request, answer)
+    generation = Generation(ctx, request, answer, wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 

@@ -18,9 +18,11 @@ from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.limits import Ticket
 from headrace.api.sse import DONE, EventStream, event
+from headrace.api.structured import Structure, renamed
 from headrace.api.telemetry import SampleRecord
 from headrace.engine.messages import EngineOutput
 from headrace.engine.output import Delta, SampleStream
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -159,8 +161,8 @@ def seconds_left(request: Request) -> float | None:
 class Generation:
     """One request being answered: admission, deadline, disconnect, and the two ways to answer."""
 
-    def __init__(self, ctx: ApiContext, request: Request, answer: Answer):
-        self.ctx, self.answer = ctx, answer
+    def __init__(self, ctx: ApiContext, request: Request, answer: Answer, wish: Structure | None = None):
+        self.ctx, self.answer, self.wish = ctx, answer, wish
         self.endpoint = request.url.path
         self.request = request
         self.arrival: float = request.scope["state"]["arrival"]
@@ -169,7 +171,10 @@ class Generation:
         """Admit the samples (or raise a 429) and run them to their ends."""
         samples = self.answer.samples
         with self.ctx.limits.admit(len(samples), sum(len(s.prompt_ids) for s in samples)) as ticket:
-            await run_all([run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in samples])
+            try:
+                await run_all([run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in samples])
+            except ParameterError as error:
+                raise renamed(error, self.wish) from None
 
     async def whole(self) -> Response:
         """The answer in one piece. Raises ApiError (504 past the deadline) or ClientGone."""

@@ -38,8 +38,8 @@ class AsyncEngine(Protocol):
     """An engine as the HTTP layer sees it. `generate` runs ONE sample; closing the generator aborts it.
 
     `tokenizer`, `model_config`, `max_model_len` and `generation_defaults` may be read once `status().loaded` is true.
-    `generate` raises ParameterError or CapacityError for a request that can never run, EngineDeadError when there is no
-    engine any more.
+    `generate` raises ParameterError or CapacityError for a request that can never run (a constraint that does not compile
+    among them), EngineDeadError when there is no engine any more.
     """
 
     config: EngineConfig
@@ -61,11 +61,6 @@ class AsyncEngine(Protocol):
     ) -> AsyncGenerator[EngineOutput, None]: ...
 
     async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]: ...
-
-    async def constrained(self, params: SamplingParams, kind: str, value: Any) -> SamplingParams:
-        """`params` with an output constraint; `kind` is one of protocol.STRUCTURED_KINDS. Called only if
-        `supports_structured`. Compiles off the event loop; raises ParameterError with the reason if it cannot."""
-        ...
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -45,8 +45,8 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
     check_tools(tools, choice)
     policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
-    wish = structure(body.text)
-    params = await policy.constrained(await constrain(ctx, _parameters(ctx, body), wish))
+    wish = policy.wish() or structure(body.text)
+    params = constrain(ctx, _parameters(ctx, body), wish)
     effort = body.reasoning.effort if body.reasoning is not None else None
     shown = Conversation(
         messages=conversation,
@@ -58,7 +58,7 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     ids, params = ctx.check_prompt(ids, params, field="input", side=body.truncation_side)
     params = policy.with_special_tokens(msgspec.structs.replace(params, n=1))
     reader = policy.reader(end, structured=wish is not None)
-    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params))
+    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 

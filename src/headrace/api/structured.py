@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import STRUCTURED_KINDS
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.structured_output.params import StructuredOutputsParams
 
 MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
@@ -21,30 +24,34 @@ class Structure(NamedTuple):
     field: str
 
 
-async def with_structure(
-    ctx: ApiContext,
-    params: SamplingParams,
-    response_format: dict[str, Any] | None,
-    structured_outputs: dict[str, Any] | None,
-) -> SamplingParams:
-    """`params` constrained as the body asks. Raises ApiError on a malformed or contradictory wish."""
+def wish_of(
+    response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None = None
+) -> Structure | None:
+    """Raises ApiError on a malformed or contradictory wish."""
     wish = from_response_format(response_format)
     other = from_structured_outputs(structured_outputs)
     if wish is not None and other is not None:
         raise bad_request("Give response_format or structured_outputs, not both.", "structured_outputs", "invalid_value")
-    return await constrain(ctx, params, wish or other)
+    return wish or other
 
 
-async def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -> SamplingParams:
-    """`params` with the engine's form of the wish; refused where the engine cannot constrain its output."""
+def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -> SamplingParams:
+    """`params` with the wish; refused where the engine cannot constrain its output. It is compiled by the engine, later."""
     if wish is None:
         return params
     if not ctx.engine.supports_structured:
         raise unsupported(wish.field, "structured output is not available on this server")
     try:
-        return await ctx.engine.constrained(params, wish.kind, wish.value)
+        return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(**{wish.kind: wish.value}))
     except ParameterError as error:
-        raise bad_request(f"{wish.field}: {error}", wish.field, "invalid_value") from None
+        raise renamed(error, wish) from None
+
+
+def renamed(error: ParameterError, wish: Structure | None) -> ParameterError:
+    """The error under the name that the request's own field has."""
+    if wish is None or not error.field.startswith("structured_outputs") or wish.field == "structured_outputs":
+        return error
+    return ParameterError(wish.field, error.value, error.allowed)
 
 
 def from_response_format(value: dict[str, Any] | None, field: str = "response_format") -> Structure | None:

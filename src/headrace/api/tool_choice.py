@@ -11,7 +11,7 @@ from headrace.api.context import ApiContext
 from headrace.api.errors import unsupported
 from headrace.api.events import CallArguments, CallBegin, Event, Text
 from headrace.api.protocol import NamedTool, Tool
-from headrace.api.structured import Structure, constrain
+from headrace.api.structured import Structure
 from headrace.api.tools import JsonListParser, NamedCallParser
 from headrace.sampling.params import SamplingParams
 
@@ -28,17 +28,17 @@ class ToolPolicy:
         if self.tools and not self.forced and ctx.answer_format.tools is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
-    async def constrained(self, params: SamplingParams) -> SamplingParams:
-        """A required or named call is forced by its schema; refused while that is not available."""
+    def wish(self) -> Structure | None:
+        """A required or named call is forced by its schema."""
         if not self.forced:
-            return params
+            return None
         if self.named is not None:
             tool = next(t for t in self.tools if t.function.name == self.named)
             schema: dict[str, Any] = tool.function.parameters or {"type": "object"}
         else:
             most = {} if self.parallel else {"maxItems": 1}
             schema = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(t) for t in self.tools]}, **most}
-        return await constrain(self.ctx, params, Structure("json", schema, "tool_choice"))
+        return Structure("json", schema, "tool_choice")
 
     def finish_reason(self, reason: str, num_calls: int) -> str:
         """A call that was cut stays `length`; a named call ends with `stop`, as at OpenAI."""
