@@ -10,20 +10,26 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_p
 from headrace.kernels.norm import rms_norm_reference, rms_norm_triton
 
 
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] dimensions of x [T, heads, head_dim], i paired with i + cos.shape[-1].
+def rotation_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables [P, rot / 2] -> the rows' factors (cos, cos) and (-sin, sin), both [T, 1, rot] float32."""
+    return _both_halves(cos.index_select(0, positions), sin.index_select(0, positions))
 
-    cos, sin [T, rot / 2] float32. Computed in float32, rounded once to x's dtype.
-    """
-    half = cos.shape[-1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    low, high = x[..., :half], x[..., half : 2 * half]
-    if x.dtype != torch.float32:
-        low, high = low.float(), high.float()
-    parts = [torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)]
-    if 2 * half < x.shape[-1]:
-        parts.append(x[..., 2 * half :].to(cos.dtype))
-    return torch.cat(parts, -1).to(x.dtype)
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first rot dimensions of x [T, heads, head_dim], i paired with i + rot / 2; cos, sin [T, rot / 2]."""
+    return _rotate(x, *_both_halves(cos, sin))
+
+
+def _both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """With the factors from `_both_halves`; in float32, rounded once to x's dtype."""
+    rot = cos.shape[-1]
+    part = x if rot == x.shape[-1] else x[..., :rot]
+    turned = torch.addcmul(part * cos, part.roll(rot // 2, -1), sin).to(x.dtype)
+    return turned if rot == x.shape[-1] else torch.cat((turned, x[..., rot:]), -1)
 
 
 def qkv_rope_write_reference(
@@ -33,7 +39,7 @@ def qkv_rope_write_reference(
 ) -> Tensor:  # fmt: skip
     """See `qkv_rope_write`."""
     if positions is not None:
-        cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
+        cos, sin = rotation_rows(cos, sin, positions)
     rows, num_qk = qkv.shape[0], num_heads + num_kv_heads
     heads = qkv.view(rows, num_qk + num_kv_heads, head_dim)
     if q_norm is None or k_norm is None:
@@ -46,7 +52,7 @@ def qkv_rope_write_reference(
         q = rms_norm_reference(qkv[:, : num_heads * head_dim], q_norm, eps, norm_offset)
         k = rms_norm_reference(qkv[:, num_heads * head_dim : num_qk * head_dim], k_norm, eps, norm_offset)
         qk = torch.cat((q, k), 1).view(rows, num_qk, head_dim)
-    qk = rotate_reference(qk, cos, sin)
+    qk = _rotate(qk, cos, sin)
     kv.write(layer, qk[:, num_heads:], heads[:, num_qk:], slot_mapping)
     return qk[:, :num_heads]
 
@@ -180,7 +186,7 @@ def qkv_rope_write(
     """Split, norm, rotate; write keys and values to the cache; return the queries [T, num_heads, head_dim].
 
     qkv [T, (num_heads + 2 num_kv_heads) * head_dim]; positions [T] int32 index the rows of cos, sin [P, rot/2] float32.
-    On the CPU positions may be None: cos and sin then hold the T rows themselves, gathered once for all layers.
+    On the CPU positions may be None: cos and sin are then what `rotation_rows` made of them, once for all layers.
     q_norm, k_norm: RMSNorm weights, [head_dim] (per head) or [num_heads * head_dim], [num_kv_heads * head_dim] (whole
     projection), or None. Only the first rot dimensions of a head are rotated (halves paired). slot_mapping [T] int64:
     block_id * block_size + offset, -1 writes nothing (the torch path never gets -1). With kv.keep_rows (GPU only) the rows'

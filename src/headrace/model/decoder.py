@@ -13,7 +13,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.kernels.activation import act_mul
 from headrace.kernels.embedding import embed
 from headrace.kernels.norm import add_rms_norm, rms_norm
-from headrace.kernels.qkv import qkv_rope_write
+from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.linear import Linear, make_linear
@@ -116,8 +116,8 @@ class Decoder:
         self.attention.begin(batch, kv)
         positions: Tensor | None = batch.positions
         tables = self.rope
-        if positions is not None and not positions.is_cuda:  # no fused kernel: gather the rows once for all layers
-            tables = {k: (c.index_select(0, positions), s.index_select(0, positions)) for k, (c, s) in tables.items()}
+        if positions is not None and not positions.is_cuda:  # no fused kernel: gather once for all layers
+            tables = {kind: rotation_rows(*table, positions) for kind, table in tables.items()}
             positions = None
         residual = embed(batch.token_ids, self.embedding, self.embed_scale)
         normed = residual
