@@ -21,7 +21,7 @@ from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.fast_decode import FastDecode
 
 CPU = torch.device("cpu")
-LENGTHS = [70, 1, 17, 33, 64]
+LENGTHS = [150, 1, 33]
 
 PLAIN = ModelConfig(
     family="llama", vocab_size=90, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -37,15 +37,15 @@ CONFIGS = {
     ),
 }
 GEMV = StepTiles(
-    qkv=GemvTile(8, 32, 1, 2), o=GemvTile(4, 64, 2, 1), gate_up=GemvTile(16, 16, 1, 1), down=GemvTile(8, 32, 2, 3),
-    lm_head=GemvTile(16, 32, 1, 1), attention=AttentionTile(block_n=16, early=True), attention_programs=24,
+    qkv=GemvTile(64, 32, 1, 2), o=GemvTile(32, 64, 2, 1), gate_up=GemvTile(32, 16, 1, 1), down=GemvTile(16, 64, 2, 3),
+    lm_head=GemvTile(64, 64, 1, 1), attention=AttentionTile(block_n=32, early=True), attention_programs=12,
 )  # fmt: skip
 GEMM = StepTiles(
-    qkv=GemmTile(16, 16, 2, 4, 2), o=GemmTile(16, 16, 3, 4, 2, prefetch=1), gate_up=GemmTile(32, 16, 1, 4, 2, prefetch=4),
-    down=GemmTile(16, 32, 2, 4, 2), lm_head=GemmTile(32, 32, 1, 4, 2), attention=AttentionTile(block_n=32, min_tiles=2),
-    attention_programs=40,
+    qkv=GemmTile(64, 32, 2, 4, 2), o=GemmTile(32, 16, 3, 4, 2, prefetch=1), gate_up=GemmTile(64, 32, 1, 4, 2, prefetch=4),
+    down=GemmTile(32, 64, 2, 4, 2), lm_head=GemmTile(64, 64, 1, 4, 2), attention=AttentionTile(block_n=64, min_tiles=2),
+    attention_programs=20,
 )  # fmt: skip
-TABLES = {"gemv": {8: GEMV}, "gemm": {16: GEMM}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
+TABLES = {"gemv": {4: GEMV}, "gemm": {16: GEMM}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
 
@@ -107,8 +107,10 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
     assert error < 2e-5, f"relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed")],
+)
 def test_equals_the_decoder(name: str, table: str) -> None:
     config = CONFIGS[name]
     assert FastDecode.supports(config)
@@ -117,19 +119,22 @@ def test_equals_the_decoder(name: str, table: str) -> None:
     _, kv_expected = decode_batch(config, LENGTHS, 16)
     decoder = Decoder(config, weights, TorchAttention())
     expected = decoder.logits(decoder.forward(batch, kv_expected))
-    fast = FastDecode(config, weights, 8, CPU, TABLES[table])
+    fast = FastDecode(config, weights, 4, CPU, TABLES[table])
     assert_close(fast.forward(batch, kv), expected)
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
         assert_close(ours, theirs)
 
 
 def test_padded_rows_touch_nothing() -> None:
-    """Rows of padding leave the other rows' logits bit for bit alone and write nothing to the cache."""
+    """Rows of padding leave the other rows' logits bit for bit alone and write nothing to the cache.
+
+    The two steps run on one object: workspaces and tickets are left as a step of another size needs them.
+    """
     weights = random_weights(PLAIN)
     fast = FastDecode(PLAIN, weights, 8, CPU, TABLES["gemm"])
-    batch, kv = decode_batch(PLAIN, [33, 17, 0, 0], 16)
+    batch, kv = decode_batch(PLAIN, [150, 17, 0, 0], 16)
     # the same two rows without padding
-    short, kv_short = decode_batch(PLAIN, [33, 17, 0, 0], 16)
+    short, kv_short = decode_batch(PLAIN, [150, 17, 0, 0], 16)
     for name in ("token_ids", "positions", "slot_mapping", "seq_slots", "seq_lens"):
         setattr(short, name, getattr(short, name)[:2])
     short.query_start, short.num_decodes, short.query_lens = short.query_start[:3], 2, [1, 1]
@@ -141,24 +146,13 @@ def test_padded_rows_touch_nothing() -> None:
         assert (ours == theirs).all()
 
 
-def test_second_step_of_the_same_object() -> None:
-    """Workspaces and tickets are left as the next step needs them, also by a step of another size."""
-    weights = random_weights(PLAIN)
-    fast = FastDecode(PLAIN, weights, 8, CPU, TABLES["gemm"])
-    batch, kv = decode_batch(PLAIN, LENGTHS, 16)
-    first = fast.forward(batch, kv).clone()
-    other, kv_other = decode_batch(PLAIN, [40, 9], 16)
-    fast.forward(other, kv_other)
-    assert (fast.forward(batch, kv) == first).all()
-
-
 def test_what_is_not_supported() -> None:
     for change in ({"norm_place": "post"}, {"norm_place": "sandwich"}, {"qk_norm": "full"}, {"mlp_bias": True}):
         assert not FastDecode.supports(replace(PLAIN, **change))
     assert not FastDecode.supports(PLAIN, torch.float16)
     fast = FastDecode(PLAIN, random_weights(PLAIN), 2, CPU)
     batch, kv = decode_batch(PLAIN, LENGTHS, 16)
-    with pytest.raises(ValueError, match="5 rows"):
+    with pytest.raises(ValueError, match="3 rows"):
         fast.forward(batch, kv)
 
 
