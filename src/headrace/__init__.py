@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from headrace.engine.output import RequestOutput as RequestOutput
     from headrace.llm import LLM as LLM
     from headrace.sampling.params import SamplingParams as SamplingParams
+    from headrace.structured_output.params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOME = {
     "LLM": "headrace.llm",
     "EngineConfig": "headrace.config",
     "RequestOutput": "headrace.engine.output",
     "SamplingParams": "headrace.sampling.params",
+    "StructuredOutputsParams": "headrace.structured_output.params",
 }
 
 

@@ -205,6 +205,8 @@ class LLM:
                     self._extend(item, k, delta)
                     if delta.stopped_here:
                         core.abort(news.id)
+                    if news.refused is not None:
+                        raise ParameterError(*news.refused)
                     if delta.finish_reason is not None:
                         del samples[news.id]
                         waiting -= 1

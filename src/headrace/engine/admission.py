@@ -128,7 +128,7 @@ class Admission:
         """
         forecast: PeakForecast | None = None
         aside = []
-        while self._heap and free_slots and step.budget > 0 and not step.starved:
+        while self._heap and free_slots and step.budget > 0:
             entry = self._heap[0][1]
             if entry.finished:
                 heappop(self._heap)

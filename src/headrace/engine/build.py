@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
+from headrace.engine.inputs import end_token_ids
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.batch import ForwardBatch
@@ -23,6 +25,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import plan_memory
 from headrace.worker.model_runner import ModelRunner
@@ -109,10 +112,26 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         async_scheduling=config.async_scheduling,
         debug_checks=config.debug_checks,
         seed=config.seed,
+        structured=structured_output(config, model, checkpoint),
     )
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
     return Engine(core, config, model, checkpoint, device, dtype, seconds)
+
+
+def structured_output(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> StructuredOutput | None:
+    """Grammars, where there are a backend and a tokenizer; nothing of either is loaded before the first wish."""
+    if config.skip_tokenizer_init or importlib.util.find_spec("llguidance") is None:
+        return None
+
+    def backend():
+        from headrace.model.tokenizer import Tokenizer
+        from headrace.structured_output.llguidance_backend import LLGuidance
+
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        return LLGuidance(tokenizer.backend.to_str(), model.vocab_size, end_token_ids(checkpoint, tokenizer))
+
+    return StructuredOutput(backend, model.vocab_size)
 
 
 def fast_decode(

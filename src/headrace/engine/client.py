@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import secrets
@@ -43,11 +44,12 @@ from headrace.engine.messages import (
     Ready,
     Shutdown,
 )  # fmt: skip
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
+from headrace.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 BUILDER = "headrace.engine.build:build_engine"
@@ -172,6 +174,13 @@ class EngineClient:
         self._loaded = asyncio.Event()
         self._drain = _DrainRate()
 
+    supports_structured = importlib.util.find_spec("llguidance") is not None
+
+    @staticmethod
+    def structured_spec(kind: str, value: Any) -> StructuredOutputsParams:
+        """The engine's form of a wish. Raises ParameterError."""
+        return StructuredOutputsParams(**{kind: value})
+
     @property
     def max_model_len(self) -> int:
         if self.info is None:
@@ -278,6 +287,8 @@ class EngineClient:
                 ended = news.finish_reason is not None
                 if news.finish_reason == "error" and self.dead is not None:
                     raise EngineDeadError(self.dead)
+                if news.refused is not None:
+                    raise ParameterError(*news.refused)
                 yield news
         finally:
             if self._streams.pop(request.id, None) is not None and not ended:

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes, TokenLogprobs
-from headrace.engine.plan import StepPlan
+from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import HeadraceError, ParameterError
+from headrace.sampling.params import SamplingParams
+from headrace.structured_output.manager import GrammarMasks, StructuredOutput
 from headrace.worker.model_runner import ModelRunner, StepHandle, StepResult
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,9 @@ class EngineCore:
         async_scheduling: bool = True,
         debug_checks: bool = False,
         seed: int | None = None,
+        structured: StructuredOutput | None = None,
     ):
+        self.structured = structured
         self.scheduler, self.runner, self.vocab_size = scheduler, runner, vocab_size
         self.async_scheduling, self.debug_checks = async_scheduling, debug_checks
         self.times = StepTimes()
@@ -66,7 +70,11 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._news or self.scheduler.has_unfinished)
+        return bool(self._in_flight or self._news or self.scheduler.has_unfinished or self._compiling)
+
+    @property
+    def _compiling(self) -> bool:
+        return self.structured is not None and self.structured.compiling
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ParameterError or CapacityError if it can never run."""
@@ -74,42 +82,60 @@ class EngineCore:
         for i in request.prompt_ids:
             if not 0 <= i < self.vocab_size:
                 raise ParameterError("prompt", i, f"token ids in [0, {self.vocab_size - 1}]")
-        self.scheduler.add(
-            Request(
-                id=request.id,
-                prompt_ids=request.prompt_ids,
-                params=request.params,
-                seed=self._new_seed() if request.seed is None else request.seed,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                output_ids=list(request.output_ids),
-                pooling=request.pooling,
+        wish = request.params.structured_outputs
+        if wish is None:
+            self.scheduler.add(self._request(request))
+        elif self.structured is None:
+            raise ParameterError(
+                "structured_outputs", wish.kind, "nothing: llguidance is not installed, or there is no tokenizer"
             )
+        elif not request.params.eos_token_ids:
+            raise ParameterError("structured_outputs", wish.kind, "nothing: this model has no end token")
+        else:
+            self.structured.compile(wish, self._request(request))
+
+    def _request(self, request: EngineRequest) -> Request:
+        return Request(
+            id=request.id,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            seed=self._new_seed() if request.seed is None else request.seed,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            output_ids=list(request.output_ids),
+            pooling=request.pooling,
         )
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ids are ignored (it may just have ended)."""
         request = self.scheduler.abort(request_id)
+        if self.structured is not None:
+            self.structured.end(request_id)
+            self.structured.forget_jobs(lambda waiting: waiting.id == request_id)
         if request is not None:
             self._news.append(self._output(request, []))
 
     def step(self) -> list[EngineOutput]:
         """One turn of the loop. Returns what happened to requests since the last turn."""
         began = time.perf_counter()
+        if self._compiling:
+            self._add_compiled()
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
         outputs, handle = [], None
         if plan is not None:
-            if self._in_flight and any(c.samples and c.request.params.logits_processors for c in plan.chunks):
+            if any(c.samples and needs_host_ids(c.request.params) for c in plan.chunks):
                 pending = self.runner.forward(plan)
                 self.scheduler.launched(plan)
                 outputs += self._settle_in_flight()  # the sampler needs these ids on the host
-                handle = self.runner.sample(pending)
+                handle = self.runner.sample(pending, self._masks(pending.chunks))
             else:
                 handle = self.runner.launch(plan)
                 self.scheduler.launched(plan)
         launched = time.perf_counter()
         outputs += self._settle_in_flight()
+        if plan is None and not outputs and self._compiling:
+            time.sleep(0.0005)  # nothing to do until a grammar is there
         if plan is not None and handle is not None:
             self._in_flight = (plan, handle)
             self.steps += 1
@@ -130,6 +156,27 @@ class EngineCore:
         """Wait for what is in flight and let go of the runner; the core cannot step afterwards."""
         self._settle_in_flight()
         del self.runner
+        if self.structured is not None:
+            self.structured.close()
+
+    def _add_compiled(self) -> None:
+        """Requests whose grammar has been compiled enter the scheduler; a failure is that request's alone."""
+        assert self.structured is not None
+        for request, found in self.structured.compiled():
+            try:
+                if isinstance(found, HeadraceError):
+                    raise found
+                self.structured.start(request.id, found, request.output_ids)
+                self.scheduler.add(request)
+            except HeadraceError as e:
+                self.structured.end(request.id)
+                self._news.append(refused(request.id, e))
+
+    def _masks(self, chunks: list[Chunk]) -> GrammarMasks | None:
+        if self.structured is None:
+            return None
+        rows = [(r, c.request.id) for r, c in enumerate(chunks) if self.structured.has(c.request.id)]
+        return self.structured.masks(rows) if rows else None
 
     def _settle_in_flight(self) -> list[EngineOutput]:
         if self._in_flight is None:
@@ -144,10 +191,14 @@ class EngineCore:
         for i, vector in result.pooled.items():
             self._keep_pooled(plan.chunks[i], vector)
         chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)}
-        outputs = [
-            self._output(request, ids, result, chunk_of.get(request.id))
-            for request, ids in self.scheduler.settle(plan, result.token_ids, result.failed)
-        ]
+        settled = self.scheduler.settle(plan, result.token_ids, result.failed)
+        if self.structured is not None:
+            for request, ids in settled:
+                if request.finish_reason is not None:
+                    self.structured.end(request.id)
+                elif ids:
+                    self.structured.accept(request.id, ids)
+        outputs = [self._output(request, ids, result, chunk_of.get(request.id)) for request, ids in settled]
         self.times.wait, self.times.settle = waited - began, time.perf_counter() - waited
         return outputs
 
@@ -200,6 +251,14 @@ class EngineCore:
         return int.from_bytes(digest, "little") >> 1
 
 
+def needs_host_ids(params: SamplingParams) -> bool:
+    """Whether sampling needs the ids before it on the host."""
+    return bool(params.logits_processors or params.structured_outputs)
+
+
 def refused(request_id: str, error: HeadraceError) -> EngineOutput:
     """The answer to a request that `add` refused, for callers that cannot catch its exception."""
-    return EngineOutput(request_id, finish_reason="error", error=str(error))
+    output = EngineOutput(request_id, finish_reason="error", error=str(error))
+    if isinstance(error, ParameterError):
+        output.refused = (error.field, str(error.value), error.allowed)
+    return output

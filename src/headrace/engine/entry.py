@@ -75,7 +75,7 @@ class Entry:
 class Step:
     """A plan in the making, and what its settling needs."""
 
-    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled", "starved")
+    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens left
@@ -83,5 +83,4 @@ class Step:
         self.entries: list[Entry] = []  # of the chunks
         self.filled: list[tuple[Entry, int]] = []  # whose blocks get full, up to which token
         self.computing: set[tuple[Node | None, str, bytes]] = set()  # blocks that can be hit after this step
-        self.starved = False  # somebody who runs lacks blocks: nobody may start
         self.claimed = 0  # blocks about to be given back that somebody waits for

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from headrace.engine.entry import Entry
+from headrace.cache.radix_tree import DETACHED, ROOT
+from headrace.engine.entry import OFF_INDEX, Entry
 from headrace.engine.request import Status
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _check_blocks(scheduler, resident)
     for entry in resident:
         _check_counters(scheduler, entry)
+        _check_cursor(entry, scheduler.config.block_size)
     for entry in waiting:
         request = entry.request
         assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"
@@ -41,6 +44,8 @@ def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entr
         request = entry.request
         assert request.num_tokens - request.num_scheduled == 1, f"{request.id} decodes more or less than one token"
         assert request.num_tokens < entry.limit, f"{request.id} would compute beyond its last token"
+    hungry = scheduler._hungry
+    assert hungry is None or hungry in scheduler._decoding or hungry in scheduler._prefilling, "blocks are kept for nobody"
     for entry in scheduler._leaving:
         assert entry.request.num_in_flight > 0, f"{entry.request.id} parts, but nothing holds it back"
     flights = Counter(entry for step in scheduler._flight.values() for entry in step.entries)
@@ -90,3 +95,16 @@ def _check_counters(scheduler: Scheduler, entry: Entry) -> None:
     assert request.status is Status.RUNNING, f"{request.id} runs as {request.status}"
     assert 0 <= request.num_scheduled <= request.num_tokens <= entry.limit, f"{request.id}: counters out of order"
     assert 0 <= request.num_pending <= request.num_in_flight, f"{request.id}: more pending than in flight"
+
+
+def _check_cursor(entry: Entry, size: int) -> None:
+    """The path to the last indexed block spells the request's tokens."""
+    node, request = entry.cursor, entry.request
+    if node is None or node.block == DETACHED or entry.num_indexed == OFF_INDEX:
+        return
+    for index in reversed(range(entry.num_indexed)):
+        assert node is not None and node.block >= 0, f"{request.id}: the path in the index is too short"
+        key = array("i", request.token_ids(index * size, (index + 1) * size)).tobytes()
+        assert node.key == key, f"{request.id}: block {index} of the path in the index holds other tokens"
+        node = node.parent
+    assert node is not None and node.block == ROOT, f"{request.id}: the path in the index is too long"

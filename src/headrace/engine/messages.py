@@ -49,6 +49,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     times: RequestTimes | None = None  # with the last output
     embedding: list[float] | None = None
     error: str | None = None  # what went wrong, for finish_reason "error"
+    refused: tuple[str, str, str] | None = None  # it was the request's mistake: field, value, what is allowed
 
 
 # ---------------------------------------------------------------- between the core's process and its client's

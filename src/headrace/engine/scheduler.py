@@ -52,6 +52,7 @@ class Scheduler:
         self._decoding: list[Entry] = []  # by rank; each wants exactly one token
         self._prefilling: list[Entry] = []  # by rank
         self._leaving: dict[Entry, None] = {}  # want no more rows, but launched steps hold some
+        self._hungry: Entry | None = None  # the first in rank of those who run and found no block
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._flight: dict[int, Step] = {}  # by number: scheduled and not settled
         self._num_steps = self._num_added = 0
@@ -201,6 +202,8 @@ class Scheduler:
             self._after_prefill(entry)
 
     def _admit(self, step: Step) -> None:
+        if self._hungry is not None:
+            return
         for entry in self._admission.admissible(step, self._free_slots, (self._decoding, self._prefilling)):
             self._start(entry, step)
 
@@ -276,8 +279,10 @@ class Scheduler:
 
     def _room(self, entry: Entry, step: Step, wanted: int) -> int:
         """How many of the `wanted` blocks a running request may take now; preempts others if it would get none."""
-        tree = self.tree
-        while not tree.num_available:
+        hungry = self._hungry
+        # decodes come first in a step, but they must not eat up what is freed for a prefill ahead of them
+        kept_back = 1 if hungry is not None and hungry.rank < entry.rank else 0
+        while self.tree.num_available <= kept_back:
             if self._about_to_return() > step.claimed:
                 step.claimed += 1
                 break
@@ -285,11 +290,12 @@ class Scheduler:
             if victim is None:
                 break
             self._preempt(victim)
-        available = tree.num_available
-        if available < wanted:
-            step.starved = True
-            return available
-        return wanted
+        granted = min(wanted, max(0, self.tree.num_available - kept_back))
+        if granted and entry is hungry:
+            self._hungry = None
+        elif not granted and (hungry is None or entry.rank < hungry.rank):
+            self._hungry = entry
+        return granted
 
     def _about_to_return(self) -> int:
         """Blocks that only requests on their way out hold."""
@@ -377,6 +383,8 @@ class Scheduler:
         if entry not in self._leaving:
             (self._decoding if entry in self._decoding else self._prefilling).remove(entry)
             self._leaving[entry] = None
+        if entry is self._hungry:
+            self._hungry = None
         entry.parted = True
         if entry.request.num_in_flight == 0:
             self._release(entry)

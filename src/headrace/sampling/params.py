@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ParameterError
+from headrace.structured_output.params import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 MAX_N = 128
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last k; -1: what fits the context
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Any = None  # list[LogitsProcessor]; in-process engines only: no function crosses the border
     # filled in by the engine, never by callers
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
@@ -79,6 +81,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                      "spaces_between_special_tokens"):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(name, getattr(self, name), "true or false")
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise ParameterError("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
+            if self.ignore_eos:
+                raise ParameterError("ignore_eos", True, "false with structured_outputs: the grammar decides where the end is")
         self._check_lists()
 
     def _check_lists(self) -> None:

@@ -20,6 +20,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.batch import ForwardBatch
 from headrace.model.decoder import Decoder
+from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState
 from headrace.worker.sampling import DeviceOutput, StepSampler, Tail
 
@@ -112,10 +113,10 @@ class ModelRunner:
         return pending
 
     @torch.inference_mode()
-    def sample(self, pending: Pending) -> StepHandle:
+    def sample(self, pending: Pending, masks: GrammarMasks | None = None) -> StepHandle:
         output = None
         if pending.logits is not None:
-            output = self.sampler(pending.logits, pending.chunks)
+            output = self.sampler(pending.logits, pending.chunks, masks)
         return StepHandle(pending, output, self.device)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:

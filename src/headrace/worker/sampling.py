@@ -30,6 +30,7 @@ from headrace.sampling.penalties import (
     pack_mask,
 )
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
+from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import FLOATS, INTS, BatchState
 
 Host = Callable[[Tensor], Tensor]
@@ -94,7 +95,8 @@ class StepSampler:
         """A request got its slot: prepare what it does to its logits. All its ids are known to the host."""
         self._gathered_for = b""
         edits = slot_edits(request.params, self.vocab_size, self.state.device)
-        plain = edits is None and request.params.logprobs is None and not request.params.logits_processors
+        params = request.params
+        plain = edits is None and params.logprobs is None and not (params.logits_processors or params.structured_outputs)
         self._special[request.slot] = not plain
         if edits is None:
             self._edits.pop(request.slot, None)
@@ -117,8 +119,8 @@ class StepSampler:
         filtered = (ints[:, INTS.index("top_k")] > 0) | (floats[:, FLOATS.index("top_p")] < 1.0)
         return Tail.FILTERED if (filtered | (floats[:, FLOATS.index("min_p")] > 0.0)).any() else Tail.RANDOM
 
-    def __call__(self, logits: Tensor, chunks: list[Chunk]) -> DeviceOutput:
-        """One id per row of logits [R, V]; row r belongs to chunks[r]."""
+    def __call__(self, logits: Tensor, chunks: list[Chunk], grammar: GrammarMasks | None = None) -> DeviceOutput:
+        """One id per row of logits [R, V]; row r belongs to chunks[r]. `grammar` masks some of the rows."""
         upload = self.state.staging.upload
         slots = np.fromiter((c.slot for c in chunks), np.int64, len(chunks))
         # two columns, one copy: where the new id goes, and its index among the outputs
@@ -126,7 +128,7 @@ class StepSampler:
         positions, output_index = upload(numbers.reshape(-1, 2).T.copy())
         device_slots = upload(slots)
         inputs = replace(self._gather(slots, device_slots), output_index=output_index)
-        inputs.edits = self._step_edits(chunks, device_slots)
+        inputs.edits = self._step_edits(chunks, device_slots, grammar)
         wanted = [r for r, c in enumerate(chunks) if c.request.params.logprobs is not None]
         if wanted:
             tops = [c.request.params.logprobs for c in chunks if c.request.params.logprobs is not None]
@@ -173,22 +175,26 @@ class StepSampler:
         )
         return self._gathered
 
-    def _step_edits(self, chunks: list[Chunk], device_slots: Tensor) -> LogitsEdits | None:
+    def _step_edits(self, chunks: list[Chunk], device_slots: Tensor, grammar: GrammarMasks | None) -> LogitsEdits | None:
         rows = [(r, c, self._edits[c.slot]) for r, c in enumerate(chunks) if c.slot in self._edits]
         users = [
             UserProcessor(r, c.request.params.logits_processors, list(c.request.output_ids))
             for r, c in enumerate(chunks)
             if c.request.params.logits_processors
         ]
-        if not rows and not users:
+        if not rows and not users and grammar is None:
             return None
         upload = self.state.staging.upload
         edits = LogitsEdits(processors=users)
+        must_end: set[int] = set()  # where the grammar leaves the end token alone, min_tokens cannot ban it
+        if grammar is not None:
+            masked_rows, bits, must_end = grammar
+            edits.masks.append(TokenMask(upload(bits), upload(masked_rows)))
         masked = [(r, e.mask) for r, _, e in rows if e.mask is not None]
         if masked:
-            bits = torch.stack([m for _, m in masked])
-            edits.masks.append(TokenMask(bits, upload(np.asarray([r for r, _ in masked]))))
-        bans = [(r, t) for r, c, e in rows for t in (*e.banned, *self._early(c, e))]
+            stacked = torch.stack([m for _, m in masked])
+            edits.masks.append(TokenMask(stacked, upload(np.asarray([r for r, _ in masked]))))
+        bans = [(r, t) for r, c, e in rows for t in (*e.banned, *(() if r in must_end else self._early(c, e)))]
         if bans:
             edits.banned = tuple(upload(np.asarray(bans, np.int64).T.copy()))  # type: ignore[assignment]
         bias = [(r, t, v) for r, _, e in rows for t, v in e.bias.items()]
