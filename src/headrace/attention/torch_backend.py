@@ -8,7 +8,7 @@ values are broken (NaN) cannot reach another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from headrace.model.batch import ForwardBatch
 _MIN_FILL = 0.75
 # ... unless it is so few tokens that one more call would cost more.
 _FREE_PADDING = 64
-_TILE_ROWS = 256  # query rows that share one key range where a mask is needed
 
 
 @dataclass(slots=True)
@@ -44,21 +43,25 @@ class _Prefill:
     start: int
     first_key: int
     index: Tensor
+    masks: dict[int, Tensor] = field(default_factory=dict)  # of the tile that begins at a row, for the next layers
 
 
 class TorchAttention(AttentionBackend):
-    """`scratch_bytes` bounds each of: gathered keys, gathered values, and the score matrices of models with a soft cap.
+    """`scratch_bytes` bounds each of: gathered keys, gathered values, masks, and the score matrices of a soft cap.
 
-    A single sequence whose context alone is larger than that is gathered whole all the same.
+    A single sequence whose context alone is larger than that is gathered whole all the same. `tile_rows`: query rows that
+    share one range of keys where a mask is needed.
     """
 
-    def __init__(self, scratch_bytes: int = 64 << 20):
-        self.scratch_bytes = scratch_bytes
+    def __init__(self, scratch_bytes: int = 64 << 20, tile_rows: int = 256):
+        self.scratch_bytes, self.tile_rows = scratch_bytes, tile_rows
+        self._mask_bytes = 0
         self._scratch: dict[str, Tensor] = {}
         self._plans: dict[int, tuple[list[_Group], list[_Prefill]]] = {}
 
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
         self._plans.clear()
+        self._mask_bytes = 0
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
@@ -157,20 +160,12 @@ class TorchAttention(AttentionBackend):
                 F.scaled_dot_product_attention(grouped, k.expand(every), v.expand(every), is_causal=True, scale=scale)
             )
             return
-        tile = _TILE_ROWS
-        if softcap:
-            tile = max(1, min(tile, self.scratch_bytes // (4 * heads * k.shape[2])))
+        tile = max(1, min(self.tile_rows, self.scratch_bytes // (4 * (heads if softcap else 1) * k.shape[2])))
         for first in range(0, rows, tile):
             last = min(first + tile, rows)
             low = max(0, prefill.start + first - window + 1) if window else 0
-            high = prefill.start + last
-            part = slice(low - prefill.first_key, high - prefill.first_key)
-            position = torch.arange(prefill.start + first, high, device=q.device)[:, None]
-            key = torch.arange(low, high, device=q.device)
-            hidden = key > position
-            if window:
-                hidden |= key <= position - window
-            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+            part = slice(low - prefill.first_key, prefill.start + last - prefill.first_key)
+            mask = self._tile_mask(q, prefill, first, last, low, window)
             queries, ks, vs = grouped[:, :, first:last], k[:, :, part], v[:, :, part]
             if softcap:
                 result[:, :, first:last] = _attend_softcap(queries, ks, vs, mask, scale, softcap)
@@ -179,6 +174,23 @@ class TorchAttention(AttentionBackend):
                 result[:, :, first:last] = F.scaled_dot_product_attention(
                     queries, ks.expand(every), vs.expand(every), attn_mask=mask, scale=scale
                 )
+
+
+    def _tile_mask(self, q: Tensor, prefill: _Prefill, first: int, last: int, low: int, window: int) -> Tensor:
+        """[last - first, keys from position `low`] of q's dtype: 0 or -inf."""
+        mask = prefill.masks.get(first)
+        if mask is not None:
+            return mask
+        position = torch.arange(prefill.start + first, prefill.start + last, device=q.device)[:, None]
+        key = torch.arange(low, prefill.start + last, device=q.device)
+        hidden = key > position
+        if window:
+            hidden |= key <= position - window
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+        self._mask_bytes += mask.numel() * mask.itemsize
+        if self._mask_bytes <= self.scratch_bytes:
+            prefill.masks[first] = mask
+        return mask
 
 
 def _similar(lengths: list[int], most: int) -> list[list[int]]:
