@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext, new_id
+from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.errors import ApiError, bad_request, unsupported
 from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
@@ -40,7 +40,7 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     wish = policy.wish() or wish_of(body.response_format, body.structured_outputs)
     params = constrain(ctx, _parameters(ctx, body), wish)
     ids, end = await prompt_of(ctx, _conversation(body, policy))
-    ids, params = ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
+    ids, params = await ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
     generation = Generation(ctx, request, answer, wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
@@ -99,7 +99,7 @@ class ChatAnswer:
         fields = encode({"id": self.id, "object": kind, "created": int(time.time()), "model": model})
         self.head = fields[:-1] + b',"choices":['
         for index in range(params.n):
-            own = msgspec.structs.replace(params, n=1, sample_index=index)
+            own = for_sample(params, index)
             choice = ChatChoice(self, index, own, policy.reader(prompt_end, structured=params.structured_outputs is not None))
             sample = Sample(
                 ctx, new_id(f"{self.id}-"), ids, own, choice,

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext, Prompt, new_id
+from headrace.api.context import ApiContext, Prompt, for_sample, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, prompt_logprobs
@@ -86,14 +86,14 @@ class CompletionAnswer:
         if body.max_tokens is None:  # the default is 16, or what fits
             room = max(1, min(DEFAULT_MAX_TOKENS, ctx.engine.max_model_len - len(ids)))
             params = msgspec.structs.replace(params, max_tokens=max(room, params.min_tokens))
-        ids, params = ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
+        ids, params = await ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
         self.usage.prompt_tokens += len(ids)
         echo = ""
         if body.echo:
             whole = isinstance(prompt, str) and params.truncate_prompt_tokens is None
             echo = prompt if whole else ctx.engine.tokenizer.decode(ids)  # type: ignore[assignment]
         for index in range(params.n):
-            own = msgspec.structs.replace(params, n=1, sample_index=index)
+            own = for_sample(params, index)
             choice = CompletionChoice(self, len(self.choices), own, ids, echo)
             self.choices.append(choice)
             sample = Sample(

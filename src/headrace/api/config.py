@@ -23,7 +23,7 @@ class ServerConfig:
     max_queued_requests: int | None = None  # samples that wait for a slot; beyond: 429
     max_queued_tokens: int | None = None  # prompt tokens accepted and still without a first output; beyond: 429
     request_timeout: float | None = None  # deadline of every request; X-Request-Timeout can only shorten it
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 16 * 2**20  # parsing one of this size holds the event loop up for a few tenths of a second
     max_header_bytes: int = 64 * 2**10
     body_timeout: float = 60.0  # to receive a whole body
     max_n: int = 128

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 import uuid
 from collections.abc import Callable
@@ -124,13 +125,20 @@ class ApiContext:
             )  # fmt: skip
         return self.engine.tokenizer.encode(text, add_special_tokens=special)
 
-    def check_prompt(
+    async def check_prompt(
         self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None
     ) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters as they will run. Raises ApiError or ParameterError naming the field.
 
         `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused.
         """
+        if params.bad_words:  # these are tokenized
+            return await self.in_thread(self._check_prompt, ids, params, field, side)
+        return self._check_prompt(ids, params, field, side)
+
+    def _check_prompt(
+        self, ids: list[int], params: SamplingParams, field: str, side: str | None
+    ) -> tuple[list[int], SamplingParams]:
         vocab, limit = self.engine.model_config.vocab_size, self.engine.max_model_len
         keep = params.truncate_prompt_tokens
         if keep is not None:
@@ -149,6 +157,13 @@ class ApiContext:
                 field if len(ids) >= limit or asked is None else "max_tokens", "context_length_exceeded",
             )  # fmt: skip
         return ids, self.inputs.complete(params, len(ids))
+
+
+def for_sample(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one of n samples: a copy, without checking everything again."""
+    own = copy.copy(params)
+    own.n, own.sample_index = 1, index
+    return own
 
 
 def new_id(prefix: str) -> str:

@@ -54,7 +54,7 @@ async def _ids(ctx: ApiContext, body: EmbeddingRequest, prompt: Prompt) -> list[
         special = body.add_special_tokens is not False
         prompt = await ctx.tokenize(prompt, special=special, field="input", truncated=cut)
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    return ctx.check_prompt(prompt, params, field="input")[0]
+    return (await ctx.check_prompt(prompt, params, field="input"))[0]
 
 
 async def _vector(ctx: ApiContext, request_id: str, ids: list[int]) -> list[float]:

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext, new_id
+from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.errors import ApiError
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
@@ -40,7 +40,7 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
         cut = params.truncate_prompt_tokens is not None
         special = body.add_special_tokens is not False
         ids = await ctx.tokenize(ids, special=special, field="prompt", truncated=cut)
-    ids, params = ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
+    ids, params = await ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
     generation = Generation(ctx, request, GenerateAnswer(ctx, body, ids, params))
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
@@ -52,7 +52,7 @@ class GenerateAnswer:
         self.outputs = []
         self.usage = Usage(self.samples, len(ids))
         for index in range(params.n):
-            own = msgspec.structs.replace(params, n=1, sample_index=index)
+            own = for_sample(params, index)
             output = GenerateOutput(ctx, body, index, own)
             name = f"{self.id}-{index}"
             self.samples.append(

@@ -18,6 +18,10 @@ def check_common(ctx: ApiContext, body: SamplingFields) -> None:
         check_int("prompt_logprobs", body.prompt_logprobs, -1, ctx.config.max_logprobs)
     if isinstance(body.stop, list):
         check_strings("stop", body.stop, 64)
+    most = ctx.engine.model_config.vocab_size
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        if len(getattr(body, name) or ()) > most:
+            raise bad_request(f"{name}: at most {most} entries, one for each token.", name, "invalid_value")
 
 
 def check_generation(ctx: ApiContext, body: GenerationFields) -> None:

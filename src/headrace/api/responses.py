@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs
-from headrace.api.context import ApiContext, new_id
+from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.errors import ApiError
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage
@@ -55,8 +55,8 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
         truncated=body.truncate_prompt_tokens is not None,
     )
     ids, end = await prompt_of(ctx, shown)
-    ids, params = ctx.check_prompt(ids, params, field="input", side=body.truncation_side)
-    params = policy.with_special_tokens(msgspec.structs.replace(params, n=1))
+    ids, params = await ctx.check_prompt(ids, params, field="input", side=body.truncation_side)
+    params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=wish is not None)
     generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
