@@ -1,12 +1,12 @@
 """Paged attention of sequences with few new rows (decode, verification): the context is split over programs and merged.
 
-    grid = (kv heads, chunks, sequences); a program takes one chunk of one sequence's context for all query heads that share
-    a kv head (GQA packed into the rows of one matrix product)
+    grid = (kv heads, parts, sequences); a program takes one part of one sequence's context for all query heads that share a
+    kv head (GQA packed into the rows of one matrix product)
 
-The grid has as many chunks as the longest context that may come; programs past a sequence's end leave at once. So one CUDA
+The grid has as many parts as the longest context that may come; programs past a sequence's end leave at once. So one CUDA
 graph serves every mix of lengths, and a long context is spread over many programs whatever the batch. A sequence of one
-chunk is written at once; of several, each program leaves its partial sum and the last one to arrive (an integer counter)
-merges all of them in the order of their chunks: no second kernel, and the same bits in every run.
+part is written at once; of several, each program leaves its partial sum and the last one to arrive (an integer counter)
+merges all of them in their order: no second kernel, and the same bits in every run.
 Split over the context: Dao et al., Flash-Decoding (2023).
 """
 
@@ -62,13 +62,16 @@ def _split_attention(
     lo = 0
     if WINDOW:  # nothing before the first token's window is touched
         lo = tl.maximum(length - num_tokens + 1 - window, 0) // TILE * TILE
-    start = lo + part * chunk
-    num_parts = tl.cdiv(length - lo, chunk)
+    # equal parts of half to one and a half chunks: a sequence just past a chunk's end is not worth a merge
+    wanted = tl.maximum((length - lo + chunk // 2) // chunk, 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length - lo, wanted), TILE), 1) * TILE
+    start = lo + part * size
+    num_parts = tl.cdiv(length - lo, size)
     if PDL:
         gdc_wait()
     if (start < length) | (part == 0):
         table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
-        stop = tl.minimum(length, start + chunk)
+        stop = tl.minimum(length, start + size)
         r = tl.arange(0, ROWS)
         d = tl.arange(0, DIM)
         n = tl.arange(0, TILE)
@@ -175,9 +178,7 @@ def _merge(
         m = m_new
     o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     at = (row0 + token).to(tl.int64) * out_stride + (head * GROUP + r % GROUP) * HEAD_DIM
-    tl.store(
-        out_ptr + at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=real[:, None] & (d < HEAD_DIM)[None, :]
-    )
+    tl.store(out_ptr + at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=real[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
