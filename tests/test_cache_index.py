@@ -109,7 +109,7 @@ def test_matches_and_eviction_order_are_those_of_the_naive_index(data):
             ids, salt, table = tables.pop(data.draw(st.integers(0, len(tables) - 1)))
             tree.release(table)
             stamp_of = {entry[0]: entry for entry in naive.paths.values()}
-            for block in reversed(table):
+            for block in table:
                 naive.clock += 1
                 if not pool.refs[block] and block in stamp_of:
                     stamp_of[block][1] = naive.clock
@@ -191,6 +191,16 @@ def test_duplicates_stay_private_and_what_stands_above_one_in_use_can_still_be_h
     tree.release(second)
     tree.release(third)
     assert tree.pool.num_free == 4
+    check(tree)
+
+
+def test_a_leaf_that_got_a_child_while_nobody_held_it_is_no_leaf_any_more():
+    tree = RadixTree(BlockPool(8), SIZE)
+    tree.release(put(tree, [1, 2]))
+    held = put(tree, [1, 2, 3, 4])  # its own block for the stem: nobody holds the one that is indexed
+    tree.release(put(tree, [5, 6]))
+    tree.evict(1)
+    assert found(tree, [5, 6]) == [] and found(tree, [1, 2, 3, 4])[1:] == [held[1]]
     check(tree)
 
 

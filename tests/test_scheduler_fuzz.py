@@ -40,7 +40,8 @@ class Fuzz:
         if rng.random() < 0.6:
             self.engine.admit_greedily()
         self.requests: list[Request] = []
-        self.stems = [[rng.randrange(VOCAB) for _ in range(64)] for _ in range(2)]
+        # one that repeats itself, so that a block's tokens stand at many depths
+        self.stems = [[rng.randrange(VOCAB) for _ in range(64)], [5] * 64]
         self.rate = rng.choice([0.1, 0.5, 1.5])
         self.p_abort = rng.choice([0.0, 0.02, 0.1]) if aborts else 0.0
         self.p_fail = rng.choice([0.0, 0.0, 0.02]) if aborts else 0.0
@@ -113,7 +114,7 @@ class Fuzz:
     def verify(self) -> None:
         for request in self.requests:
             assert request.status is Status.FINISHED
-            assert request.slot == -1 and request.block_ids == [] and request.num_in_flight == 0
+            assert request.slot == -1 and request.block_ids == [] and request.num_in_flight == request.num_pending == 0
             expected, reason = reference(request.prompt_ids, request.seed, request.params, self.config.max_model_len)
             if request.finish_reason in ("abort", "error"):
                 assert request.output_ids == expected[: len(request.output_ids)]

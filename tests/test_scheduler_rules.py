@@ -58,13 +58,14 @@ def test_output_of_a_finished_request_is_found_by_the_next_turn():
     expect(second)
 
 
-def test_blocks_are_found_only_after_the_launch_of_the_forward_that_fills_them():
+@pytest.mark.parametrize("length, full", [(3, 0), (4, 1), (10, 2), (12, 3)])
+def test_blocks_are_found_only_after_the_launch_of_the_forward_that_fills_them(length, full):
     engine = FakeEngine(config())
-    engine.add("a", list(range(10, 20)), max_tokens=3)
+    engine.add("a", list(range(10, 10 + length)), max_tokens=3)
     plan = engine.schedule()
     assert engine.scheduler.tree.num_nodes == 0
     engine.launch(plan)
-    assert engine.scheduler.tree.num_nodes == 2
+    assert engine.scheduler.tree.num_nodes == full
 
 
 def test_a_block_of_pending_tokens_is_indexed_when_their_ids_are_known():
@@ -417,6 +418,37 @@ def test_a_preempted_request_in_flight_keeps_its_sampled_token():
     engine.run()
     expect(first, 17)
     expect(second, 17)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_preempted_request_comes_back_when_another_has_ended_and_finds_its_blocks(depth):
+    engine = FakeEngine(config(num_blocks=6, max_model_len=25), depth=depth).admit_greedily()
+    first = engine.add("first", list(range(20, 28)), max_tokens=4, ignore_eos=True)
+    second = engine.add("second", list(range(30, 43)), max_tokens=5, ignore_eos=True)
+    comebacks = []
+    while engine.scheduler.has_unfinished:
+        running = first.status is not Status.FINISHED
+        plan = engine.step()
+        comebacks += [(c.start, running) for c in plan.chunks if c.admitted and c.request.num_preemptions] if plan else []
+    # 13 tokens of the prompt fill 3 blocks, and the first one's growth needed only the fourth
+    assert comebacks == [(12, False)] and second.num_preemptions == 1
+    expect(first, 25)
+    expect(second, 25)
+
+
+def test_nobody_is_preempted_for_blocks_that_come_back_anyway():
+    engine = FakeEngine(config(num_blocks=3, max_model_len=13), depth=1).admit_greedily()
+    engine.add("ends", [1, 2, 3], max_tokens=1)
+    grows = engine.add("grows", [4, 5, 6, 7], max_tokens=3, ignore_eos=True)
+    youngest = engine.add("youngest", [8, 9], max_tokens=3, ignore_eos=True)
+    engine.launch(engine.schedule())
+    plan = engine.schedule()
+    assert [c.request for c in plan.chunks] == [youngest], "the other one waits for the block of the one that ends"
+    engine.launch(plan)
+    engine.settle()
+    assert [c.request for c in engine.step().chunks] == [grows, youngest]
+    engine.run()
+    assert youngest.num_preemptions == 0
 
 
 def test_one_client_with_a_huge_max_tokens_does_not_starve_all():

@@ -118,9 +118,9 @@ class RadixTree:
         return self.pool.take(count)
 
     def release(self, blocks: list[int]) -> None:
-        """Give back one reference to each block of a table. Deeper blocks get the older stamps, so they go first."""
+        """Give back one reference to each block of a table."""
         refs, nodes, free = self.pool.refs, self._nodes, self.pool.free
-        for block in reversed(blocks):
+        for block in blocks:
             refs[block] -= 1
             if not refs[block]:
                 node = nodes[block]
