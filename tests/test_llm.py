@@ -215,6 +215,16 @@ def test_no_max_tokens_runs_to_the_context(llm):
     assert len(output.token_ids) == 28 and output.finish_reason == "length"
 
 
+def test_the_prefix_cache_can_be_emptied(llm):
+    ids, params = list(range(3, 83)), SamplingParams(max_tokens=2, **GREEDY)
+    cached = []
+    for reset in (True, False, True):
+        if reset:
+            llm.reset_prefix_cache()
+        cached.append(llm.generate([ids], params, use_tqdm=False)[0].num_cached_tokens)
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
 def test_an_abandoned_stream_leaves_nothing_behind(llm):
     stream = llm.stream([[5, 6, 7], [8, 9]], SamplingParams(max_tokens=50, **GREEDY))
     for _ in range(6):

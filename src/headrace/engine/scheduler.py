@@ -56,6 +56,7 @@ class Scheduler:
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._flight: dict[int, Step] = {}  # by number: scheduled and not settled
         self._num_steps = self._num_added = 0
+        self._num_drafting = 0  # chunks with drafts in flight
         self._num_preemptions = self._query_tokens = self._hit_tokens = 0
 
     # ---- requests in and out
@@ -115,7 +116,7 @@ class Scheduler:
             return None
         self._num_steps += 1
         self._flight[self._num_steps] = step
-        return StepPlan(self._num_steps, step.chunks)
+        return StepPlan(self._num_steps, step.chunks, step.num_drafts)
 
     def launched(self, plan: StepPlan) -> None:
         """The worker has launched the plan for good: its full blocks may be hit by whatever is launched later."""
@@ -150,6 +151,9 @@ class Scheduler:
         for entry, chunk, ids in zip(step.entries, step.chunks, sampled, strict=True):
             request = entry.request
             request.num_in_flight -= 1
+            if chunk.num_drafts:
+                entry.drafting = False
+                self._num_drafting -= 1
             if entry.parted:
                 self._settle_parted(entry, chunk, ids, results)
             elif chunk.samples:
@@ -160,13 +164,24 @@ class Scheduler:
 
     def _decode(self, step: Step) -> None:
         """One token for each decoding request, as far as budget and blocks go."""
-        chunks, entries, filled = step.chunks, step.entries, step.filled
+        chunks, entries, filled, size = step.chunks, step.entries, step.filled, self._block_size
         budget = step.budget
         last = []
+        # half of what the decodes leave: drafts must not starve the prefills
+        most_drafts = min(self.config.max_draft_rows - len(self._decoding), (budget - len(self._decoding)) // 2)
+        speculating = most_drafts > 0 or self._num_drafting > 0
+        verified: list[tuple[Entry, Chunk]] = []
         for entry in self._decoding:  # may lose its tail to preemption on the way, never what was visited
             if len(chunks) == budget:
                 break
             request = entry.request
+            if speculating:
+                if entry.drafting:
+                    continue
+                count = self._draft_count(entry, most_drafts - step.num_drafts) if request.num_drafts else 0
+                if count:
+                    verified.append((entry, self._verify(entry, step, count)))
+                    continue
             start = request.num_scheduled
             stop = start + 1
             new_blocks: list[int] = []
@@ -176,7 +191,7 @@ class Scheduler:
                     continue
                 offset = len(request.block_ids)
                 new_blocks = self._grow(entry, 1)
-            if stop == entry.capacity:
+            if not stop % size:
                 filled.append((entry, stop))
             chunks.append(Chunk(request, request.slot, start, 1, True, False, new_blocks, offset, stop - entry.num_prompt))
             entries.append(entry)
@@ -185,10 +200,45 @@ class Scheduler:
             request.num_in_flight += 1
             if stop + 1 >= entry.limit:
                 last.append(entry)
-        step.budget = budget - len(chunks)
+        for entry, chunk in verified:
+            entries.append(entry)
+            chunks.append(chunk)
+        step.budget = budget - len(chunks) - step.num_drafts
         for entry in last:
             self._decoding.remove(entry)
             self._leaving[entry] = None
+
+    def _draft_count(self, entry: Entry, most: int) -> int:
+        """How many drafts of a decoding request this step can verify. They never take a block that others need."""
+        request, capacity = entry.request, entry.capacity
+        start = request.num_scheduled
+        count = min(request.num_drafts, most, entry.limit - start - 2)
+        if start + count >= capacity:
+            spare = max(0, self.tree.num_available - len(self._decoding)) if self._hungry is None else 0
+            count = min(count, capacity + spare * self._block_size - start - 1)
+        return max(0, count)
+
+    def _verify(self, entry: Entry, step: Step, count: int) -> Chunk:
+        """The chunk of a decode with `count` drafts: counted as one token until it settles, which says how many it is."""
+        request, size = entry.request, self._block_size
+        start = request.num_scheduled
+        stop = start + 1
+        new_blocks: list[int] = []
+        offset = 0
+        missing = -(-(stop + count - entry.capacity) // size)
+        if missing > 0:
+            offset = len(request.block_ids)
+            new_blocks = self._grow(entry, missing)
+        if not stop % size:
+            step.filled.append((entry, stop))
+        request.num_scheduled = stop
+        request.num_pending += 1
+        request.num_in_flight += 1
+        entry.drafting = True
+        self._num_drafting += 1
+        step.num_drafts += count
+        index = stop - entry.num_prompt
+        return Chunk(request, request.slot, start, 1 + count, True, False, new_blocks, offset, index, count)
 
     def _prefill(self, step: Step) -> None:
         complete = []
@@ -202,8 +252,6 @@ class Scheduler:
             self._after_prefill(entry)
 
     def _admit(self, step: Step) -> None:
-        if self._hungry is not None:
-            return
         for entry in self._admission.admissible(step, self._free_slots, (self._decoding, self._prefilling)):
             self._start(entry, step)
 
@@ -343,12 +391,25 @@ class Scheduler:
             output.append(token)
             length = len(output)
             if token in stops and length >= entry.min_output:
+                if n > 1:
+                    self._accept(entry, n - 1)
                 self._finish(entry, "stop", stops[token])
                 return ids[:n]
             if length >= entry.max_output:
+                if n > 1:
+                    self._accept(entry, n - 1)
                 self._finish(entry, "length")
                 return ids[:n]
+        if len(ids) > 1:
+            self._accept(entry, len(ids) - 1)
         return ids
+
+    def _accept(self, entry: Entry, count: int) -> None:
+        """`count` drafts were right: they are computed tokens like any other."""
+        request = entry.request
+        request.num_scheduled += count
+        if (entry.num_indexed + 1) * self._block_size <= request.num_scheduled:
+            self._index(entry, request.num_scheduled)
 
     def _settle_parted(self, entry: Entry, chunk: Chunk, ids: list[int], results: list[tuple[Request, list[int]]]) -> None:
         """A preempted request keeps what was sampled for it, a finished one does not; both may leave now."""
@@ -405,6 +466,10 @@ class Scheduler:
             entry.rest()
             self._admission.push_back(entry)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block that no request holds."""
+        self.tree.evict(self.tree.num_available - self.pool.num_free)
+
     def check(self) -> None:
         """Law 5 and all counters; AssertionError with a description. Costs a walk over everything."""
         check_scheduler(self)
@@ -420,6 +485,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that own a slot."""
         return self.config.max_num_seqs - len(self._free_slots)
+
+    @property
+    def decoding(self) -> list[Request]:
+        """The requests that want one token (or more, with drafts), by rank."""
+        return [entry.request for entry in self._decoding]
 
     @property
     def num_waiting(self) -> int:
