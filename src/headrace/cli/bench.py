@@ -72,7 +72,11 @@ class Bench:
     def __init__(self, llm, limits):
         self.llm, self.limits = llm, limits
         self._random = random.Random(12345)
-        self._timed([[1] * 64], [8], 0.0)  # first launches, compiled kernels, captured graphs
+        self._host = HostTimes(llm.engine.core)
+        for count in (1, 2):  # first launches, compiled kernels; then all graphs of the default kind of sampling
+            self._timed(self._prompts(count, 64), [4] * count, 0.6)
+        while llm.engine.core.idle():
+            pass
 
     def throughput(self, count: int, temperature: float, repeat: int) -> dict[str, Any]:
         """offline-random: prompts and outputs of 100-1024 tokens, all submitted at once (draws as in nano-vllm's bench)."""
@@ -85,8 +89,9 @@ class Bench:
         limit = self.limits.offline([len(p) for p in prompts], outputs)
         tokens = sum(outputs)
         return self._result(
-            "offline-random", temperature, tokens / seconds, tokens / limit, "tok/s", num_prompts=count, seconds=seconds
-        )
+            "offline-random", temperature, tokens / seconds, tokens / limit, "tok/s", num_prompts=count, seconds=seconds,
+            host_ms_per_step=self._host.milliseconds_per_step(),
+        )  # fmt: skip
 
     def latency(self, batch: int, inputs: int, outputs: int, temperature: float, repeat: int) -> dict[str, Any]:
         """TPOT in ms: (time of `outputs` tokens - time of one token) / (outputs - 1), for `batch` prompts at once."""
@@ -102,7 +107,7 @@ class Bench:
         moved = self.limits.decode_bytes(batch * context)
         return self._result(
             f"batch {batch}", temperature, 1e3 * seconds, 1e3 * limit, "ms", input_len=inputs, output_len=outputs,
-            gigabytes_per_second=moved / seconds / 1e9,
+            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host.milliseconds_per_step(),
         )  # fmt: skip
 
     def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
@@ -136,6 +141,7 @@ class Bench:
 
         params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for n in outputs]
         self.llm.reset_prefix_cache()
+        self._host.reset()
         began = time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - began
@@ -152,6 +158,28 @@ class Bench:
             "workload": name, "temperature": temperature, "value": value, "unit": unit, "limit": limit,
             "percent_of_limit": 100 * share, **more,
         }  # fmt: skip
+
+
+class HostTimes:
+    """What the host does per step of a core: schedule, launch and settle, without the wait for the device."""
+
+    def __init__(self, core):
+        self._core, self._step = core, core.step
+        core.step = self._timed_step
+        self.reset()
+
+    def reset(self) -> None:
+        self._seconds, self._steps = 0.0, 0
+
+    def _timed_step(self):
+        news = self._step()
+        times = self._core.times
+        self._seconds += times.schedule + times.launch + times.settle
+        self._steps += 1
+        return news
+
+    def milliseconds_per_step(self) -> float:
+        return 1e3 * self._seconds / max(self._steps, 1)
 
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +224,7 @@ def shape_directory(config: str) -> str:
 def report(args: argparse.Namespace, results: list[dict[str, Any]], machine: dict[str, Any]) -> int:
     for r in results:
         share = f"  {r['percent_of_limit']:5.1f} % of the limit {r['limit']:,.3f}" if "limit" in r else ""
-        extra = "".join(f"  {k}={r[k]:,.1f}" for k in ("gigabytes_per_second", "teraflops") if k in r)
+        extra = "".join(f"  {k}={r[k]:,.2f}" for k in ("gigabytes_per_second", "teraflops", "host_ms_per_step") if k in r)
         print(f"{r['workload']:22s} t={r.get('temperature', 0)}  {r['value']:,.3f} {r['unit']}{share}{extra}", flush=True)
     if args.out:
         import torch
