@@ -142,6 +142,15 @@ def test_accepted(api, body):
     assert api.ok(PATH, {"messages": HI, "max_tokens": 5, **body})["choices"]
 
 
+def test_allowed_values_are_named(api):
+    error = error_of(api.post(PATH, {"messages": HI, "reasoning_effort": "huge"}))
+    assert "huge" in error["message"] and "high, low, max, medium, minimal" in error["message"]
+    error = error_of(api.post(PATH, {"messages": HI, "tools": [{"type": "custom", "function": {"name": "f"}}]}))
+    assert error["param"] == "tools[0].type" and error["message"].endswith("allowed: function")
+    error = error_of(api.post(PATH, {"messages": HI, "temperature": 3}))
+    assert error["message"] == "temperature: got 3.0, allowed: a number in [0, 2]"
+
+
 def test_parts_are_joined(api):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     api.ok(PATH, {"messages": [{"role": "user", "content": parts}]})

@@ -10,7 +10,8 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.api.config import ServerConfig
-from headrace.api.errors import ApiError, ClientGone, bad_request, from_validation
+from headrace.api.errors import ApiError, ClientGone, bad_request
+from headrace.api.validation import from_validation
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         result = msgspec.json.decode(data, type=kind)
         json.loads(data, object_pairs_hook=_unique)
     except msgspec.ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, kind) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except UnicodeDecodeError:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import msgspec
 from starlette.responses import Response
 
@@ -78,24 +75,3 @@ def as_api_error(exc: BaseException) -> ApiError:
     if isinstance(exc, EngineDeadError):
         return unavailable("The engine is not running.", 5, "engine_dead")
     return ApiError(500, "Internal error.", code="internal_error")
-
-
-_PATH = re.compile(r" - at `([^`]*)`$")
-_NAME = re.compile(r"(?:unknown|required) field `([^`]*)`")
-
-
-def from_validation(exc: msgspec.ValidationError) -> ApiError:
-    """msgspec's text names the place as `$.messages[0].content`; `param` becomes `messages[0].content`."""
-    text = str(exc)
-    path = (m.group(1) if (m := _PATH.search(text)) else "").removeprefix("$").lstrip(".")
-    code = "invalid_value"
-    if name := _NAME.search(text):
-        path = f"{path}.{name.group(1)}" if path else name.group(1)
-        code = "unknown_parameter" if "unknown field" in text else "missing_required_parameter"
-    return ApiError(400, _PATH.sub(f" - at `{path}`" if path else "", text), param=path or None, code=code)
-
-
-def shown(value: Any) -> str:
-    """A short text of a value for a message."""
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
