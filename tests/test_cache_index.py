@@ -204,6 +204,15 @@ def test_a_leaf_that_got_a_child_while_nobody_held_it_is_no_leaf_any_more():
     check(tree)
 
 
+def test_a_block_that_is_computed_again_counts_as_used():
+    tree = RadixTree(BlockPool(8), SIZE)
+    for ids in ([1, 2], [3, 4]):
+        tree.release(put(tree, ids))
+    put(tree, [1, 2])
+    tree.evict(1)
+    assert found(tree, [1, 2]) and not found(tree, [3, 4])
+
+
 def test_an_insert_below_a_node_that_has_gone_is_refused():
     tree = RadixTree(BlockPool(4), SIZE)
     table = put(tree, [1, 2])

@@ -135,6 +135,14 @@ def test_siblings_wait_one_step_and_then_share():
         expect(request)
 
 
+def test_nobody_waits_for_a_block_that_must_be_computed_anyway():
+    engine = FakeEngine(config())
+    for i in range(2):
+        engine.add(str(i), [1, 2, 3, 4], max_tokens=2)
+    assert len(engine.step().chunks) == 2
+    engine.run()
+
+
 def test_nobody_waits_twice_for_what_others_compute():
     engine = FakeEngine(config(policy="priority"))
     stem = list(range(10, 18))
@@ -421,19 +429,21 @@ def test_a_preempted_request_in_flight_keeps_its_sampled_token():
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_preempted_request_comes_back_when_another_has_ended_and_finds_its_blocks(depth):
-    engine = FakeEngine(config(num_blocks=6, max_model_len=25), depth=depth).admit_greedily()
-    first = engine.add("first", list(range(20, 28)), max_tokens=4, ignore_eos=True)
-    second = engine.add("second", list(range(30, 43)), max_tokens=5, ignore_eos=True)
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_preempted_request_comes_back_when_another_has_ended_and_finds_its_blocks(depth, caching):
+    sizes = config(num_blocks=8, max_model_len=33, enable_prefix_caching=caching)
+    engine = FakeEngine(sizes, depth=depth).admit_greedily()
+    first = engine.add("first", list(range(20, 28)), max_tokens=12, ignore_eos=True)
+    second = engine.add("second", list(range(30, 35)), max_tokens=14, ignore_eos=True)
     comebacks = []
     while engine.scheduler.has_unfinished:
         running = first.status is not Status.FINISHED
         plan = engine.step()
         comebacks += [(c.start, running) for c in plan.chunks if c.admitted and c.request.num_preemptions] if plan else []
-    # 13 tokens of the prompt fill 3 blocks, and the first one's growth needed only the fourth
-    assert comebacks == [(12, False)] and second.num_preemptions == 1
-    expect(first, 25)
-    expect(second, 25)
+    # with 5 tokens of prompt and 9 of output it had 3 full blocks, and the first one's growth needed only the fourth
+    assert comebacks == [(12 if caching else 0, False)] and second.num_preemptions == 1
+    expect(first, 33)
+    expect(second, 33)
 
 
 def test_nobody_is_preempted_for_blocks_that_come_back_anyway():

@@ -1,4 +1,4 @@
-"""Who waits, and when they may start: the forecast peak of KV use must fit the cache. No torch here."""
+"""Who may wait, and when they may start: the forecast peak of KV use must fit the cache. No torch here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,39 @@ from heapq import heapify, heappop, heappush
 
 from headrace.cache.radix_tree import RadixTree
 from headrace.engine.entry import Entry, Step
+from headrace.engine.request import Request
 from headrace.engine.schedule_config import SchedulerConfig
+from headrace.errors import CapacityError, ParameterError
 
 FIRST_GUESS = 256.0  # output tokens, before any request has ended
 MEMORY = 32  # requests over which the mean forgets
+
+
+def token_limit(request: Request, config: SchedulerConfig) -> int:
+    """The number of tokens at which a request ends whatever it samples.
+
+    Raises ParameterError or CapacityError, with the numbers, if it can never be served.
+    """
+    num_prompt, num_known = len(request.prompt_ids), request.num_known
+    wanted = 1 if request.pooling is None else 0  # tokens beyond those that are there
+    if num_prompt < 1:
+        raise ParameterError("prompt_ids", request.prompt_ids, "at least one token")
+    if num_known + wanted > config.max_model_len:
+        allowed = f"at most max_model_len{' - 1' * wanted} = {config.max_model_len - wanted} tokens"
+        raise ParameterError("prompt_ids", f"{num_known} tokens", allowed)
+    if num_known > config.num_blocks * config.block_size:
+        raise CapacityError(
+            f"a request of {num_known} tokens needs {-(-num_known // config.block_size)} blocks of the KV cache, "
+            f"which has {config.num_blocks} (of {config.block_size} tokens each)"
+        )
+    if request.pooling is not None:
+        return num_known + 1
+    max_tokens = request.params.max_tokens
+    limit = config.max_len if max_tokens is None else min(config.max_len, num_prompt + max_tokens)
+    if num_known >= limit:
+        allowed = f"fewer tokens than max_tokens = {max_tokens}"
+        raise ParameterError("output_ids", f"{num_known - num_prompt} tokens", allowed)
+    return limit
 
 
 class LengthEstimate:

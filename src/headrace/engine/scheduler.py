@@ -18,13 +18,13 @@ from operator import attrgetter
 
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.radix_tree import ID_BYTES, RadixTree
-from headrace.engine.admission import Admission
+from headrace.engine.admission import Admission, token_limit
 from headrace.engine.entry import OFF_INDEX, Entry, Step
 from headrace.engine.invariants import check_scheduler
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request, Status
 from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
-from headrace.errors import CapacityError, ParameterError
+from headrace.errors import ParameterError
 
 RANK = attrgetter("rank")
 
@@ -65,36 +65,13 @@ class Scheduler:
         """Queue a request. Raises ParameterError or CapacityError, with the numbers, if it can never be served."""
         if request.id in self._live:
             raise ParameterError("request_id", request.id, "an id that no live request has")
-        limit = self._limit(request)
+        limit = token_limit(request, self.config)
         priority = request.priority if self.config.policy == "priority" else 0
         self._num_added += 1
         rank = (priority, request.arrival, self._num_added)
         entry = Entry(request, rank, limit, self.config.enable_prefix_caching)
         self._live[request.id] = entry
         self._admission.push(entry)
-
-    def _limit(self, request: Request) -> int:
-        """The number of tokens at which a request ends whatever it samples."""
-        num_prompt, num_known, config = len(request.prompt_ids), request.num_known, self.config
-        wanted = 1 if request.pooling is None else 0  # tokens beyond those that are there
-        if num_prompt < 1:
-            raise ParameterError("prompt_ids", request.prompt_ids, "at least one token")
-        if num_known + wanted > config.max_model_len:
-            allowed = f"at most max_model_len{' - 1' * wanted} = {config.max_model_len - wanted} tokens"
-            raise ParameterError("prompt_ids", f"{num_known} tokens", allowed)
-        if num_known > config.num_blocks * config.block_size:
-            raise CapacityError(
-                f"a request of {num_known} tokens needs {-(-num_known // config.block_size)} blocks of the KV cache, "
-                f"which has {config.num_blocks} (of {config.block_size} tokens each)"
-            )
-        if request.pooling is not None:
-            return num_known + 1
-        max_tokens = request.params.max_tokens
-        limit = config.max_len if max_tokens is None else min(config.max_len, num_prompt + max_tokens)
-        if num_known >= limit:
-            allowed = f"fewer tokens than max_tokens = {max_tokens}"
-            raise ParameterError("output_ids", f"{num_known - num_prompt} tokens", allowed)
-        return limit
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, whatever it is doing; None if there is no such one. Its ids so far stay as they are."""
