@@ -192,13 +192,13 @@ class EngineCore:
             self._keep_pooled(plan.chunks[i], vector)
         chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)}
         settled = self.scheduler.settle(plan, result.token_ids, result.failed)
+        outputs = [self._output(request, ids, result, chunk_of.get(request.id)) for request, ids in settled]
         if self.structured is not None:
             for request, ids in settled:
                 if request.finish_reason is not None:
                     self.structured.end(request.id)
                 elif ids:
                     self.structured.accept(request.id, ids)
-        outputs = [self._output(request, ids, result, chunk_of.get(request.id)) for request, ids in settled]
         self.times.wait, self.times.settle = waited - began, time.perf_counter() - waited
         return outputs
 
@@ -219,12 +219,19 @@ class EngineCore:
             queue = (request.first_scheduled or now) - request.arrival
             out.times = RequestTimes(queue, first - request.arrival, now - request.arrival)
             if request.finish_reason == "error":
-                out.error = "the model produced NaN logits for this request"
-                logger.error("request %s failed: NaN logits after %d tokens", request.id, len(request.output_ids))
+                out.error = self._why_failed(request)
+                logger.error("request %s failed after %d tokens: %s", request.id, len(request.output_ids), out.error)
             pooled = self._pooled.pop(request.id, None)
             if pooled is not None and request.finish_reason == "stop":
                 out.embedding = self._normalized(request, pooled)
         return out
+
+    def _why_failed(self, request: Request) -> str:
+        why = None if self.structured is None else self.structured.error(request.id)
+        if why is not None:
+            return f"the output cannot follow its grammar any further: {why}"
+        limits = request.params.structured_outputs or request.params.allowed_token_ids or request.params.bad_word_ids
+        return "the model produced NaN logits for this request" + (", or its limits left no token" if limits else "")
 
     def _keep_prompt_logprobs(self, chunk, ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray) -> None:
         if chunk.request.finish_reason is not None:

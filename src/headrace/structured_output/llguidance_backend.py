@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
-import json
+import os
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from headrace.errors import ParameterError
+from headrace.structured_output.grammars import grammar_of
 from headrace.structured_output.params import StructuredOutputsParams
 
-# JSON allows any amount of white space between tokens; a model that likes it would never come to an end
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+MAX_DIGITS = 64  # in a row, in a number of JSON
+WALK = 24  # tokens of a trial
+MASK_SECONDS = 0.25  # processor time of one mask in a trial: every request of the batch waits for it
+PARALLEL_ROWS = 4  # fewer masks are filled by the caller's thread: waking others costs more
+
+
+class BackendSpec(NamedTuple):
+    """What a backend is made of, also in another process."""
+
+    tokenizer_json: str
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class Digits(NamedTuple):
+    """The tokens that begin with a digit, and letters to tell a string from a number by."""
+
+    words: np.ndarray  # [ceil(V / 32)] int32, a bit for each of them
+    trailing: dict[int, tuple[int, bool]]  # token -> digits at its end (no entry: none), and whether it is nothing else
+    letters: np.ndarray  # as `words`: tokens of one ASCII letter that no number contains
 
 
 class Matcher:
-    """Where one output stands in its grammar. Not shared between outputs."""
+    """Where one output stands in its grammar. Not shared between outputs.
 
-    __slots__ = ("_matcher",)
+    A matcher that ran into a limit of the parser, or was given tokens that do not fit, is in error and stays so: its masks
+    allow nothing, and `error` says why.
+    """
 
-    def __init__(self, matcher: LLMatcher):
-        self._matcher = matcher
+    __slots__ = ("_digits", "_ids", "_matcher", "_run")
+
+    def __init__(self, matcher: LLMatcher, digits: Digits | None):
+        self._matcher, self._digits = matcher, digits
+        self._ids: list[int] = []
+        self._run = 0  # digits in a row at the end of the output
 
     def fork(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy())
+        """A copy for another output."""
+        copy = Matcher(self._matcher.deep_copy(), self._digits)
+        copy._ids, copy._run = list(self._ids), self._run
+        return copy
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Move on; False if the grammar does not allow these (the matcher is of no use afterwards)."""
-        return self._matcher.consume_tokens(list(token_ids))
+        """Move on; False if the grammar does not allow these, or a limit was met (the matcher is then in error)."""
+        if not self._matcher.consume_tokens(list(token_ids)):
+            return False
+        if self._digits is not None:
+            self._ids += token_ids
+            self._run = self._extended(self._run, token_ids)
+        return True
 
     def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
+        if count:
+            self._matcher.rollback(count)
+        if count and self._digits is not None:
+            del self._ids[-count:]
+            self._run = self._extended(0, self._ids[-MAX_DIGITS:])
 
     def valid_prefix(self, token_ids: Sequence[int]) -> int:
         """How many of these could come next."""
@@ -45,68 +82,117 @@ class Matcher:
 
     @property
     def ended(self) -> bool:
-        """Only the end token may follow."""
-        return self._matcher.is_stopped()
+        """Only the end token may follow (not so in error, where nothing may)."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def complete(self) -> bool:
+        """The output so far is one of the grammar's: it may end here."""
+        return self._matcher.is_accepting() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """The first line of what went wrong."""
+        if not self._matcher.is_error():
+            return None
+        return (self._matcher.get_error().strip().splitlines() or ["?"])[0].split("<state>")[0].strip() or "the parser failed"
 
     def fill(self, row: np.ndarray) -> None:
         """Write the mask of the next token to row [ceil(V / 32)] int32: bit set means allowed."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.size * row.itemsize)
+        self.finish(row)
+
+    def finish(self, row: np.ndarray) -> None:
+        """What is to be done to a mask beyond the grammar: no number goes on for ever, and an error allows nothing."""
+        if self._run >= MAX_DIGITS and self._digits is not None and not (row & self._digits.letters).any():
+            rest = row & ~self._digits.words
+            if rest.any():
+                row[:] = rest
+        if self._matcher.is_error():
+            row[:] = 0
+
+    def _extended(self, run: int, token_ids: Sequence[int]) -> int:
+        assert self._digits is not None
+        for token in token_ids:
+            count, whole = self._digits.trailing.get(token, (0, False))
+            run = run + count if whole else count
+        return run
 
 
 class LLGuidance:
     """Compiles wishes for one tokenizer."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]):
+        self.spec = BackendSpec(tokenizer_json, vocab_size, list(eos_token_ids))
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+        self._digits = _digits(self._tokenizer, vocab_size)
+        self._executor: LLExecutor | None = None
+        self._parallel = (os.cpu_count() or 1) > 2
 
     def compile(self, wish: StructuredOutputsParams) -> Matcher:
         """A matcher at the beginning of the output. Raises ParameterError with the backend's reason.
 
-        The interpreter lock is free during the construction; llguidance's own limits bound time and size.
+        The interpreter lock is free during the construction. Time and memory are not bounded: see trial.py.
         """
-        field = f"structured_outputs.{wish.kind}"
         value = getattr(wish, wish.kind)
         try:
-            grammar = _grammar(wish.kind, value)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        except (ValueError, KeyError, TypeError, AssertionError) as e:
-            raise ParameterError(field, value, f"what can be compiled ({e})") from None
-        if matcher.is_error():
-            raise ParameterError(field, value, f"what can be compiled ({matcher.get_error().strip()})")
-        return Matcher(matcher)
+            matcher = LLMatcher(self._tokenizer, grammar_of(wish), log_level=0, limits=self._limits)
+            why = matcher.get_error().strip() if matcher.is_error() else ""
+        except Exception as e:  # of the parsers of grammars, which raise many kinds
+            why = f"{type(e).__name__}: {e}" if not isinstance(e, ValueError) else str(e)
+        if why:
+            raise ParameterError(f"structured_outputs.{wish.kind}", value, f"what can be compiled ({why})")
+        json_like = wish.kind in ("json", "json_object", "structural_tag")
+        return Matcher(matcher, self._digits if json_like else None)
+
+    def fill(self, matchers: Sequence[Matcher], bits: np.ndarray) -> None:
+        """Masks of the next tokens to the rows of bits [Q, ceil(V / 32)] int32, by several threads if it is worth it."""
+        if not self._parallel or len(matchers) < PARALLEL_ROWS:
+            for matcher, row in zip(matchers, bits, strict=True):
+                matcher.fill(row)
+            return
+        if self._executor is None:
+            self._executor = LLExecutor()
+        jobs = [(m._matcher, i) for i, m in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(jobs, bits.ctypes.data, bits.strides[0], len(bits))
+        for matcher, row in zip(matchers, bits, strict=True):
+            matcher.finish(row)
+
+    def trial(self, wish: StructuredOutputsParams) -> None:
+        """Compile and walk some way: ParameterError if that fails or a mask takes too long."""
+        matcher = self.compile(wish)
+        row = np.zeros(-(-self.spec.vocab_size // 32), np.int32)
+        for step in range(WALK):
+            began = time.thread_time()
+            matcher.fill(row)
+            seconds = time.thread_time() - began
+            why = matcher.error
+            if why is None and seconds > MASK_SECONDS:
+                why = f"it takes {seconds:.2f} s to find the tokens that may come next"
+            allowed = [int(w) * 32 + b for w in np.flatnonzero(row) for b in range(32) if int(row[w]) >> b & 1]
+            allowed = [t for t in allowed if t not in self.spec.eos_token_ids]
+            if why is None and allowed and not matcher.ended and not matcher.accept([allowed[step * 7919 % len(allowed)]]):
+                why = matcher.error
+            if why is not None:
+                value = getattr(wish, wish.kind)
+                raise ParameterError(f"structured_outputs.{wish.kind}", value, f"what can be compiled ({why})")
+            if not allowed or matcher.ended:
+                return
 
 
-def _grammar(kind: str, value: Any) -> str:
-    if kind == "json":
-        return _schema(value)
-    if kind == "json_object":
-        return _schema({"type": "object"})
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(value)
-    if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in value))
-    if kind == "grammar":
-        return LLMatcher.grammar_from_lark(any_to_lark(value))
-    return _tags(value)
-
-
-def _schema(schema: Any) -> str:
-    if schema is False:
-        raise ValueError("the schema false allows nothing")
-    return LLMatcher.grammar_from_json_schema(
-        {} if schema is True else schema, overrides={"whitespace_pattern": WHITESPACE, "lenient": False}
-    )
-
-
-def _tags(value: Any) -> str:
-    if not isinstance(value, dict) or not isinstance(value.get("structures"), list):
-        raise ValueError("structures: a list of {begin, schema, end} is needed")
-    triggers = value.get("triggers") or []
-    tags = []
-    for structure in value["structures"]:
-        begin = structure["begin"]
-        trigger = next((t for t in triggers if begin.startswith(t)), None)
-        if trigger is None:
-            raise ValueError(f"no trigger begins {begin!r}")
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=structure.get("schema") or {}, end=structure["end"]))
-    return StructTag.to_grammar(tags, assume_special=False)
+def _digits(tokenizer: LLTokenizer, vocab_size: int) -> Digits:
+    words, letters = (np.zeros(-(-vocab_size // 32), np.uint32) for _ in range(2))
+    trailing = {}
+    for token in range(tokenizer.vocab_size):
+        if tokenizer.is_special_token(token):
+            continue
+        text = tokenizer.decode_bytes([token])
+        if text[:1].isdigit():
+            words[token // 32] |= np.uint32(1 << token % 32)
+        if text[-1:].isdigit():
+            count = len(text) - len(text.rstrip(b"0123456789"))
+            trailing[token] = (count, count == len(text))
+        if len(text) == 1 and text.isalpha() and text not in b"eE":
+            letters[token // 32] |= np.uint32(1 << token % 32)
+    return Digits(words.view(np.int32), trailing, letters.view(np.int32))

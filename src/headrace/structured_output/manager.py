@@ -1,11 +1,13 @@
 """Grammars of the running requests: compiled off the loop, one matcher for each output, masks for a step's rows.
 
-Compilation runs in a few threads with a time limit; a request enters the scheduler when its grammar is there. A failure is
-the error of that request alone. Compiled grammars are kept in an LRU cache bounded by the bytes of their texts.
+Compilation runs in a few threads, each after a trial in a process of its own (see trial.py); a request enters the scheduler
+when its grammar is there. A failure is the error of that request alone. Compiled grammars, and refusals, are kept in an LRU
+cache that is bounded in number and in bytes of the wishes' texts.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,23 +19,26 @@ import numpy as np
 
 from headrace.errors import HeadraceError, ParameterError
 from headrace.structured_output.params import StructuredOutputsParams
+from headrace.structured_output.trial import Trial
 
 if TYPE_CHECKING:
     from headrace.structured_output.llguidance_backend import LLGuidance, Matcher
 
 # for (row) [Q] int64: bits [Q, ceil(V / 32)] int32, and the rows after which only the end may follow
 GrammarMasks = tuple[np.ndarray, np.ndarray, set[int]]
-COMPILE_SECONDS = 10.0
+COMPILE_SECONDS = 15.0  # of one that has been tried, so that it is done in much less
 CACHE_BYTES = 8 << 20
+CACHE_GRAMMARS = 256
 THREADS = 2
+STACK_BYTES = 16 << 20  # of the threads that compile: more than the trial has
 
 
 @dataclass(slots=True)
 class _Job:
     key: str
-    future: Future[Matcher]
-    deadline: float
+    future: Future[Matcher | ParameterError]
     item: Any  # what waits for it
+    began: float = 0.0  # 0: it waits for a thread
 
 
 class StructuredOutput:
@@ -45,7 +50,9 @@ class StructuredOutput:
         self._words = -(-vocab_size // 32)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._jobs: list[_Job] = []
-        self._cache: OrderedDict[str, Matcher] = OrderedDict()
+        self._local = threading.local()  # each thread's Trial
+        self._trials: list[Trial] = []
+        self._cache: OrderedDict[str, Matcher | ParameterError] = OrderedDict()
         self._cache_bytes = 0
         self._matchers: dict[str, Matcher] = {}
 
@@ -59,27 +66,24 @@ class StructuredOutput:
         known = self._cache.get(key)
         if known is not None:
             self._cache.move_to_end(key)
-            future: Future[Matcher] = Future()
+            future: Future[Matcher | ParameterError] = Future()
             future.set_result(known)
         else:
-            future = self._pool.submit(self._compile, wish)
-        self._jobs.append(_Job(key, future, time.monotonic() + COMPILE_SECONDS, item))
+            future = next((job.future for job in self._jobs if job.key == key), None) or self._submit(wish)
+        self._jobs.append(_Job(key, future, item))
 
     def compiled(self) -> list[tuple[Any, Matcher | HeadraceError]]:
         """The items whose grammar is there, or failed, since the last call."""
         done: list[tuple[Any, Matcher | HeadraceError]] = []
         rest = []
+        now = time.monotonic()
         for job in self._jobs:
             if job.future.done():
-                error = job.future.exception()
-                if error is None:
-                    self._keep(job.key, job.future.result())
-                    done.append((job.item, job.future.result().fork()))
-                else:
-                    known = isinstance(error, HeadraceError)
-                    done.append((job.item, error if known else _failed(f"{type(error).__name__}: {error}")))
-            elif time.monotonic() > job.deadline:
-                job.future.cancel()
+                done.append((job.item, self._result(job)))
+                continue
+            if not job.began and job.future.running():
+                job.began = now
+            if job.began and now - job.began > COMPILE_SECONDS:
                 done.append((job.item, _failed(f"it takes longer than {COMPILE_SECONDS:g} s")))
             else:
                 rest.append(job)
@@ -108,31 +112,62 @@ class StructuredOutput:
     def end(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
 
+    def error(self, request_id: str) -> str | None:
+        """Why this output cannot go on: its grammar has met a limit of the parser."""
+        matcher = self._matchers.get(request_id)
+        return None if matcher is None else matcher.error
+
     def masks(self, rows: Sequence[tuple[int, str]]) -> GrammarMasks:
-        """For (row, request id) pairs: rows [Q] int64, bits [Q, words] int32, and the rows where only the end may follow."""
+        """For (row, request id) pairs: rows [Q] int64, bits [Q, words] int32, and the rows where only the end may follow.
+
+        A matcher in error allows nothing, which fails its row.
+        """
+        assert self._backend is not None
         bits = np.zeros((len(rows), self._words), np.int32)
-        ended = set()
-        for i, (row, request_id) in enumerate(rows):
-            matcher = self._matchers[request_id]
-            matcher.fill(bits[i])
-            if matcher.ended:
-                ended.add(row)
+        matchers = [self._matchers[request_id] for _, request_id in rows]
+        self._backend.fill(matchers, bits)
+        ended = {row for (row, _), matcher in zip(rows, matchers, strict=True) if matcher.ended}
         return np.asarray([row for row, _ in rows], np.int64), bits, ended
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
 
-    def _compile(self, wish: StructuredOutputsParams) -> Matcher:
+    def _submit(self, wish: StructuredOutputsParams) -> Future[Matcher | ParameterError]:
+        before = threading.stack_size(STACK_BYTES)  # the pool starts its threads in submit
+        try:
+            return self._pool.submit(self._compile, wish)
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, wish: StructuredOutputsParams) -> Matcher | ParameterError:
         if self._backend is None:
             self._backend = self._make_backend()  # two threads may make one each: the same, and only at the beginning
-        return self._backend.compile(wish)
+        trial = getattr(self._local, "trial", None)
+        if trial is None:
+            trial = self._local.trial = Trial(self._backend.spec)
+            self._trials.append(trial)
+        try:
+            trial.check(wish)
+            return self._backend.compile(wish)
+        except ParameterError as e:
+            return e
 
-    def _keep(self, key: str, matcher: Matcher) -> None:
+    def _result(self, job: _Job) -> Matcher | HeadraceError:
+        error = job.future.exception()
+        if error is not None:  # not the wish's fault: it may work the next time
+            return _failed(f"{type(error).__name__}: {error}")
+        found = job.future.result()
+        self._keep(job.key, found)
+        return found if isinstance(found, ParameterError) else found.fork()
+
+    def _keep(self, key: str, found: Matcher | ParameterError) -> None:
         if key in self._cache:
             return
-        self._cache[key] = matcher
+        self._cache[key] = found
         self._cache_bytes += len(key)
-        while self._cache_bytes > CACHE_BYTES and len(self._cache) > 1:
+        while len(self._cache) > 1 and (self._cache_bytes > CACHE_BYTES or len(self._cache) > CACHE_GRAMMARS):
             old, _ = self._cache.popitem(last=False)
             self._cache_bytes -= len(old)
 

@@ -13,6 +13,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_BYTES = 256 * 1024  # of a schema or grammar
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 4096
+INTEGERS = range(-(2**63), 2**64)  # of a schema: what crosses the border to the core
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -41,11 +42,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if kind in ("json", "structural_tag"):
             setattr(self, kind, _document(kind, value))
         elif kind in ("regex", "grammar"):
-            if not isinstance(value, str) or not value or len(value.encode()) > MAX_BYTES:
+            if not isinstance(value, str) or not 0 < _size(value) <= MAX_BYTES:
                 raise ParameterError(f"structured_outputs.{kind}", value, f"a text of 1 to {MAX_BYTES} bytes")
         elif kind == "choice":
             texts = isinstance(value, list | tuple) and value and all(isinstance(c, str) and c for c in value)
-            if not texts or len(value) > MAX_CHOICES or sum(map(len, value)) > MAX_BYTES:
+            if not texts or len(value) > MAX_CHOICES or not 0 < sum(map(_size, value)) <= MAX_BYTES:
                 raise ParameterError("structured_outputs.choice", value, f"1 to {MAX_CHOICES} non-empty texts")
         elif value is not True:
             raise ParameterError("structured_outputs.json_object", value, "true")
@@ -63,7 +64,7 @@ def _document(kind: str, value: Any) -> Any:
     """The JSON document `value`, parsed if it is text, within the limits."""
     field = f"structured_outputs.{kind}"
     if isinstance(value, str):
-        if len(value.encode()) > MAX_BYTES:
+        if not 0 < _size(value) <= MAX_BYTES:
             raise ParameterError(field, value, f"at most {MAX_BYTES} bytes")
         try:
             value = json.loads(value)
@@ -71,19 +72,22 @@ def _document(kind: str, value: Any) -> Any:
             raise ParameterError(field, value, f"a JSON document ({e})") from None
     if not isinstance(value, dict | bool):
         raise ParameterError(field, value, "a JSON object")
-    _check_depth(field, value)
+    _check_nodes(field, value)
     try:
-        size = len(json.dumps(value, allow_nan=False))
+        size = _size(json.dumps(value, allow_nan=False, ensure_ascii=False))
     except (ValueError, TypeError, RecursionError) as e:
         raise ParameterError(field, value, f"a JSON document ({e})") from None
-    if size > MAX_BYTES:
+    if not 0 < size <= MAX_BYTES:
         raise ParameterError(field, f"{size} bytes", f"at most {MAX_BYTES} bytes")
     return value
 
 
-def _check_depth(field: str, value: Any) -> None:
+def _check_nodes(field: str, value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
+        for node in level:
+            if isinstance(node, int) and node not in INTEGERS:
+                raise ParameterError(field, f"an integer of {node.bit_length()} bits", "integers of 64 bits at most")
         level = [
             inner for outer in level if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
@@ -91,3 +95,11 @@ def _check_depth(field: str, value: Any) -> None:
         if not level:
             return
     raise ParameterError(field, "a document that is nested too deeply", f"at most {MAX_DEPTH} levels")
+
+
+def _size(text: str) -> int:
+    """Bytes in UTF-8; -1 for what is no Unicode text (half of a surrogate pair)."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return -1

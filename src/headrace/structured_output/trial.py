@@ -1,0 +1,126 @@
+"""Grammars are tried in a process of their own before the engine compiles them: there, time, memory and a crash cost nothing.
+
+The compiler is fast and bounds most of what it does, but not all: some grammars keep it busy for ever, some (a chain of a
+thousand references) overflow its stack, which ends the process. So each new wish is first compiled, and followed for a few
+tokens, by a child that can be killed.
+
+    Trial.check(wish) ---- msgpack, length first ----> main(): compile, walk ----> "" or the reason
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+import msgspec
+
+from headrace.errors import ParameterError
+from headrace.structured_output.params import StructuredOutputsParams
+
+SECONDS = 5.0
+START_SECONDS = 60.0  # to load a large vocabulary on a busy machine
+MEMORY_BYTES = 4 << 30  # of addresses
+STACK_BYTES = 4 << 20  # half of what the engine's threads have
+
+
+class Trial:
+    """One child, started at the first wish and again after it died. Belongs to one thread."""
+
+    def __init__(self, spec: Any):
+        self._spec = spec  # BackendSpec
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def check(self, wish: StructuredOutputsParams) -> None:
+        """Raises ParameterError with the reason why this wish cannot be had."""
+        if self._child is None:
+            self._start()
+        reply = self._ask(wish, SECONDS)
+        if reply is None:
+            self.close()
+            raise _refused(wish, f"it takes longer than {SECONDS:g} s, too much memory, or ends the compiler")
+        if reply:
+            raise _refused(wish, reply)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "headrace.structured_output.trial"]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        if self._ask(list(self._spec), START_SECONDS) is None:
+            self.close()
+            raise RuntimeError("the process that tries grammars did not start")
+
+    def _ask(self, message: Any, seconds: float) -> str | None:
+        """Its answer, or None: it died, perhaps because its time was over."""
+        child = self._child
+        assert child is not None and child.stdin is not None and child.stdout is not None
+        timer = threading.Timer(seconds, child.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            write_message(child.stdin, message)
+            return read_message(child.stdout, str)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+def write_message(pipe: IO[bytes], message: Any) -> None:
+    data = msgspec.msgpack.encode(message)
+    pipe.write(len(data).to_bytes(4, "little") + data)
+    pipe.flush()
+
+
+def read_message(pipe: IO[bytes], kind: Any) -> Any:
+    """The next message, None at the end."""
+    head = pipe.read(4)
+    data = pipe.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+    return msgspec.msgpack.decode(data, type=kind) if data else None
+
+
+def _refused(wish: StructuredOutputsParams, why: str) -> ParameterError:
+    return ParameterError(f"structured_outputs.{wish.kind}", getattr(wish, wish.kind), f"what can be compiled ({why})")
+
+
+def main() -> None:
+    """Until standard input ends. No output but the replies: llguidance's messages go to standard error."""
+    from headrace.structured_output.llguidance_backend import BackendSpec, LLGuidance
+
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pipe_in, pipe_out = sys.stdin.buffer, sys.stdout.buffer
+    backend = LLGuidance(*read_message(pipe_in, BackendSpec))
+    write_message(pipe_out, "")
+
+    def serve() -> None:
+        while (wish := read_message(pipe_in, StructuredOutputsParams)) is not None:
+            try:
+                backend.trial(wish)
+                reply = ""
+            except ParameterError as e:
+                reply = e.allowed.removeprefix("what can be compiled (").removesuffix(")")
+            write_message(pipe_out, reply)
+
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()
