@@ -1,10 +1,9 @@
 """The engine as the HTTP process sees it: one core in a process of its own, supervised, and streams that survive its death.
 
-When the core dies, or its heartbeat stops, a new one is started and every stream goes on where it was: the request is sent
-again as prompt + tokens so far with the same seed, and counted randomness gives it the very tokens it would have had.
-
-After a death the interrupted requests are sent again one by one, the next when the one before has made progress. A request
-that is alone in making no progress when the core dies again is the one that kills it: it is failed, the rest go on.
+When the core dies, or its heartbeat stops, another one takes over and every stream goes on where it was: the request is
+sent again as prompt + tokens so far with the same seed, and counted randomness gives it the very tokens it would have had.
+A standby process that has imported everything already waits for this, so that a restart costs the loading of the weights.
+The request that kills the core is found and failed (`engine.probation`); the rest go on.
 """
 
 from __future__ import annotations
@@ -13,37 +12,22 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import secrets
-import shutil
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from signal import SIGKILL
+from typing import Any, Protocol
 
 import msgspec
-import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
+from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
-from headrace.engine.messages import (
-    Abort,
-    Add,
-    CoreStats,
-    EngineOutput,
-    EngineRequest,
-    Fatal,
-    FromCore,
-    Heartbeat,
-    News,
-    Ready,
-    Shutdown,
-)  # fmt: skip
+from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, News, Ready, StepTrace
+from headrace.engine.probation import Probation
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -53,6 +37,7 @@ from headrace.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 BUILDER = "headrace.engine.build:build_engine"
+STANDBY_DELAY = 2.0  # seconds after a core is ready: its first requests have the machine for themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +49,16 @@ class SupervisionConfig:
     max_restarts: int = 30  # within `restart_window`: one more ends the server
     restart_window: float = 60.0
     restart_backoff: float = 0.05  # before the second restart in a row without progress; doubles up to 5 s
+    max_failed_starts: int = 3  # in a row, each before the model was loaded
+    standby: bool = True  # keep a process with everything imported; costs its memory (about 200 MB, much of it shared)
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_timeout", "step_timeout", "restart_window"):
+            if not 1.0 <= getattr(self, name) <= 1e7:
+                raise ParameterError(name, getattr(self, name), "seconds in [1, 1e7]")
+        for name in ("max_restarts", "max_failed_starts"):
+            if not 0 <= getattr(self, name) <= 10**6:
+                raise ParameterError(name, getattr(self, name), "an integer in [0, 1000000]")
 
 
 @dataclass(slots=True)
@@ -80,62 +75,72 @@ class EngineStatus:
     drain_rate: float
 
 
-class _Stream:
+class Stream:
     """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
 
-    __slots__ = ("deaths", "news", "progressed", "request", "sent", "wake")
+    __slots__ = ("_reader", "arrival", "deaths", "ended", "first", "last", "news", "num_in_core", "request", "sent")
 
     def __init__(self, request: EngineRequest):
         self.request = request
         self.news: EngineOutput | None = None  # merged: a slow reader costs one entry, bounded by max_tokens
-        self.wake = asyncio.Event()
-        self.sent = False  # to the present core
-        self.progressed = True  # since it was last sent after a death
-        self.deaths = 0  # of the core while this was in it, without progress in between
+        self._reader: asyncio.Future[None] | None = None
+        self.arrival = time.monotonic()
+        self.first = self.last = 0.0  # time.monotonic() of the first and the latest tokens; 0: none yet
+        self.sent = self.ended = False  # see probation.Passenger
+        self.num_in_core = self.deaths = 0
 
     def push(self, news: EngineOutput) -> None:
-        self.request.output_ids.extend(news.token_ids)
+        request = self.request
+        request.output_ids += news.token_ids
+        self.num_in_core += len(news.token_ids)
         if news.prompt_logprobs is not None:  # delivered: not to be computed again
-            self.request.params = msgspec.structs.replace(self.request.params, prompt_logprobs=None)
-        self.progressed, self.deaths = True, 0
+            request.params = msgspec.structs.replace(request.params, prompt_logprobs=None)
         self.news = news if self.news is None else merged(self.news, news)
-        self.wake.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def next(self) -> EngineOutput:
-        await self.wake.wait()
-        self.wake.clear()
+        if self.news is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         news, self.news = self.news, None
         assert news is not None
         return news
 
 
 def merged(a: EngineOutput, b: EngineOutput) -> EngineOutput:
-    """Two pieces of news of one request as one."""
-    logprobs = None if a.logprobs is None and b.logprobs is None else (a.logprobs or []) + (b.logprobs or [])
-    return msgspec.structs.replace(
-        b,
-        token_ids=a.token_ids + b.token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=a.prompt_logprobs if b.prompt_logprobs is None else b.prompt_logprobs,
-    )
+    """Two pieces of news of one request as one. The lists of `a` are extended, not copied: it is not to be used again."""
+    b.token_ids = _joined(a.token_ids, b.token_ids)
+    b.logprobs = _joined(a.logprobs, b.logprobs)
+    if b.prompt_logprobs is None:
+        b.prompt_logprobs = a.prompt_logprobs
+    return b
 
 
-@dataclass(slots=True)
-class _Core:
-    """One incarnation of the core's process with its sockets."""
+def _joined(a: Any, b: Any) -> Any:
+    if not a or not b:
+        return a or b
+    a += b
+    return a
 
-    process: asyncio.subprocess.Process
-    inbox: zmq.asyncio.Socket
-    outbox: zmq.asyncio.Socket
-    directory: Path
-    last_sign: float = field(default_factory=time.monotonic)
-    busy_seconds: float = 0.0
-    ready: Ready | None = None
-    fatal: Fatal | None = None
+
+class Observer(Protocol):
+    """Is told what happens in the engine; called in the event loop, so it must be quick. Times are time.monotonic()."""
+
+    def tokens(self, stream: Stream, count: int, now: float) -> None:
+        """`stream` has got tokens; its `first` and `last` are those from before."""
+
+    def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
+        """The core has let go of a request; `news.times` are its times there."""
+
+    def steps(self, steps: list[StepTrace]) -> None:
+        """Steps since the last call; only for clients made with `traced`."""
 
 
 class EngineClient:
     """Starts, feeds, watches and restarts a core. All methods belong to one event loop."""
+
+    supports_structured = importlib.util.find_spec("llguidance") is not None
 
     def __init__(
         self,
@@ -146,6 +151,7 @@ class EngineClient:
         builder: str = BUILDER,
         log_level: str = "WARNING",
         on_give_up: Callable[[str], None] | None = None,
+        traced: bool = False,
     ):
         self.config, self.supervision = config, supervision or SupervisionConfig()
         # what the layers above must know of the model: read here, without torch, while the core loads the weights
@@ -156,25 +162,24 @@ class EngineClient:
         model_config = model_config_from_hf(self.checkpoint.config)
         self.model_config = replace(model_config, eos_token_ids=end_token_ids(self.checkpoint, self.tokenizer))
         self.info: Ready | None = None
-        self.stats = CoreStats()
-        self.restarts = 0
+        self.stats = CoreStats()  # of the present core
+        self.restarts = self.num_poisonous = 0
         self.draining = False
         self.dead: str | None = None  # why the client has given up
-        self.on_news: Callable[[EngineOutput], None] = lambda news: None  # for metrics
-        self._builder, self._log_level = builder, log_level
+        self.observers: list[Observer] = []
+        self._past = CoreStats()  # counters of the cores before
+        self._spawn_arguments = (builder, log_level, traced)
         self._on_give_up = on_give_up or (lambda why: None)
-        self._streams: dict[str, _Stream] = {}
-        self._probing: deque[_Stream] = deque()  # interrupted requests that wait for their turn
-        self._probe: _Stream | None = None
-        self._core: _Core | None = None
+        self._streams: dict[str, Stream] = {}
+        self._leaving: dict[str, Stream] = {}  # aborted, and the core has not said so yet
+        self._waiting_tokens = 0  # prompts of streams without any output
+        self._probation = Probation(self._submit)  # type: ignore[arg-type]
+        self._core: CoreProcess | None = None
+        self._standby: asyncio.Task[CoreProcess] | None = None
         self._context = zmq.asyncio.Context()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromCore)
-        self._supervisor: asyncio.Task | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
         self._drain = _DrainRate()
-
-    supports_structured = importlib.util.find_spec("llguidance") is not None
 
     @staticmethod
     def structured_spec(kind: str, value: Any) -> StructuredOutputsParams:
@@ -191,6 +196,7 @@ class EngineClient:
 
     async def start(self) -> None:
         """Start the core and return at once; `wait_loaded` waits for the model."""
+        remove_stale_directories()
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def wait_loaded(self) -> Ready:
@@ -207,44 +213,43 @@ class EngineClient:
         while self._streams and time.monotonic() < end and self.dead is None:
             await asyncio.sleep(0.05)
 
-    async def close(self) -> None:
-        """End the core. Streams still open get an EngineDeadError."""
+    async def close(self, grace: float = 2.0) -> None:
+        """End the core, which has `grace` seconds to do so by itself. Streams still open get an EngineDeadError."""
         self.draining = True
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
-        if self._core is not None:
-            core, self._core = self._core, None
-            with contextlib.suppress(zmq.ZMQError):
-                core.inbox.send(self._encoder.encode(Shutdown()), zmq.NOBLOCK)
-            try:
-                await asyncio.wait_for(core.process.wait(), 5)
-            except TimeoutError:
-                core.process.kill()
-                await core.process.wait()
-            self._discard(core)
         self._give_up("the server has ended")
+        if self._standby is not None:
+            self._standby.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await (await self._standby).kill()
+        core, self._core = self._core, None
+        if core is not None:
+            await core.end(grace)
         self._context.destroy(linger=0)
 
     def status(self) -> EngineStatus:
         core = self._core
-        fresh = core is not None and core.ready is not None and self._fault(core) is None
-        waiting = [s for s in self._streams.values() if not s.request.output_ids]
         return EngineStatus(
             loaded=self.info is not None,
             alive=self.dead is None,
             draining=self.draining,
-            progressing=fresh,
+            progressing=core is not None and core.ready is not None and self._fault(core) is None,
             num_running=self.stats.running,
             num_waiting=max(0, len(self._streams) - self.stats.running),
-            waiting_tokens=sum(len(s.request.prompt_ids) for s in waiting),
+            waiting_tokens=self._waiting_tokens,
             drain_rate=self._drain.rate(),
         )
 
+    def counters(self) -> CoreStats:
+        """The present core's gauges, and counters over all cores that there have been: these never go back."""
+        return _added(self._past, self.stats)
+
     # ---------------------------------------------------------------- requests
 
-    async def generate(
+    def generate(
         self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> AsyncGenerator[EngineOutput, None]:
         """News of one sample until it ends; closing the generator aborts it.
@@ -252,10 +257,7 @@ class EngineClient:
         Raises HeadraceError for a request that can never run, EngineDeadError when there is no engine any more.
         """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = EngineRequest(request_id, prompt_ids, params, seed, priority, cache_salt, output_ids=[])
-        async with contextlib.aclosing(self._run(request)) as news:
-            async for piece in news:
-                yield piece
+        return self._run(EngineRequest(request_id, prompt_ids, params, seed, priority, cache_salt, output_ids=[]))
 
     async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
@@ -270,98 +272,108 @@ class EngineClient:
         raise EngineDeadError("the engine ended")
 
     async def abort(self, request_id: str) -> None:
-        stream = self._streams.pop(request_id, None)
+        stream = self._streams.get(request_id)
         if stream is not None:
-            stream.push(EngineOutput(request_id, finish_reason="abort"))
             self._forget(stream)
+            stream.push(EngineOutput(request_id, finish_reason="abort"))
 
     async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        stream = self._streams[request.id] = _Stream(request)
-        self._submit(stream)
-        ended = False
+        if request.id in self._streams:
+            raise ParameterError("request_id", request.id, "an id that no live request has")
+        stream = self._streams[request.id] = Stream(request)
+        self._waiting_tokens += len(request.prompt_ids)
         try:
-            while not ended:
+            if self._core is not None and self._core.ready is not None and not self._probation.active:
+                self._submit(stream)
+            while True:
                 news = await stream.next()
-                ended = news.finish_reason is not None
                 if news.finish_reason == "error" and self.dead is not None:
                     raise EngineDeadError(self.dead)
                 if news.refused is not None:
                     raise ParameterError(*news.refused)
                 yield news
+                if news.finish_reason is not None:
+                    return
         finally:
-            if self._streams.pop(request.id, None) is not None and not ended:
+            if not stream.ended:
                 self._forget(stream)
 
-    def _forget(self, stream: _Stream) -> None:
-        """Tell the core that nobody waits for this any more."""
-        if stream.sent:
-            self._send(Abort([stream.request.id]))
-        if stream is self._probe:
-            self._next_probe()
-
-    def _submit(self, stream: _Stream) -> None:
-        if self._core is not None and self._core.ready is not None:
-            stream.sent = True
-            self._send(Add(stream.request))
-        # else: everything not sent is sent when a core is ready
-
-    def _send(self, message: Any) -> None:
+    def _submit(self, stream: Stream) -> None:
         if self._core is not None:
-            with contextlib.suppress(zmq.ZMQError):  # a dying core: its death is handled where it is noticed
-                self._core.inbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+            stream.sent, stream.num_in_core = True, 0
+            self._core.send(Add(stream.request))
+
+    def _forget(self, stream: Stream) -> None:
+        """Nobody waits for this any more."""
+        self._end(stream)
+        if stream.sent and self._core is not None:
+            self._leaving[stream.request.id] = stream
+            self._core.send(Abort([stream.request.id]))
+        self._advance()
+
+    def _end(self, stream: Stream) -> None:
+        stream.ended = True
+        del self._streams[stream.request.id]
+        if not stream.request.output_ids:
+            self._waiting_tokens -= len(stream.request.prompt_ids)
 
     # ---------------------------------------------------------------- supervision
 
     async def _supervise(self) -> None:
         deaths: deque[float] = deque()
-        backoff = 0.0
+        backoff, failed_starts = 0.0, 0
         while True:
-            core = self._core = await self._spawn()
+            core = self._core = await self._next_core()
             why = await self._serve(core)
-            permanent = core.fatal is not None and core.fatal.permanent
+            killed = core.process.returncode == -SIGKILL  # by somebody else: we have not yet
+            await core.kill()
             steps = self.stats.steps
-            self._core = None
-            await self._bury(core)
-            self.stats = CoreStats()
+            self._core, self._past, self.stats = None, self.counters(), CoreStats()
             now = time.monotonic()
             deaths.append(now)
             while deaths and deaths[0] < now - self.supervision.restart_window:
                 deaths.popleft()
-            if permanent or len(deaths) > self.supervision.max_restarts:
-                self._give_up(why if permanent else f"{len(deaths)} deaths of the core within a minute; the last: {why}")
-                self._on_give_up(self.dead or why)
+            failed_starts = 0 if core.ready is not None else failed_starts + (not killed)
+            if reason := self._hopeless(core, why, len(deaths), failed_starts):
+                self._give_up(reason)
+                self._on_give_up(reason)
                 return
-            logger.error("the engine core died (%s); restarting it, %d requests go on", why, len(self._streams))
+            logger.error("the engine core died (%s); starting another, %d requests go on", why, len(self._streams))
             self.restarts += 1
-            self._interrupted()
+            self._blame(killed)
             backoff = 0.0 if steps else min(5.0, 2 * backoff or self.supervision.restart_backoff)
             await asyncio.sleep(backoff)
 
-    async def _spawn(self) -> _Core:
-        directory = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
-        inbox, outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        for socket in (inbox, outbox):
-            socket.set_hwm(0)
-            socket.linger = 0
-        addresses = [f"ipc://{directory}/in", f"ipc://{directory}/out"]
-        inbox.bind(addresses[0])
-        outbox.bind(addresses[1])
-        command = [
-            sys.executable,
-            "-m",
-            "headrace.engine.process",
-            *addresses,
-            str(os.getpid()),
-            self._builder,
-            self._log_level,
-        ]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-        await inbox.send(self._encoder.encode(self.config))
-        return _Core(process, inbox, outbox, directory)
+    def _hopeless(self, core: CoreProcess, why: str, deaths: int, failed_starts: int) -> str | None:
+        """Why there is no use in another try."""
+        limits = self.supervision
+        if core.fatal is not None and core.fatal.permanent:
+            return why
+        if deaths > limits.max_restarts:
+            return f"{deaths} deaths of the core within {limits.restart_window:g} s; the last: {why}"
+        if failed_starts > 0 and failed_starts >= limits.max_failed_starts:
+            return f"{failed_starts} starts in a row failed; the last: {why}"
+        return None
 
-    async def _serve(self, core: _Core) -> str:
+    async def _next_core(self) -> CoreProcess:
+        core = None
+        if self._standby is not None:
+            standby, self._standby = self._standby, None
+            core = await standby
+            if core.exited:
+                await core.kill()
+                core = None
+        core = core or await CoreProcess.spawn(self._context, *self._spawn_arguments)
+        core.begin(self.config)
+        return core
+
+    async def _stand_by(self) -> CoreProcess:
+        await asyncio.sleep(STANDBY_DELAY)
+        return await CoreProcess.spawn(self._context, *self._spawn_arguments)
+
+    async def _serve(self, core: CoreProcess) -> str:
         """Take what the core says until it dies; returns why it did."""
         receiver = asyncio.create_task(self._receive(core))
         exited = asyncio.create_task(core.process.wait())
@@ -372,91 +384,92 @@ class EngineClient:
                     await asyncio.wait({receiver}, timeout=0.05)  # its last words
                     return core.fatal.error if core.fatal else f"exit code {exited.result()}"
                 if receiver.done():
-                    return f"unreadable message ({receiver.exception()})"
+                    return f"unreadable message ({receiver.exception()!r})"
                 if fault := self._fault(core):
                     return fault
+                self._advance()
         finally:
             for task in (receiver, exited):
                 task.cancel()
 
-    def _fault(self, core: _Core) -> str | None:
+    def _fault(self, core: CoreProcess) -> str | None:
         """What is wrong with a process that still lives."""
-        silent = time.monotonic() - core.last_sign
-        if silent > self.supervision.heartbeat_timeout and (core.ready is not None or silent > 120):
+        silent = core.silence()
+        if silent > self.supervision.heartbeat_timeout and (core.ready is not None or silent > 120.0):
             return f"no heartbeat for {silent:.0f} s"
         if core.busy_seconds > self.supervision.step_timeout:
             return f"one step takes {core.busy_seconds:.0f} s"
         return None
 
-    async def _receive(self, core: _Core) -> None:
+    async def _receive(self, core: CoreProcess) -> None:
         while True:
-            message = self._decoder.decode(await core.outbox.recv())
-            core.last_sign = time.monotonic()
+            message = await core.receive()
             if isinstance(message, News):
-                for news in message.outputs:
-                    self._deliver(news)
-                if message.stats is not None:
-                    self.stats = message.stats
-            elif isinstance(message, Heartbeat):
-                core.busy_seconds = message.busy_seconds
+                self._take(message)
             elif isinstance(message, Ready):
-                core.ready = self.info = message
+                self.info = message
                 self._loaded.set()
-                self._resume()
-            elif isinstance(message, Fatal):
-                core.fatal = message
+                if not self._probation.active or self._probation.advance():
+                    self._send_rest()
+                if self.supervision.standby and self._standby is None:
+                    self._standby = asyncio.create_task(self._stand_by())
 
-    def _deliver(self, news: EngineOutput) -> None:
-        stream = self._streams.get(news.id)
+    # ---------------------------------------------------------------- news
+
+    def _take(self, message: News) -> None:
+        now, tokens = time.monotonic(), 0
+        for news in message.outputs:
+            tokens += self._deliver(news, now)
+        self._drain.add(tokens, now)
+        if self._probation.active:
+            self._advance()
+        if message.stats is not None:
+            self.stats = message.stats
+        if message.steps:
+            for observer in self.observers:
+                observer.steps(message.steps)
+
+    def _deliver(self, news: EngineOutput, now: float) -> int:
+        """Returns the tokens that this has cost, prompt and output."""
+        stream, count, spent = self._streams.get(news.id), len(news.token_ids), 0
         if stream is None:
-            return
-        self._drain.add(len(news.token_ids) + (0 if stream.request.output_ids else len(stream.request.prompt_ids)))
-        if news.finish_reason is not None:
-            del self._streams[news.id]
-        self.on_news(news)
-        stream.push(news)
-        if stream is self._probe:
-            self._next_probe()
+            stream = self._leaving.pop(news.id, None) if news.finish_reason is not None else None
+        else:
+            if news.finish_reason is not None:
+                self._end(stream)
+            if count:
+                spent = count
+                if not stream.first:
+                    spent += len(stream.request.prompt_ids)
+                    if not stream.ended:
+                        self._waiting_tokens -= len(stream.request.prompt_ids)
+                for observer in self.observers:
+                    observer.tokens(stream, count, now)
+                stream.first, stream.last = stream.first or now, now
+            stream.push(news)
+        if stream is not None and news.finish_reason is not None:
+            for observer in self.observers:
+                observer.ended(stream, news, now)
+        return spent
 
     # ---------------------------------------------------------------- after a death
 
-    def _interrupted(self) -> None:
-        """Decide for every stream that the dead core had: to be sent again, or to be blamed."""
-        again = []
-        for stream in list(self._streams.values()):
-            if stream.sent and not stream.progressed:
-                stream.deaths += 1
-            elif stream.sent:
-                stream.deaths = 1
-            if stream.deaths >= 2 and stream is self._probe:
-                logger.error("request %s: the core died twice on it; failing it", stream.request.id)
-                del self._streams[stream.request.id]
-                stream.push(EngineOutput(stream.request.id, finish_reason="error", error="this request ends the engine"))
-                continue
-            if stream.sent:
-                again.append(stream)
-            stream.sent = False
-            stream.progressed = False
-        waiting = [s for s in self._probing if s.request.id in self._streams and s not in again]
-        self._probe = None
-        self._probing = deque([*again, *waiting])
+    def _blame(self, killed: bool) -> None:
+        culprit = self._probation.after_death([*self._streams.values(), *self._leaving.values()], killed)
+        self._leaving.clear()
+        if culprit is not None:
+            assert isinstance(culprit, Stream)
+            self.num_poisonous += 1
+            name = culprit.request.id
+            logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths)
+            self._end(culprit)
+            culprit.push(EngineOutput(name, finish_reason="error", error="this request ends the engine"))
 
-    def _resume(self) -> None:
-        """A core is ready: probe the interrupted requests one by one, or send all there is if nothing was interrupted."""
-        if self._probing:
-            self._next_probe()
-        else:
+    def _advance(self) -> None:
+        """Whose turn it is may have changed."""
+        ready = self._core is not None and self._core.ready is not None
+        if ready and self._probation.active and self._probation.advance():
             self._send_rest()
-
-    def _next_probe(self) -> None:
-        self._probe = None
-        while self._probing:
-            stream = self._probing.popleft()
-            if stream.request.id in self._streams:
-                self._probe = stream
-                self._submit(stream)
-                return
-        self._send_rest()
 
     def _send_rest(self) -> None:
         for stream in self._streams.values():
@@ -467,21 +480,15 @@ class EngineClient:
         if self.dead is None:
             self.dead = why
         self._loaded.set()
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
+        for stream in list(self._streams.values()):
+            self._end(stream)
             stream.push(EngineOutput(stream.request.id, finish_reason="error", error=why))
 
-    async def _bury(self, core: _Core) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            core.process.kill()
-        await core.process.wait()
-        self._discard(core)
 
-    @staticmethod
-    def _discard(core: _Core) -> None:
-        core.inbox.close(linger=0)
-        core.outbox.close(linger=0)
-        shutil.rmtree(core.directory, ignore_errors=True)
+def _added(past: CoreStats, present: CoreStats) -> CoreStats:
+    gauges = ("running", "waiting", "kv_usage")
+    names = (name for name in CoreStats.__struct_fields__ if name not in gauges)
+    return msgspec.structs.replace(present, **{n: getattr(past, n) + getattr(present, n) for n in names})
 
 
 class _DrainRate:
@@ -492,8 +499,7 @@ class _DrainRate:
     def __init__(self) -> None:
         self._began, self._tokens, self._last = time.monotonic(), 0, 0.0
 
-    def add(self, tokens: int) -> None:
-        now = time.monotonic()
+    def add(self, tokens: int, now: float) -> None:
         if now - self._began > self.WINDOW:
             self._last = self._tokens / (now - self._began)
             self._began, self._tokens = now, 0

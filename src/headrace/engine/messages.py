@@ -85,6 +85,22 @@ class CoreStats(msgspec.Struct, array_like=True):
     launch_seconds: float = 0.0
     wait_seconds: float = 0.0
     settle_seconds: float = 0.0
+    nan_failures: int = 0
+
+
+class StepTrace(msgspec.Struct, array_like=True):
+    """One turn of the loop. `began` is time.monotonic(), which all processes of a machine share; the rest are seconds."""
+
+    began: float
+    schedule: float
+    launch: float
+    wait: float
+    settle: float
+    num_tokens: int
+    num_seqs: int
+    running: int
+    waiting: int
+    kv_usage: float
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -103,6 +119,7 @@ class Ready(msgspec.Struct, tag=True):
 class News(msgspec.Struct, tag=True):
     outputs: list[EngineOutput]
     stats: CoreStats | None = None
+    steps: list[StepTrace] | None = None  # since the last News, when the core was started for tracing
 
 
 class Heartbeat(msgspec.Struct, tag=True):

@@ -1,29 +1,49 @@
 """The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
 
-Started by `engine.client` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL`; the first message
-is the EngineConfig. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
+Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL TRACED`. The first
+message is empty, the second the EngineConfig; between them everything is imported, so that a process can wait there until
+it is needed. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from headrace.config import EngineConfig
-from headrace.engine.core import EngineCore, refused
-from headrace.engine.messages import Abort, Add, CoreStats, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore
+from headrace.engine.messages import (
+    Abort,
+    Add,
+    CoreStats,
+    EngineOutput,
+    Fatal,
+    FromCore,
+    Heartbeat,
+    News,
+    Ready,
+    Shutdown,
+    StepTrace,
+    ToCore,
+)  # fmt: skip
 from headrace.errors import HeadraceError
+
+if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
+    from headrace.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.5
@@ -35,12 +55,13 @@ PR_SET_PDEATHSIG = 1
 class CoreLoop:
     """Feeds one EngineCore from a socket and sends what it has to say."""
 
-    def __init__(self, core: EngineCore, inbox: zmq.Socket, send: Callable[[FromCore], None]):
+    def __init__(self, core: EngineCore, inbox: zmq.Socket, send: Callable[[FromCore], None], traced: bool = False):
         self.core, self.inbox, self.send = core, inbox, send
         self.stats = CoreStats()
+        self.steps: list[StepTrace] | None = [] if traced else None
         self.step_began = 0.0  # time.monotonic(), 0 between steps; read by the heartbeat's thread
         self._decoder = msgspec.msgpack.Decoder(ToCore)
-        self._stats_sent = 0.0
+        self._stats_sent, self._stats_due = 0.0, True
 
     def run(self) -> None:
         """Until a Shutdown comes."""
@@ -48,18 +69,36 @@ class CoreLoop:
             busy = self.core.has_work or self.core.idle()
             if not self._receive(wait=not busy):
                 return
-            outputs = []
-            if self.core.has_work:
-                self.step_began = time.monotonic()
-                outputs = self.core.step()
-                self.step_began = 0.0
-                self._count()
+            outputs = self._step() if self.core.has_work else []
             now = time.monotonic()
             stats = None
-            if now - self._stats_sent > STATS_SECONDS:
-                stats, self._stats_sent = self._snapshot(), now
+            if self._stats_due and now - self._stats_sent > STATS_SECONDS:
+                stats, self._stats_sent, self._stats_due = self._snapshot(), now, False
             if outputs or stats is not None:
-                self.send(News(outputs, stats))
+                self.send(News(outputs, stats, self.steps))
+                if self.steps:
+                    self.steps = []
+
+    def _step(self) -> list[EngineOutput]:
+        times = self.core.times
+        times.wait = times.settle = 0.0  # a step that has no other to settle leaves them
+        times.num_tokens = times.num_seqs = 0
+        began = self.step_began = time.monotonic()
+        outputs = self.core.step()
+        self.step_began = 0.0
+        self._stats_due = True
+        self._count()
+        # a failure that came out of a step has times; a refusal has none
+        self.stats.nan_failures += sum(o.finish_reason == "error" and o.times is not None for o in outputs)
+        if self.steps is not None and (times.num_seqs or times.wait):
+            now = self.core.scheduler.stats
+            self.steps.append(
+                StepTrace(
+                    began, times.schedule, times.launch, times.wait, times.settle, times.num_tokens, times.num_seqs,
+                    now.num_running, now.num_waiting, now.kv_usage,
+                )
+            )  # fmt: skip
+        return outputs
 
     def _receive(self, wait: bool) -> bool:
         """Take all messages there are; False when one of them was the end."""
@@ -72,6 +111,7 @@ class CoreLoop:
                 return True
             if isinstance(message, Shutdown):
                 return False
+            self._stats_due = True
             if isinstance(message, Abort):
                 for request_id in message.ids:
                     self.core.abort(request_id)
@@ -79,6 +119,8 @@ class CoreLoop:
                 try:
                     self.core.add(message.request)
                 except HeadraceError as e:
+                    from headrace.engine.core import refused
+
                     self.send(News([refused(message.request.id, e)]))
 
     def _count(self) -> None:
@@ -97,49 +139,70 @@ class CoreLoop:
         return stats
 
 
-def watch(loop_of: Callable[[], CoreLoop | None], send: Callable[[FromCore], None], parent: int) -> None:
+def watch(
+    loop_of: Callable[[], CoreLoop | None], begun: threading.Event, send: Callable[[FromCore], None], parent: int
+) -> None:
     """The heartbeat: says that the process lives and how long its loop has been busy; ends it with its parent."""
     while True:
         if os.getppid() != parent:
             os._exit(1)
-        loop = loop_of()
-        began = loop.step_began if loop is not None else 0.0
-        send(Heartbeat(time.monotonic() - began if began else 0.0))
+        if begun.is_set():  # nobody listens to a process that waits
+            loop = loop_of()
+            began = loop.step_began if loop is not None else 0.0
+            send(Heartbeat(time.monotonic() - began if began else 0.0))
         time.sleep(HEARTBEAT_SECONDS)
 
 
-def main(inbox_address: str, outbox_address: str, parent: int, builder: str) -> int:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the terminal's Ctrl-C and a group's SIGTERM are for the parent: it drains first and then says Shutdown
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    context = zmq.Context()
+def connect(context: zmq.Context, inbox_address: str, outbox_address: str, parent: int) -> tuple[zmq.Socket, zmq.Socket]:
+    """Both sockets; when they are connected nobody needs their names any more, and the directory goes."""
+    home = Path(inbox_address.removeprefix("ipc://")).parent
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (inbox, outbox):
         socket.set_hwm(0)  # bounded by the requests in flight, which admission bounds
         socket.linger = 1000
+    outbox.immediate = True  # it can be written to when there is a connection
+    outbox.sndtimeo = 1000  # and when there is none any more, this process is about to end
     inbox.connect(inbox_address)
     outbox.connect(outbox_address)
+    while not inbox.poll(IDLE_POLL_MS) or not outbox.poll(IDLE_POLL_MS, zmq.POLLOUT):
+        if os.getppid() != parent:
+            shutil.rmtree(home, ignore_errors=True)
+            os._exit(1)
+    inbox.recv()
+    shutil.rmtree(home, ignore_errors=True)
+    return inbox, outbox
+
+
+def main(inbox_address: str, outbox_address: str, parent: int, builder: str, traced: bool) -> int:
+    # the terminal's Ctrl-C and a group's SIGTERM are for the parent: it drains first and then says Shutdown
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    context = zmq.Context()
+    inbox, outbox = connect(context, inbox_address, outbox_address, parent)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     encoder, lock = msgspec.msgpack.Encoder(), threading.Lock()
 
     def send(message: FromCore) -> None:
-        with lock:  # two threads send
+        with lock, contextlib.suppress(zmq.Again):  # two threads send
             outbox.send(encoder.encode(message))
 
     loop: CoreLoop | None = None
-    threading.Thread(target=watch, args=(lambda: loop, send, parent), daemon=True).start()
+    begun = threading.Event()
+    threading.Thread(target=watch, args=(lambda: loop, begun, send, parent), daemon=True).start()
     try:
-        config = msgspec.msgpack.decode(inbox.recv(), type=EngineConfig)
         module, _, function = builder.partition(":")
-        engine = getattr(importlib.import_module(module), function)(config)
+        build = getattr(importlib.import_module(module), function)
+        config = msgspec.msgpack.decode(inbox.recv(), type=EngineConfig)
+        begun.set()
+        engine = build(config)
         resolved = engine.config
         ready = Ready(
             max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
             num_blocks=engine.core.scheduler.config.num_blocks, max_num_seqs=resolved.max_num_seqs,
             device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
         )  # fmt: skip
-        loop = CoreLoop(engine.core, inbox, send)
+        loop = CoreLoop(engine.core, inbox, send, traced)
         send(ready)
         loop.run()
         return 0
@@ -156,4 +219,4 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str) -> 
 
 if __name__ == "__main__":
     logging.basicConfig(level=sys.argv[5], format="%(asctime)s %(levelname)s core: %(message)s")
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]))
+    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[6] == "1"))

@@ -1,0 +1,133 @@
+"""One incarnation of the core's process as its client holds it: started, fed, watched, ended. Nothing of it is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from headrace.config import EngineConfig
+from headrace.engine.messages import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore
+
+PREFIX = "headrace-"
+STALE_SECONDS = 600.0
+LOAD_SILENCE = 120.0  # seconds without a sign of a process that still loads
+
+
+class CoreProcess:
+    """A process that has imported everything and waits for its options, or runs an engine once it has got them."""
+
+    def __init__(self, process: asyncio.subprocess.Process, inbox: zmq.asyncio.Socket, outbox: zmq.asyncio.Socket, home: Path):
+        self.process, self.home = process, home
+        self._inbox, self._outbox = inbox, outbox
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        self.last_sign = self._looked = time.monotonic()
+        self.busy_seconds = 0.0
+        self.ready: Ready | None = None
+        self.fatal: Fatal | None = None
+
+    @classmethod
+    async def spawn(cls, context: zmq.asyncio.Context, builder: str, log_level: str, traced: bool) -> CoreProcess:
+        """Start a process. It connects, removes the directory of the sockets and imports; `begin` gives it its task."""
+        home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
+        inbox, outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        try:
+            for socket in (inbox, outbox):
+                socket.set_hwm(0)
+                socket.linger = 0
+            addresses = [f"ipc://{home}/in", f"ipc://{home}/out"]
+            inbox.bind(addresses[0])
+            outbox.bind(addresses[1])
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "headrace.engine.process", *addresses, str(os.getpid()), builder, log_level,
+                str(int(traced)), stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+        except BaseException:
+            inbox.close(linger=0)
+            outbox.close(linger=0)
+            shutil.rmtree(home, ignore_errors=True)
+            raise
+        core = cls(process, inbox, outbox, home)
+        core._inbox.send(b"")  # it knows by this that its sockets are connected
+        return core
+
+    @property
+    def exited(self) -> bool:
+        return self.process.returncode is not None
+
+    def begin(self, config: EngineConfig) -> None:
+        self.last_sign = self._looked = time.monotonic()
+        self._inbox.send(self._encoder.encode(config))
+
+    def send(self, message: ToCore) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # a dying core: its death is handled where it is noticed
+            self._inbox.send(self._encoder.encode(message))
+
+    async def receive(self) -> Any:
+        """The next message; notes the signs of life in it."""
+        message = self._decoder.decode(await self._outbox.recv())
+        self.last_sign = time.monotonic()
+        if isinstance(message, Heartbeat):
+            self.busy_seconds = message.busy_seconds
+        elif isinstance(message, Ready):
+            self.ready = message
+        elif isinstance(message, Fatal):
+            self.fatal = message
+        return message
+
+    def silence(self) -> float:
+        """Seconds since the last sign, as far as this process has been listening."""
+        now = time.monotonic()
+        if now - self._looked > 2.0:  # we were stopped or held up ourselves: what it said has not been read yet
+            self.last_sign = now
+        self._looked = now
+        return now - self.last_sign
+
+    async def end(self, grace: float) -> None:
+        """Ask it to end, insist after `grace` seconds."""
+        if grace > 0 and self.ready is not None and not self.exited:
+            self.send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), grace)
+        await self.kill()
+
+    async def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=0)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def remove_stale_directories() -> None:
+    """Of processes that were killed before their core had connected and removed it itself."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            state = path.lstat()
+            # a young one may belong to a process that another container sees under another number
+            old = time.time() - state.st_mtime > STALE_SECONDS
+            if pid.isdigit() and old and state.st_uid == os.getuid() and not _lives(int(pid)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,88 @@
+"""Who enters a new core when, after a death: how the request that kills the core is found, and the rest lose nothing.
+
+A request is *proven* in a core when it has got a few tokens there. After a death
+    1. those that the dead core had proven go in again together: whatever killed it, they had run for a while;
+    2. when these are proven again, the others go in, one at a time, each alone in being unproven;
+    3. then whatever has arrived since.
+A request that was alone in being unproven when the core died, and had been in the core before at a death, is to blame.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+PROVEN = 4  # tokens: more than the steps that are in flight at once
+MOST_TURNS = 64  # more suspects than that enter in groups
+TURN_SECONDS = 10.0  # a turn that lasts longer holds nobody up any more
+PATIENCE = 2  # deaths for which a request is blamed when the core ended by itself or hung
+PATIENCE_WHEN_KILLED = 5  # when somebody killed it, which says little about the request: the OOM killer or an operator
+
+
+class Passenger(Protocol):
+    """A request in flight."""
+
+    sent: bool  # to the present core
+    num_in_core: int  # tokens got since then
+    deaths: int  # in a row, each while unproven in the core that died; but the first counts for the proven too
+    ended: bool
+
+
+class Probation:
+    """`submit` sends a request to the present core."""
+
+    def __init__(self, submit: Callable[[Passenger], None], clock: Callable[[], float] = time.monotonic):
+        self._submit, self._clock = submit, clock
+        self._turns: deque[list[Passenger]] = deque()
+        self._turn: list[Passenger] = []  # entered, and not all proven
+        self._began = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Requests that arrive now must wait."""
+        return bool(self._turn or self._turns)
+
+    def after_death(self, passengers: Iterable[Passenger], killed: bool) -> Passenger | None:
+        """Plan the turns in the next core. Returns the request that is to blame; it has no place in them.
+
+        `passengers` are all that live, and those that the core still had while nobody waited for them any more (`ended`).
+        """
+        passengers = list(passengers)
+        inside = [p for p in passengers if p.sent]
+        outside = [p for p in passengers if not p.sent and p.deaths]
+        proven = [p for p in inside if p.num_in_core >= PROVEN]
+        unproven = [p for p in inside if p.num_in_core < PROVEN]
+        for p in proven:
+            p.deaths = 1
+        for p in unproven:
+            p.deaths += 1
+        culprit = None
+        patience = PATIENCE_WHEN_KILLED if killed else PATIENCE
+        if len(unproven) == 1 and unproven[0].deaths >= patience and not unproven[0].ended:
+            culprit = unproven[0]
+        for p in inside:
+            p.sent, p.num_in_core = False, 0
+        # those with the most deaths last: the others run by then, and need no further proof
+        suspects = [p for p in unproven + outside if p is not culprit and not p.ended]
+        suspects.sort(key=lambda p: p.deaths)
+        size = max(1, -(-len(suspects) // MOST_TURNS))
+        self._turn = []
+        self._turns = deque(suspects[i : i + size] for i in range(0, len(suspects), size))
+        if proven:
+            self._turns.appendleft(proven)
+        return culprit
+
+    def advance(self) -> bool:
+        """Let the next ones in if the present turn is over; True when there is no turn any more."""
+        self._turn = [p for p in self._turn if not p.ended and p.num_in_core < PROVEN]
+        if self._turn and self._clock() - self._began < TURN_SECONDS:
+            return False
+        self._turn = []
+        while self._turns and not self._turn:
+            self._turn = [p for p in self._turns.popleft() if not p.ended]
+        self._began = self._clock()
+        for p in self._turn:
+            self._submit(p)
+        return not self._turn
