@@ -1,10 +1,10 @@
 """Attention of one new token a sequence, from the raw QKV product to the context vector, in one kernel.
 
-A program owns (sequence, KV head, split of the context). It sums the partial QKV products, applies qk-norm and rotary embedding,
-attends over its part of the paged cache with all query heads of the group at once, and the split that holds the new token also
-writes its key and value to the cache. Splits are merged by the program that finishes last (an integer ticket), always in
-the order of the splits: replays are bit-identical (Flash-Decoding, Dao et al. 2023). The first tile of keys and values is
-loaded before the wait for the previous kernel: it is older than this step.
+A program owns (sequence, KV head, split of the context). It sums the partial QKV products, applies qk-norm and rotary
+embedding, attends over its part of the paged cache with all query heads of the group at once, and the split that holds the new
+token also writes its key and value to the cache. Splits are merged by the program that finishes last (an integer ticket),
+always in the order of the splits: replays are bit-identical (Flash-Decoding, Dao et al. 2023). The first tile of keys and
+values is loaded before the wait for the previous kernel: it is older than this step.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def decode_attention_reference(
         if slot_mapping[b] >= 0:
             kv.write(layer, k, v, slot_mapping[b : b + 1])
         first = max(0, length - window) if window else 0
-        blocks = block_tables[seq_slots[b].item()][: -(-length // kv.block_size)].long()
+        blocks = block_tables[int(seq_slots[b])][: -(-length // kv.block_size)].long()
         keys = torch.cat((kv.k[layer][blocks].flatten(0, 1)[first : length - 1], k)).float()
         values = torch.cat((kv.v[layer][blocks].flatten(0, 1)[first : length - 1], v)).float()
         scores = torch.einsum("kgd,tkd->kgt", q[0].view(-1, group, heads.head_dim), keys) * heads.scale

@@ -37,13 +37,14 @@ def embed_residual(
     """residual [B, H] float32 = scale * table [V, H][token_ids [B] int32], rounded to the table's dtype.
 
     Also normed [B, H] = residual * (next_norm + norm_offset) and sumsq [B, tiles] float32, the sum of residual^2 in column 0:
-    see `gemv_residual`. An id that is no row of the table (of a padded row) gives zeros. Launched as an ordinary kernel: everything before it in the stream has ended when it starts, so all
-    later kernels of the step may read lengths, tables and the older cache before they wait.
+    see `gemv_residual`. An id that is no row of the table (of a padded row) gives zeros. Launched as an ordinary kernel:
+    everything before it in the stream has ended when it starts, so all later kernels of the step may read lengths, tables and
+    the older cache before they wait.
     """
     if not runs_triton(residual):
         known = (token_ids >= 0) & (token_ids < table.shape[0])
-        rows = table[torch.where(known, token_ids, 0).long()] * known[:, None]
-        residual.copy_((rows.float() * scale).to(table.dtype))
+        found = table[torch.where(known, token_ids, 0).long()] * known[:, None]
+        residual.copy_((found.float() * scale).to(table.dtype))
         normed.copy_(residual * (next_norm.float() + norm_offset))
         sumsq.zero_()[:, 0] = residual.square().sum(1)
         return

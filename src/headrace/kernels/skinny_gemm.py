@@ -7,6 +7,9 @@ of them in the order of the splits. So the result does not depend on who was las
 The epilogues are those of `gemv.py`.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# (kernels grow tuples of tiles in loops that the compiler unrolls)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -88,8 +91,8 @@ def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr,
-    LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and PREFETCH > 0:
         gdc_launch_dependents()
@@ -192,7 +195,8 @@ def _launch(
         rows, columns, width, k_split, 0 if sumsq is None else sumsq.stride(0),
         0 if sumsq_out is None else sumsq_out.stride(0), eps, scale, softcap, norm_offset,
         BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode, SUMSQ_TILES=tiles, SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)),
+        PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode, SUMSQ_TILES=tiles,
+        SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)),
         ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
         EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),

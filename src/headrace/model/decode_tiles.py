@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.gemv import MAX_ROWS as GEMV_MAX_ROWS
 from headrace.kernels.gemv import GemvTile
+from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile
 from headrace.model.config import ModelConfig
 
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64)  # a table has an entry for each
 GEMV_ROWS = 4  # up to here the defaults use GEMVs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
+AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 
@@ -64,7 +66,8 @@ def default_tiles(config: ModelConfig, rows: int) -> StepTiles:
     """Good guesses for H100 and H200 from the shapes alone."""
     kind = gemv_tile if rows <= GEMV_ROWS else gemm_tile
     products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
-    return StepTiles(**products, attention=AttentionTile(early=rows <= GEMV_ROWS), attention_programs=default_programs(rows))
+    attention = AttentionTile(early=rows <= GEMV_ROWS)
+    return StepTiles(**products, attention=attention, attention_programs=default_programs(rows))
 
 
 def default_programs(rows: int) -> int:
@@ -105,28 +108,43 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
     return GemmTile(64, 128, 1, 4, 4)
 
 
+def ahead_tile(shape: Shape, rows: int) -> GemmTile:
+    """As `gemm_tile`, with all of a program's weights loaded before the wait where they fit."""
+    tile = gemm_tile(shape, rows)
+    for block_n in (tile.block_n, 32, 16):
+        ahead = _ahead(shape, rows, block_n, tile.splits, 4)
+        if ahead is not None and block_n <= tile.block_n:
+            return ahead
+    return tile
+
+
+def _ahead(shape: Shape, rows: int, block_n: int, splits: int, warps: int) -> GemmTile | None:
+    """A tile that loads all its weights before the wait; None if two programs would not fit on an SM."""
+    steps = -(-shape.width // (128 * splits))
+    held = 2 * 128 * steps * (block_n * (2 if shape.gated else 1) + max(16, next_power_of_2(rows)))
+    return GemmTile(block_n, 128, splits, warps, 2, prefetch=steps) if held <= AHEAD_BYTES else None
+
+
 def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
-    """What `tune` tries for one product: a few dozen tiles at most."""
+    """What `tune` tries for one product: about twenty tiles."""
     found: list[GemvTile | GemmTile] = []
     if rows <= GEMV_MAX_ROWS:
-        for block_n, warps in ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1)):
-            if (block_n == 16 and (shape.gated or rows > 2)) or 256 * warps > shape.width:
+        wide = ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1))
+        for block_n, warps in wide if rows == 1 else wide[1:3] + wide[5:8]:
+            if 256 * warps > shape.width or (block_n == 16 and shape.gated):
                 continue
             early = _prefetch(shape, block_n, 256 * warps, 32 * warps, 128 if rows == 1 else 64)
             found.append(GemvTile(block_n, 256 * warps, warps, early))
     if rows > 1:
         for block_n, splits in ((32, 1), (64, 1), (16, 1), (32, 2), (64, 2), (32, 4), (64, 4), (64, 8), (16, 2)):
             programs = -(-shape.columns // block_n) * splits
-            if splits > 1 and (not shape.splittable or programs > 6 * FILL or shape.width < 256 * splits):
+            if splits > 1 and (not shape.splittable or programs > 4 * FILL or shape.width < 256 * splits):
                 continue
-            if programs < FILL // 2:
+            if programs < 0.7 * FILL or (splits == 1 and block_n < 64 and programs > 16 * FILL):
                 continue
-            found += [GemmTile(block_n, 128, splits, 4, stages) for stages in (4, 3)]
-            steps = -(-shape.width // (128 * splits))
-            tile_bytes = 2 * 128 * (block_n * (2 if shape.gated else 1) + max(16, rows))
-            if steps * tile_bytes <= 110_000:  # all of a program's weights at once, two programs on an SM
-                found.append(GemmTile(block_n, 128, splits, 4, 2, prefetch=steps))
-                found.append(GemmTile(block_n, 128, splits, 8, 2, prefetch=steps))
+            tiles = [_ahead(shape, rows, block_n, splits, warps) for warps in ((4, 8) if block_n > 16 else (4,))]
+            found += [tile for tile in tiles if tile is not None] or [GemmTile(block_n, 128, splits, 4, 3, prefetch=2)]
+            found.append(GemmTile(block_n, 128, splits, 4, 4))
     return found
 
 
@@ -136,7 +154,7 @@ def attention_candidates(rows: int) -> list[tuple[AttentionTile, int]]:
         (AttentionTile(block_n, 4, 3, 1, early), programs)
         for early in (True, False)
         for block_n in ((64, 32) if rows <= 2 else (64,))
-        for programs in (FILL, 2 * FILL, 4 * FILL, 8 * FILL)
+        for programs in ((FILL, 2 * FILL) if rows == 1 else (FILL, 2 * FILL, 4 * FILL, 8 * FILL))
     ]
 
 

@@ -52,6 +52,9 @@ class FastDecode:
             config.num_heads, config.num_kv_heads, config.head_dim, config.attn_scale, config.attn_softcap,
             config.norm_eps, weights.norm_offset,
         )  # fmt: skip
+        inner_norms = [w for layer in weights.layers for w in (layer.input_norm, layer.mlp_norm) if w is not None]
+        self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
+        assert len(self.norms) == 2 * config.num_layers + 1
         self._allocate(dtype, logits_dtype, device, length)
 
     @staticmethod
@@ -124,7 +127,8 @@ class FastDecode:
         """
         rows = batch.num_rows
         if rows != batch.num_seqs or rows > self.max_rows:
-            raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed 1 to {self.max_rows}, one each")
+            allowed = f"1 to {self.max_rows}, one each"
+            raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
         config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
         residual, normed = self.residual[:rows], self.normed[:rows]
         sumsq_o, sumsq_down = (
@@ -134,7 +138,7 @@ class FastDecode:
         )
         splits = self._num_splits(rows, max(batch.context_lens))
         offset, layers = weights.norm_offset, weights.layers
-        norms = [w for layer in layers for w in (layer.input_norm, layer.mlp_norm)] + [weights.final_norm]
+        norms = self.norms
         embed_residual(
             batch.token_ids, weights.embedding, residual, normed, sumsq_down, norms[0],
             scale=self.embed_scale, norm_offset=offset,
@@ -144,12 +148,7 @@ class FastDecode:
             self._attend(qkv, batch, kv, index, layer, splits, tiles)
             scale = config.residual_scale
             self._add(self.attended[:rows], layer.o, layer.o_bias, sumsq_o, norms[2 * index + 1], tiles.o, scale)
-            glu = gemv_glu if isinstance(tiles.gate_up, GemvTile) else skinny_glu
-            inner = self.inner[:rows]
-            glu(
-                normed, layer.gate_up, inner, tiles.gate_up,
-                sumsq=sumsq_o, eps=config.norm_eps, activation=config.activation,
-            )  # fmt: skip
+            inner = self._glu(normed, layer.gate_up, tiles.gate_up, sumsq_o)
             self._add(inner, layer.down, layer.down_bias, sumsq_down, norms[2 * index + 2], tiles.down, scale)
         return self._project(
             normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
@@ -170,6 +169,15 @@ class FastDecode:
             skinny_project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
         return out
 
+    def _glu(self, x: Tensor, weight: Tensor, tile: GemvTile | GemmTile, sumsq: Tensor) -> Tensor:
+        """The gated activation of RMSNorm(residual) @ weight.T: [rows, I]."""
+        inner, eps, activation = self.inner[: x.shape[0]], self.config.norm_eps, self.config.activation
+        if isinstance(tile, GemvTile):
+            gemv_glu(x, weight, inner, tile, sumsq=sumsq, eps=eps, activation=activation)
+        else:
+            skinny_glu(x, weight, inner, tile, sumsq=sumsq, eps=eps, activation=activation)
+        return inner
+
     def _attend(
         self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int, tiles: StepTiles
     ) -> None:
@@ -182,14 +190,17 @@ class FastDecode:
         )  # fmt: skip
 
     def _add(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, sumsq: Tensor, next_norm: Tensor | None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, sumsq: Tensor, next_norm: Tensor,
         tile: GemvTile | GemmTile, scale: float,
     ) -> None:  # fmt: skip
         """residual += scale * (x @ weight.T + bias), made ready for the next norm."""
-        rows = x.shape[0]
-        out = self.residual[:rows], self.normed[:rows], sumsq, next_norm, tile
-        options = {"norm_offset": self.weights.norm_offset, "scale": scale, "bias": bias}
+        residual, normed, offset = self.residual[: x.shape[0]], self.normed[: x.shape[0]], self.weights.norm_offset
         if isinstance(tile, GemvTile):
-            gemv_residual(x, weight, *out, **options)
+            gemv_residual(
+                x, weight, residual, normed, sumsq, next_norm, tile, norm_offset=offset, scale=scale, bias=bias
+            )  # fmt: skip
         else:
-            skinny_residual(x, weight, *out, self.split_space, **options)
+            skinny_residual(
+                x, weight, residual, normed, sumsq, next_norm, tile, self.split_space,
+                norm_offset=offset, scale=scale, bias=bias,
+            )  # fmt: skip

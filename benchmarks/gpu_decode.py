@@ -1,0 +1,516 @@
+"""One decode step on the card: right against float32, the same bits in all replays, timed beside the limit, tiles searched.
+
+    python benchmarks/gpu_decode.py [--models 0.6b,8b] [--batches 1,2,4,8,16,32,64] [--contexts 384,1024]
+        [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32]
+
+Random weights and cache of a Qwen3 shape, bfloat16, CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with
+GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), and with
+the table in use (`table`): the defaults, what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys
+and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes ahead of their use
+(--compile-only does just that, without a card, into Triton's cache).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.model import decode_tiles
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.decode_tiles import ROW_STEPS, StepTiles
+from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.fast_decode import FastDecode
+
+BF16 = torch.bfloat16
+BLOCK = 64
+DEVICE = torch.device("cuda", 0)
+MAX_LEN = 40960
+BEGAN = time.perf_counter()
+
+
+def qwen3(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3", vocab_size=151936, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=8,
+        head_dim=128, intermediate_size=inner, max_position=MAX_LEN, rope=RopeConfig(1e6, 128, max_position=MAX_LEN),
+        qk_norm="head", attn_scale=128**-0.5,
+    )  # fmt: skip
+
+
+MODELS = {"0.6b": qwen3(1024, 28, 16, 3072), "8b": qwen3(4096, 36, 32, 12288)}
+TIED = {"0.6b"}
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f}]", *words, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ the model and its input
+
+
+def random_weights(config: ModelConfig, tied: bool, device: torch.device) -> DecoderWeights:
+    def draw(*shape: int, mean: float = 0.0, std: float = 0.02) -> Tensor:
+        tensor = torch.empty(shape, dtype=BF16, device=device)
+        return tensor if device.type == "meta" else tensor.normal_(mean, std)
+
+    hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
+
+    def norm(width: int) -> Tensor:
+        return draw(width, mean=1.0, std=0.1)
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            qkv=draw(q + 2 * kv, hidden), o=draw(hidden, q), gate_up=draw(2 * inner, hidden), down=draw(hidden, inner),
+            input_norm=norm(hidden), mlp_norm=norm(hidden), q_norm=norm(config.head_dim), k_norm=norm(config.head_dim),
+        )  # fmt: skip
+
+    layers = [layer() for _ in range(config.num_layers)]
+    embedding = draw(config.vocab_size, hidden)
+    return DecoderWeights(embedding, layers, norm(hidden), embedding if tied else draw(config.vocab_size, hidden))
+
+
+class Cache(KVCache):
+    """A cache for timing: `layers` pairs of tensors, random."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device):
+        self.num_blocks, self.block_size = num_blocks, BLOCK
+        shape = (num_blocks, BLOCK, config.num_kv_heads, config.head_dim)
+        self.k, self.v = ([torch.empty(shape, dtype=BF16, device=device) for _ in range(config.num_layers)] for _ in range(2))
+        if device.type != "meta":
+            for tensor in (*self.k, *self.v):
+                tensor.normal_()
+
+
+class Input:
+    """Batches over one cache: sequence i owns blocks of its own, scattered; slots in random order."""
+
+    def __init__(self, config: ModelConfig, max_rows: int, max_context: int, num_blocks: int, device: torch.device):
+        self.config, self.device = config, device
+        width = -(-max_context // BLOCK)
+        generator = torch.Generator().manual_seed(0)
+        self.slots = torch.randperm(max_rows, generator=generator).int()
+        tables = torch.zeros(max_rows + 1, MAX_LEN // BLOCK, dtype=torch.int32)
+        order = torch.randperm(num_blocks, generator=generator)[: max_rows * width].view(max_rows, width).int()
+        tables[self.slots.long(), :width] = order
+        self.tables, self.host_tables = tables.to(device), tables
+        self.ids = torch.randint(0, config.vocab_size, (max_rows,), generator=generator).int()
+
+    def batch(self, lengths: list[int]) -> ForwardBatch:
+        rows = len(lengths)
+        slots = self.slots[:rows]
+        mapping = [
+            int(self.host_tables[s, (n - 1) // BLOCK]) * BLOCK + (n - 1) % BLOCK if n else -1
+            for n, s in zip(lengths, slots.tolist(), strict=True)
+        ]
+        up: Callable[[Tensor], Tensor] = lambda t: t.to(self.device)  # noqa: E731
+        return ForwardBatch(
+            token_ids=up(self.ids[:rows]), positions=up(torch.tensor([max(n - 1, 0) for n in lengths]).int()),
+            slot_mapping=up(torch.tensor(mapping)), block_tables=self.tables, seq_slots=up(slots),
+            query_start=up(torch.arange(rows + 1).int()), seq_lens=up(torch.tensor(lengths).int()), num_decodes=rows,
+            query_lens=[1] * rows, context_lens=list(lengths),
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch, cache: Cache) -> tuple[Tensor, list[Tensor]]:
+    """Logits and new keys of every layer in float32, from the same bfloat16 weights and older cache; writes nothing."""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    lens = batch.seq_lens.tolist()
+    rows = len(lens)
+    inv = 1e6 ** -(torch.arange(0, dim, 2, device=batch.seq_lens.device).float() / dim)
+    angle = batch.positions.float()[:, None] * inv[None]
+    cos, sin = (torch.cat((f(angle), f(angle)), -1)[:, None] for f in (torch.cos, torch.sin))
+
+    def rms(x: Tensor, w: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w.float()
+
+    def rope(x: Tensor) -> Tensor:
+        return x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin
+
+    hidden = weights.embedding[batch.token_ids.long()].float()
+    keys = []
+    for index, layer in enumerate(weights.layers):
+        x = F.linear(rms(hidden, layer.input_norm), layer.qkv.float()).view(rows, -1, dim)
+        q, k = rope(rms(x[:, :heads], layer.q_norm)), rope(rms(x[:, heads : heads + kv_heads], layer.k_norm))
+        v = x[:, heads + kv_heads :]
+        keys.append(k)
+        out = torch.zeros(rows, heads, dim, device=hidden.device)
+        for b, n in enumerate(lens):
+            if n:
+                table = batch.block_tables[batch.seq_slots[b].long(), : -(-n // BLOCK)].long()
+                old_k, old_v = (c[index][table].flatten(0, 1)[: n - 1].float() for c in (cache.k, cache.v))
+                all_k, all_v = torch.cat((old_k, k[b : b + 1])), torch.cat((old_v, v[b : b + 1]))
+                scores = torch.einsum("kgd,tkd->kgt", q[b].view(kv_heads, -1, dim), all_k) * config.attn_scale
+                out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), all_v).reshape(heads, dim)
+        hidden = hidden + F.linear(out.flatten(1), layer.o.float())
+        gate, up = F.linear(rms(hidden, layer.mlp_norm), layer.gate_up.float()).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down.float())
+    final = rms(hidden, weights.final_norm)
+    logits = torch.cat([F.linear(final, part.float()) for part in weights.lm_head.split(32768)], -1)
+    return logits, keys
+
+
+# ------------------------------------------------------------------------------------------------ paths
+
+
+KINDS = {  # path -> (tile of a shape, numbers of rows)
+    "gemv": (decode_tiles.gemv_tile, [n for n in ROW_STEPS if n <= 8]),
+    "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if n > 1]),
+    "ahead": (decode_tiles.ahead_tile, [n for n in ROW_STEPS if n > 1]),
+}
+
+
+def forced(config: ModelConfig, kind: str) -> dict[int, StepTiles]:
+    """A table with one kind of tiles only."""
+    make, steps = KINDS[kind]
+    shapes = decode_tiles.product_shapes(config).items()
+    tiles = {rows: {name: make(shape, rows) for name, shape in shapes} for rows in steps}
+    return {rows: replace(decode_tiles.default_tiles(config, rows), **tiles[rows]) for rows in steps}
+
+
+def cublas_step(config: ModelConfig, weights: DecoderWeights, device: torch.device) -> Callable[[ForwardBatch, Cache], Tensor]:
+    from headrace.attention.triton_backend import TritonAttention
+
+    decoder = Decoder(config, weights, TritonAttention(config, device), max_model_len=MAX_LEN)
+    return lambda batch, kv: decoder.logits(decoder.forward(batch, kv))
+
+
+def capture(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, out
+
+
+def graph_ms(graph: torch.cuda.CUDAGraph, repeats: int = 11, inner: int = 3) -> float:
+    """Median milliseconds of a replay."""
+    pairs = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(inner):
+            graph.replay()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / inner for a, b in pairs)
+
+
+def copy_gbs(device: torch.device) -> float:
+    """Copy bandwidth, bytes read plus bytes written."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    graph, _ = capture(lambda: target.copy_(source))
+    return 2 * source.numel() / graph_ms(graph, 9, 1) / 1e6
+
+
+# ------------------------------------------------------------------------------------------------ compiling ahead
+
+
+def init_compiler(capability: int) -> None:
+    """A worker process compiles for a card that it does not touch: a stand-in driver, meta tensors, no launches."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import compile_ahead
+
+    compile_ahead.install(capability)
+
+
+def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles]]) -> str:
+    """Compile the kernels of one step; -> an error's text or ''."""
+    name, rows, context, table = job
+    try:
+        device = torch.device("meta")
+        config = replace(MODELS[name], num_layers=1)
+        fast = FastDecode(config, random_weights(config, name in TIED, device), rows, device, table, max_model_len=MAX_LEN)
+        batch = Input(config, rows, context, rows * -(-context // BLOCK), device).batch([context] * rows)
+        fast.forward(batch, Cache(config, 64, device))
+    except Exception as error:
+        return f"{name} {rows}: {type(error).__name__} {str(error)[:200]}"
+    return ""
+
+
+def tuning_jobs(name: str, rows: int, context: int) -> list[tuple[str, int, int, dict[int, StepTiles]]]:
+    start, shapes = decode_tiles.default_tiles(MODELS[name], rows), decode_tiles.product_shapes(MODELS[name])
+    trials = [replace(start, attention=tile, attention_programs=n) for tile, n in decode_tiles.attention_candidates(rows)]
+    for product, shape in shapes.items():
+        trials += [replace(start, **{product: tile}) for tile in decode_tiles.candidates(shape, rows)]
+    return [(name, rows, context, {rows: trial}) for trial in trials]
+
+
+# ------------------------------------------------------------------------------------------------ the parts of a run
+
+
+class Bench:
+    def __init__(self, name: str, args: argparse.Namespace, gbs: float, results: list[dict]):
+        self.name, self.args, self.gbs, self.results = name, args, gbs, results
+        self.config, self.device = MODELS[name], DEVICE
+        torch.manual_seed(0)
+        self.weights = random_weights(self.config, name in TIED, self.device)
+        rows, context = max(args.batches), max(args.contexts)
+        blocks = rows * -(-context // BLOCK)
+        self.kv = Cache(self.config, blocks + 8, self.device)
+        self.input = Input(self.config, rows, context, blocks, self.device)
+        self.table = decode_tiles.default_table(self.config)
+        saved = table_file(args.tables, name)
+        if saved is not None and saved.exists():
+            self.table.update(decode_tiles.from_json(saved.read_text()))
+            say(f"tiles from {saved}")
+        self.weight_bytes = self.weights.num_bytes - (0 if name in TIED else self.weights.embedding.nbytes)
+        say(f"{name}: {self.weight_bytes / 1e9:.3f} GB of weights a step")
+
+    def fast(self, table: dict[int, StepTiles], rows: int) -> Callable[[ForwardBatch, Cache], Tensor]:
+        return FastDecode(self.config, self.weights, rows, self.device, table, max_model_len=MAX_LEN).forward
+
+    def paths(self, rows: int, only: list[str]) -> dict[str, Callable[[ForwardBatch, Cache], Tensor]]:
+        found = {}
+        for path in only:
+            if path == "cublas":
+                found[path] = cublas_step(self.config, self.weights, self.device)
+            elif path == "table":
+                if rows <= max(self.table):
+                    found[path] = self.fast(self.table, rows)
+            elif min(KINDS[path][1]) <= rows <= max(KINDS[path][1]):
+                found[path] = self.fast(forced(self.config, path), rows)
+        return found
+
+    def limit_ms(self, rows: int, context: int) -> float:
+        cache = 4 * self.config.num_layers * rows * context * self.config.kv_size
+        return (self.weight_bytes + cache) / self.gbs / 1e6
+
+    def check(self) -> None:
+        """Every path against float32 on ragged batches with padding; the new keys in the cache; nothing else changed."""
+        context = min(max(self.args.contexts), 700)
+        for rows in (n for n in (1, 3, 8, 24, 64) if n <= max(self.args.batches)):
+            lengths = [context - 37 * i % (context - 1) for i in range(rows)]
+            if rows > 3:
+                lengths[1], lengths[-1], lengths[2] = 1, 0, 65
+            batch = self.input.batch(lengths)
+            expected, keys = reference(self.config, self.weights, batch, self.kv)
+            live = [i for i, n in enumerate(lengths) if n]
+            places = batch.slot_mapping[live]
+            saved = [(k.clone(), v.clone()) for k, v in zip(self.kv.k, self.kv.v, strict=True)] if rows == 8 else []
+            for path, step in self.paths(rows, self.args.paths).items():
+                for k in self.kv.k:
+                    k.view(-1, *k.shape[2:])[places] = float("nan")
+                logits = step(batch, self.kv)[live].float()
+                error = float((logits - expected[live]).norm() / expected[live].norm())
+                top = float((logits.argmax(-1) == expected[live].argmax(-1)).float().mean())
+                worst = max(
+                    float((k.view(-1, *k.shape[2:])[places].float() - ref[live]).norm() / ref[live].norm())
+                    for k, ref in zip(self.kv.k, keys, strict=True)
+                )
+                stray = 0
+                for index, (k, v) in enumerate(saved):
+                    k.view(-1, *k.shape[2:])[places] = self.kv.k[index].view(-1, *k.shape[2:])[places]
+                    v.view(-1, *v.shape[2:])[places] = self.kv.v[index].view(-1, *v.shape[2:])[places]
+                    stray += int(not torch.equal(k, self.kv.k[index])) + int(not torch.equal(v, self.kv.v[index]))
+                good = error < 0.06 and worst < 0.06 and not stray
+                say(f"{self.name} check {rows:3d} rows {path:7s} logits {error:.4f} argmax {top:.2f} keys {worst:.4f} "
+                    f"stray {stray} {'ok' if good else 'WRONG'}")  # fmt: skip
+                self.results.append({"kind": "check", "model": self.name, "rows": rows, "path": path, "error": error,
+                                     "keys": worst, "stray": stray, "ok": good})  # fmt: skip
+
+    def repeat(self, rows: int, replays: int) -> None:
+        """All replays of a graph give the same bits."""
+        batch = self.input.batch([max(self.args.contexts) - 5 * i for i in range(rows)])
+        for path, step in self.paths(rows, self.args.paths).items():
+            graph, out = capture(lambda step=step: step(batch, self.kv))
+            first, different = out.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
+            for _ in range(replays):
+                graph.replay()
+                different += (out.view(torch.uint8) != first.view(torch.uint8)).any()
+            count = int(different)
+            say(f"{self.name} repeat {rows:3d} rows {path:7s} {replays} replays, {count} differ {'WRONG' if count else 'ok'}")
+            self.results.append({"kind": "repeat", "model": self.name, "rows": rows, "path": path, "different": count})
+
+    def tune(self, rows: int, seconds: float) -> None:
+        context = self.args.contexts[0]
+        batch = self.input.batch([context] * rows)
+
+        def measure(tiles: StepTiles) -> float:
+            step = self.fast({rows: tiles}, rows)
+            graph, _ = capture(lambda: step(batch, self.kv))
+            return graph_ms(graph, 7, 2)
+
+        def progress(line: str) -> None:
+            say(f"{self.name} tune {rows} rows: {line}")
+
+        self.table[rows], took = decode_tiles.tune(self.table[rows], self.config, rows, measure, seconds, progress)
+        self.results.append({"kind": "tune", "model": self.name, "rows": rows, "ms": took})
+
+    def time(self, rows: int, context: int) -> None:
+        limit = self.limit_ms(rows, context)
+        batch = self.input.batch([context] * rows)
+        row = {"kind": "time", "model": self.name, "rows": rows, "context": context, "limit_ms": limit}
+        for path, step in self.paths(rows, self.args.paths).items():
+            try:
+                graph, _ = capture(lambda step=step: step(batch, self.kv))
+                row[path] = graph_ms(graph)
+            except Exception as error:
+                say(f"{self.name} {rows} rows {path}: {type(error).__name__} {str(error)[:300]}")
+        self.results.append(row)
+
+    def profile(self, rows: int) -> None:
+        """How much each kernel of a layer adds to the step: from its predecessor's end to its own, mean over layers."""
+        from torch.profiler import ProfilerActivity, profile
+
+        batch = self.input.batch([self.args.contexts[0]] * rows)
+        step = self.fast(self.table, rows)
+        graph, _ = capture(lambda: step(batch, self.kv))
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(3):
+                graph.replay()
+            torch.cuda.synchronize()
+        events = sorted((e for e in trace.events() if "kernel" in e.name), key=lambda e: e.time_range.end)
+        per_step = 2 + 5 * self.config.num_layers
+        events = events[-per_step:]
+        added: dict[str, list[float]] = {}
+        names = ["embed", *(["qkv", "attention", "o", "gate_up", "down"] * self.config.num_layers), "lm_head"]
+        if len(events) != per_step:
+            say(f"profile: {len(events)} kernels, expected {per_step}")
+            return
+        for before, event, name in zip(events, events[1:], names[1:], strict=True):
+            added.setdefault(name, []).append(event.time_range.end - before.time_range.end)
+        parts = {name: sum(times) / len(times) for name, times in added.items()}
+        say(f"{self.name} profile {rows} rows, us added: " + "  ".join(f"{k} {v:.2f}" for k, v in parts.items()))
+        self.results.append({"kind": "profile", "model": self.name, "rows": rows, "us": parts})
+
+
+def table_file(folder: str | None, name: str) -> Path | None:
+    if folder is None:
+        return None
+    card = torch.cuda.get_device_name(0).lower().replace(" ", "-")
+    return Path(folder) / f"{card}-{name}.json"
+
+
+def print_table(results: list[dict], gbs: float, paths: list[str]) -> None:
+    print(f"\n{torch.cuda.get_device_name(0)}, copy {gbs:.0f} GB/s; ms (% of the limit)")
+    print("model   rows  ctx  limit  " + "".join(f"{p:>17s}" for p in paths) + "   best GB/s")
+    for r in (r for r in results if r["kind"] == "time"):
+        cells = "".join(f"{r[p]:9.4f} ({100 * r['limit_ms'] / r[p]:3.0f} %)" if p in r else " " * 17 for p in paths)
+        best = min((r[p] for p in paths if p in r), default=float("nan"))
+        shape = f"{r['model']:6s} {r['rows']:5d} {r['context']:5d}"
+        print(f"{shape} {r['limit_ms']:6.3f} {cells}   {gbs * r['limit_ms'] / best:6.0f}")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=lambda s: s.split(","), default=["0.6b", "8b"])
+    parser.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--contexts", type=numbers, default=[384, 1024], help="tiles are searched at the first")
+    parser.add_argument("--paths", type=lambda s: s.split(","), default=["cublas", "gemv", "gemm", "ahead", "table"])
+    parser.add_argument("--tune", type=numbers, default=[], help="rows to search tiles for")
+    parser.add_argument("--tune-seconds", type=float, default=20.0, help="of each search")
+    parser.add_argument("--profile", type=numbers, default=[])
+    parser.add_argument("--replays", type=int, default=300)
+    parser.add_argument("--limit", type=float, default=230.0, help="seconds after which nothing new is begun")
+    parser.add_argument("--tables", help="folder of tile tables: read before, written after")
+    parser.add_argument("--json")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--compile-only", type=int, metavar="SM", help="compile for this capability (90) and end")
+    return parser.parse_args()
+
+
+def compile_jobs(args: argparse.Namespace) -> list[tuple[str, int, int, dict[int, StepTiles]]]:
+    """First what the checks and timings need, then the candidates of the searches."""
+    jobs = []
+    for name in args.models:
+        tables = [decode_tiles.default_table(MODELS[name])]
+        tables += [forced(MODELS[name], path) for path in KINDS if path in args.paths]
+        for rows in dict.fromkeys([*args.batches, *(n for n in (3, 24) if n <= max(args.batches))]):
+            jobs += [(name, rows, args.contexts[0], table) for table in tables if min(table) <= rows <= max(table)]
+    for name in args.models:
+        for rows in args.tune:
+            jobs += tuning_jobs(name, rows, args.contexts[0])
+    return jobs
+
+
+def run_model(name: str, args: argparse.Namespace, gbs: float, results: list[dict], seconds: float) -> None:
+    """All that was asked for of one model, as far as it gets in `seconds`."""
+    ends = time.perf_counter() + seconds
+    bench = Bench(name, args, gbs, results)
+    parts: list[Callable[[], None]] = [bench.check]
+    parts += [partial(bench.repeat, rows, args.replays) for rows in (1, 8, 32) if rows <= max(args.batches)]
+    search = min(args.tune_seconds, seconds / 2 / max(1, len(args.tune)))
+    parts += [partial(bench.tune, rows, search) for rows in args.tune]
+    parts += [partial(bench.time, rows, context) for context in args.contexts for rows in args.batches]
+    parts += [partial(bench.profile, rows) for rows in args.profile]
+    for part in parts:
+        if time.perf_counter() > ends:
+            say(f"{name}: out of time")
+            break
+        try:
+            with torch.inference_mode():
+                part()
+        except Exception:
+            traceback.print_exc()
+    tiles = decode_tiles.to_json(bench.table)
+    results.append({"kind": "table", "model": name, "tiles": json.loads(tiles)})
+    saved = table_file(args.tables, name)
+    if saved is not None and args.tune:
+        saved.parent.mkdir(parents=True, exist_ok=True)
+        saved.write_text(tiles + "\n")
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    results: list[dict] = []
+    card = torch.cuda.get_device_name(0)
+    gbs = copy_gbs(DEVICE)
+    results.append({"kind": "card", "name": card, "copy_gbs": gbs, "torch": torch.__version__})
+    say(f"{card}: copy {gbs:.0f} GB/s")
+    for position, name in enumerate(args.models):
+        gc.collect()
+        torch.cuda.empty_cache()
+        left = args.limit - (time.perf_counter() - BEGAN)
+        run_model(name, args, gbs, results, left / (len(args.models) - position))
+    print_table(results, gbs, args.paths)
+    return results
+
+
+def main() -> None:
+    args = parse()
+    jobs = compile_jobs(args)
+    # forked before this process touches the card; spawning would import torch once per worker
+    pool = multiprocessing.get_context("fork").Pool(args.jobs, init_compiler, (args.compile_only or 90,))
+    pending = pool.imap_unordered(compile_tiles, jobs)
+    if args.compile_only:
+        for index, error in enumerate(pending):
+            say(f"{index + 1} of {len(jobs)} {error}")
+        return
+    pool.close()
+    results = run(args)
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    pool.terminate()
+
+
+if __name__ == "__main__":
+    main()
