@@ -113,6 +113,7 @@ def test_logprobs(api, top):
         ({"n": 0}, "n"), ({"n": 1_000_000}, "n"), ({"temperature": 3}, "temperature"), ({"top_p": 0}, "top_p"), ({"seed": 2**63}, "seed"),
         ({"stop": ""}, "stop"), ({"stop": [""]}, "stop"), ({"stop": [1]}, "stop[0]"), ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 9999}, "max_tokens"), ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"max_completion_tokens": 9999}, "max_completion_tokens"),
         ({"stop_token_ids": [999]}, "stop_token_ids"), ({"priority": 1}, "priority"), ({"cache_salt": ""}, "cache_salt"), ({"model": 5}, "model"),
         ({"reasoning_effort": "huge"}, "reasoning_effort"), ({"temperature": "hot"}, "temperature"), ({"stream": 1}, "stream"),
     ],

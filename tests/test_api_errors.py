@@ -113,6 +113,10 @@ def test_fan_out_is_capped(api):
     assert error_of(api.post("/v1/embeddings", {"input": ["a"] * 5}))["param"] == "input"
     assert error_of(api.post("/v1/completions", {"prompt": "a", "n": 10**6}))["param"] == "n"
     assert error_of(api.post("/v1/completions", {"prompt": "a", "best_of": 3}))["param"] == "best_of"
+    stops = [f"{i:04}" * 1000 for i in range(9)]
+    for path in GENERATING:
+        many = {} if path == "/v1/responses" else {"n": 4}
+        assert error_of(api.post(path, {**BODIES[path], **many, "stop": stops * (1 if many else 4)}))["param"] == "stop"
 
 
 def test_large_bodies(api):

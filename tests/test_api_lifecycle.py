@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+
 from api_client import MODEL, error_of, joined, parse_events
 from fake_engine import FakeEngine
-
 from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
 from headrace.config import EngineConfig
@@ -137,7 +137,7 @@ def test_a_slow_reader_holds_back_only_itself():
         engine = FakeEngine(script=lambda i, p: "x" * 200_000, max_model_len=2**20, bursts=1)
         async with serving(engine) as server:
             body = {**COMPLETION, "max_tokens": 300_000, "stream": True, "stream_options": {"include_usage": True}}
-            reader, writer = await server.connect("/v1/completions", body)
+            _, writer = await server.connect("/v1/completions", body)
             taken = -1
             while taken != engine.yielded:  # until the buffers between the two are full
                 taken = engine.yielded

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions: messages in; text, reasoning and tool calls out."""
+"""POST /v1/chat/completions: messages in; text, reasoning and tool calls out.
+
+Stop strings are looked for in all that the model writes: in reasoning and in tool calls too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from headrace.api.errors import ApiError, bad_request, unsupported
 from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat, prompt_logprobs
-from headrace.api.options import check_generation, response_id
+from headrace.api.options import check_fan_out, check_generation, response_id
 from headrace.api.protocol import ChatRequest
 from headrace.api.sse import DONE
 from headrace.api.sse import event as sse_event
@@ -39,8 +42,10 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
     wish = policy.wish() or wish_of(body.response_format, body.structured_outputs)
     params = constrain(ctx, _parameters(ctx, body), wish)
+    check_fan_out(ctx, params.n, params)
     ids, end = await prompt_of(ctx, _conversation(body, policy))
-    ids, params = await ctx.check_prompt(ids, params, field="messages", side=body.truncation_side)
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    ids, params = await ctx.check_prompt(ids, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
     generation = Generation(ctx, request, answer, wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
@@ -51,6 +56,8 @@ def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
         check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
         if not body.logprobs:
             raise bad_request("top_logprobs is allowed only when logprobs is true.", "top_logprobs", "invalid_value")
+    if body.max_completion_tokens is not None:
+        check_int("max_completion_tokens", body.max_completion_tokens, 1, 2**31 - 1)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return body.sampling(max_tokens=most, logprobs=logprobs)

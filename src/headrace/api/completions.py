@@ -14,7 +14,7 @@ from headrace.api.context import ApiContext, Prompt, for_sample, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, prompt_logprobs
-from headrace.api.options import check_generation, response_id
+from headrace.api.options import check_fan_out, check_generation, response_id
 from headrace.api.protocol import CompletionRequest, prompts
 from headrace.api.sse import DONE, event
 from headrace.api.structured import constrain, wish_of
@@ -31,9 +31,12 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     check_generation(ctx, body)
     wish = wish_of(body.response_format, body.structured_outputs)
     params = constrain(ctx, _parameters(ctx, body), wish)
+    given = prompts(body.prompt, "prompt", ctx.config.max_prompts)
+    check_fan_out(ctx, len(given) * params.n, params)
+    special, cut = body.add_special_tokens is not False, params.truncate_prompt_tokens is not None
     answer = CompletionAnswer(ctx, body, model)
-    for text in (given := prompts(body.prompt, "prompt", ctx.config.max_prompts)):
-        await answer.add_prompt(text, params, len(given))
+    for prompt, ids in zip(given, await ctx.tokenize(given, special=special, field="prompt", truncated=cut), strict=True):
+        await answer.add_prompt(prompt, ids, params)
     generation = Generation(ctx, request, answer, wish)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
@@ -42,7 +45,7 @@ def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of != n:
         raise bad_request(f"best_of: got {body.best_of}, allowed: the value of n ({n}).", "best_of", "invalid_value")
-    if body.logprobs is not None and not -1 <= body.logprobs <= ctx.config.max_logprobs:
+    if body.logprobs is not None and not 0 <= body.logprobs <= ctx.config.max_logprobs:
         text = f"logprobs: got {body.logprobs}, allowed: an integer in [0, {ctx.config.max_logprobs}]"
         raise bad_request(text, "logprobs", "invalid_value")
     changes: dict[str, Any] = {"logprobs": body.logprobs}
@@ -72,17 +75,8 @@ class CompletionAnswer:
         fields = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": model})
         self.head = fields[:-1] + b',"choices":['
 
-    async def add_prompt(self, prompt: Prompt, params: SamplingParams, num_prompts: int) -> None:
+    async def add_prompt(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> None:
         body, ctx = self.body, self.ctx
-        if num_prompts * params.n > ctx.config.max_samples:
-            text = f"n: {num_prompts} prompts times n = {params.n} is more than {ctx.config.max_samples} samples."
-            raise bad_request(text, "n", "invalid_value")
-        if isinstance(prompt, str):
-            special = body.add_special_tokens is not False
-            truncated = params.truncate_prompt_tokens is not None
-            ids = await ctx.tokenize(prompt, special=special, field="prompt", truncated=truncated)
-        else:
-            ids = prompt
         if body.max_tokens is None:  # the default is 16, or what fits
             room = max(1, min(DEFAULT_MAX_TOKENS, ctx.engine.max_model_len - len(ids)))
             params = msgspec.structs.replace(params, max_tokens=max(room, params.min_tokens))

@@ -29,7 +29,7 @@ class ServerConfig:
     max_n: int = 128
     max_prompts: int = 2048  # prompts (or embedding inputs) in one request
     max_samples: int = 4096  # prompts times n in one request
-    max_logprobs: int = 20
+    max_logprobs: int = 20  # of a position; the whole vocabulary (-1) is never sent
     keep_alive_interval: float = 10.0  # an SSE comment after so long a silence
     write_timeout: float = 600.0  # a reader that takes nothing for so long is dropped
     tokenizer_threads: int = 2

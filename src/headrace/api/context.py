@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
@@ -109,11 +109,16 @@ class ApiContext:
     async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
-    async def tokenize(self, text: str, *, special: bool, field: str, truncated: bool = False) -> list[int]:
-        """Ids of a text; a long one in a thread. `truncated`: it will be cut to what fits."""
-        if len(text) <= self.config.inline_tokenize_chars:
-            return self.encode(text, special, field, truncated)
-        return await self.in_thread(self.encode, text, special, field, truncated)
+    async def tokenize(
+        self, prompts: Sequence[Prompt], *, special: bool, field: str, truncated: bool = False
+    ) -> list[list[int]]:
+        """Ids of the prompts; in a thread if they are long. `truncated`: they will be cut to what fits."""
+
+        def work() -> list[list[int]]:
+            return [self.encode(p, special, field, truncated) if isinstance(p, str) else p for p in prompts]
+
+        short = sum(len(p) for p in prompts if isinstance(p, str)) <= self.config.inline_tokenize_chars
+        return work() if short else await self.in_thread(work)
 
     def encode(self, text: str, special: bool, field: str, truncated: bool) -> list[int]:
         """Ids of a text, which is not tokenized at all when it cannot fit."""
@@ -126,18 +131,18 @@ class ApiContext:
         return self.engine.tokenizer.encode(text, add_special_tokens=special)
 
     async def check_prompt(
-        self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None
+        self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None, limit: str = "max_tokens"
     ) -> tuple[list[int], SamplingParams]:
         """The prompt and the parameters as they will run. Raises ApiError or ParameterError naming the field.
 
-        `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused.
+        `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused; `limit` is its name.
         """
         if params.bad_words:  # these are tokenized
-            return await self.in_thread(self._check_prompt, ids, params, field, side)
-        return self._check_prompt(ids, params, field, side)
+            return await self.in_thread(self._check_prompt, ids, params, field, side, limit)
+        return self._check_prompt(ids, params, field, side, limit)
 
     def _check_prompt(
-        self, ids: list[int], params: SamplingParams, field: str, side: str | None
+        self, ids: list[int], params: SamplingParams, field: str, side: str | None, limit_name: str
     ) -> tuple[list[int], SamplingParams]:
         vocab, limit = self.engine.model_config.vocab_size, self.engine.max_model_len
         keep = params.truncate_prompt_tokens
@@ -151,10 +156,10 @@ class ApiContext:
             raise bad_request(f"{field}: token ids must be in [0, {vocab - 1}].", field, "invalid_value")
         asked = params.max_tokens
         if len(ids) + (asked or 1) > limit:
-            wanted = f" and max_tokens asks for {asked} more" if asked is not None else ", at least one more is generated"
+            wanted = f" and {limit_name} asks for {asked} more" if asked is not None else ", at least one more is generated"
             raise bad_request(
                 f"This model's maximum context length is {limit} tokens; the prompt has {len(ids)}{wanted}.",
-                field if len(ids) >= limit or asked is None else "max_tokens", "context_length_exceeded",
+                field if len(ids) >= limit or asked is None else limit_name, "context_length_exceeded",
             )  # fmt: skip
         return ids, self.inputs.complete(params, len(ids))
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext, Prompt, new_id
+from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
@@ -28,7 +28,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     size = ctx.engine.model_config.hidden_size
     if body.dimensions is not None and body.dimensions != size:
         raise bad_request(f"dimensions: got {body.dimensions}, allowed: {size}.", "dimensions", "invalid_value")
-    batch = [await _ids(ctx, body, text) for text in prompts(body.input, "input", ctx.config.max_prompts)]
+    batch = await _prompts(ctx, body)
     vectors: list[list[float]] = [[]] * len(batch)
     name = new_id("embd-")
 
@@ -48,13 +48,12 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     )
 
 
-async def _ids(ctx: ApiContext, body: EmbeddingRequest, prompt: Prompt) -> list[int]:
-    cut = body.truncate_prompt_tokens is not None
-    if isinstance(prompt, str):
-        special = body.add_special_tokens is not False
-        prompt = await ctx.tokenize(prompt, special=special, field="input", truncated=cut)
+async def _prompts(ctx: ApiContext, body: EmbeddingRequest) -> list[list[int]]:
+    special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
+    given = prompts(body.input, "input", ctx.config.max_prompts)
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    return (await ctx.check_prompt(prompt, params, field="input"))[0]
+    batch = await ctx.tokenize(given, special=special, field="input", truncated=cut)
+    return [(await ctx.check_prompt(ids, params, field="input"))[0] for ids in batch]
 
 
 async def _vector(ctx: ApiContext, request_id: str, ids: list[int]) -> list[float]:

@@ -13,7 +13,7 @@ from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.errors import ApiError
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
-from headrace.api.options import check_common, check_priority, check_text
+from headrace.api.options import check_common, check_fan_out, check_priority, check_text
 from headrace.api.protocol import GenerateRequest
 from headrace.api.sse import DONE, event
 from headrace.engine.output import Delta
@@ -35,11 +35,9 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
     if body.logprobs is not None:
         check_int("logprobs", body.logprobs, 0, ctx.config.max_logprobs)
     params = body.sampling(logprobs=body.logprobs, max_tokens=body.max_tokens)
-    ids = body.prompt
-    if isinstance(ids, str):
-        cut = params.truncate_prompt_tokens is not None
-        special = body.add_special_tokens is not False
-        ids = await ctx.tokenize(ids, special=special, field="prompt", truncated=cut)
+    check_fan_out(ctx, params.n, params)
+    special, cut = body.add_special_tokens is not False, params.truncate_prompt_tokens is not None
+    [ids] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=cut)
     ids, params = await ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
     generation = Generation(ctx, request, GenerateAnswer(ctx, body, ids, params))
     return StreamedAnswer(generation) if body.stream else await generation.whole()

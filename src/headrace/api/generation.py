@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Sequence
@@ -209,7 +210,7 @@ class StreamedAnswer(Response):
         except DeadlinePassed:
             if not stream.started:
                 raise
-            await stream.end(self._cut() + answer.closing())
+            await self._end(stream, b"" if stream.ending else self._cut() + answer.closing())
         except ClientGone:
             raise
         except Exception as error:
@@ -218,9 +219,15 @@ class StreamedAnswer(Response):
             known = as_api_error(error)
             if known.status == 500 and not isinstance(error, ApiError):
                 logger.exception("a stream of %s failed", generation.endpoint)
-            await stream.end(answer.failure(known))
+            await self._end(stream, answer.failure(known))
         finally:
             ticker.remove(stream)
+
+    async def _end(self, stream: EventStream, data: bytes) -> None:
+        """The last bytes, for which a reader that takes nothing is not waited for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.generation.ctx.config.write_timeout):
+                await stream.end(data)
 
     def _cut(self) -> bytes:
         """Ends every choice that has not ended."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import GenerationFields, SamplingFields, check_neutral, check_stream_options
-from headrace.sampling.params import check_int, check_strings
+from headrace.sampling.params import SamplingParams, check_int, check_strings
 
 MAX_ID_CHARS = 128
+MAX_STOP_CHARS = 2**17
 
 
 def check_common(ctx: ApiContext, body: SamplingFields) -> None:
@@ -15,7 +16,7 @@ def check_common(ctx: ApiContext, body: SamplingFields) -> None:
     if body.n is not None:
         check_int("n", body.n, 1, ctx.config.max_n)
     if body.prompt_logprobs is not None:
-        check_int("prompt_logprobs", body.prompt_logprobs, -1, ctx.config.max_logprobs)
+        check_int("prompt_logprobs", body.prompt_logprobs, 0, ctx.config.max_logprobs)
     if isinstance(body.stop, list):
         check_strings("stop", body.stop, 64)
     most = ctx.engine.model_config.vocab_size
@@ -34,6 +35,17 @@ def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
     check_priority(ctx, body.priority)
     check_text("cache_salt", body.cache_salt)
     check_text("request_id", body.request_id)
+
+
+def check_fan_out(ctx: ApiContext, num_samples: int, params: SamplingParams) -> None:
+    """Prompts times n, and the memory of the automata that look for stop strings: one for each sample."""
+    if num_samples > ctx.config.max_samples:
+        text = f"n: prompts times n are {num_samples} samples; at most {ctx.config.max_samples} in one request."
+        raise bad_request(text, "n", "invalid_value")
+    chars = sum(map(len, params.stop or ())) * num_samples
+    if chars > MAX_STOP_CHARS:
+        text = f"stop: {chars} characters over all samples of the request; at most {MAX_STOP_CHARS}."
+        raise bad_request(text, "stop", "invalid_value")
 
 
 def check_priority(ctx: ApiContext, priority: int | None) -> None:

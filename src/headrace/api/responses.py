@@ -16,7 +16,7 @@ from headrace.api.conversation import Conversation, check_messages, check_tools,
 from headrace.api.errors import ApiError
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
-from headrace.api.options import check_common, check_priority, check_text, response_id
+from headrace.api.options import check_common, check_fan_out, check_priority, check_text, response_id
 from headrace.api.protocol import check_stream_options
 from headrace.api.responses_input import (
     LOGPROBS,
@@ -47,6 +47,7 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
     wish = policy.wish() or structure(body.text)
     params = constrain(ctx, _parameters(ctx, body), wish)
+    check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None
     shown = Conversation(
         messages=conversation,
@@ -55,7 +56,7 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
         truncated=body.truncate_prompt_tokens is not None,
     )
     ids, end = await prompt_of(ctx, shown)
-    ids, params = await ctx.check_prompt(ids, params, field="input", side=body.truncation_side)
+    ids, params = await ctx.check_prompt(ids, params, field="input", side=body.truncation_side, limit="max_output_tokens")
     params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=wish is not None)
     generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), wish)

@@ -32,7 +32,7 @@ class EventStream:
     takes no more from the engine. Bytes whose write was cancelled are kept and go first in the next one.
     """
 
-    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "last", "on_stuck", "started")
+    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "on_stuck", "started")
 
     def __init__(self, scope: Scope, send: Send, on_stuck: Callable[[], None]):
         self._start, self._send = send, scope.get(RAW_SEND, send)
@@ -41,6 +41,7 @@ class EventStream:
         self._time = asyncio.get_running_loop().time
         self.started = False
         self.blocked = False  # a write waits for the reader
+        self.ending = False  # the last bytes are on their way
         self.last = self._time()
         self.on_stuck = on_stuck  # called when the reader has taken nothing for too long
 
@@ -52,6 +53,7 @@ class EventStream:
             await self._flush(True)
 
     async def end(self, data: bytes) -> None:
+        self.ending = True
         self._pending.append(data)
         while self.blocked:
             await self._wait()

@@ -24,7 +24,7 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
         raise bad_request("chat_template: a request may not bring its own template.", "chat_template", "unsupported_parameter")
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = await ctx.tokenize(body.prompt, special=special, field="prompt", truncated=True)
+        [ids] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=True)
     else:
         ids, _ = await prompt_of(ctx, _conversation(body))
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": ctx.engine.max_model_len, "tokens": ids, "token_strs": None}
