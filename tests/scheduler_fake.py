@@ -68,7 +68,8 @@ class FakeDevice:
         assert 0 < plan.num_tokens <= self.max_num_batched_tokens
         requests = [chunk.request for chunk in plan.chunks]
         assert len(set(requests)) == len(requests), "two chunks of one request in a step"
-        sizes = [chunk.num_tokens == 1 and chunk.samples for chunk in plan.chunks if not chunk.admitted]
+        plain = [chunk for chunk in plan.chunks if not chunk.admitted and not chunk.num_drafts]
+        sizes = [chunk.num_tokens == 1 and chunk.samples for chunk in plain]
         assert sizes == sorted(sizes, reverse=True), "decodes come first"
         for chunk in plan.chunks:
             request, slot = chunk.request, chunk.slot
@@ -95,9 +96,12 @@ class FakeDevice:
 
     def _compute(self, chunk, table: list[int]) -> list[int]:
         ids, size, request = self.ids[chunk.slot], self.block_size, chunk.request
-        context = 0
+        context, contexts = 0, []
+        for i, draft in enumerate(chunk.drafts):
+            ids[chunk.start + 1 + i] = draft
         for position in range(chunk.stop):
             context = extend(context, ids[position])
+            contexts.append(context)
             block = table[position // size]
             if position >= chunk.start:
                 self._write(request, block, position % size, context)
@@ -105,13 +109,19 @@ class FakeDevice:
                 assert self.kv[block][position % size] == context, (
                     f"{request.id} reads foreign KV: position {position}, block {block}"
                 )
-        assert chunk.output_index == max(0, chunk.stop - len(request.prompt_ids)) or not chunk.samples
         if not chunk.samples:
             return []
-        masked = chunk.output_index < request.params.min_tokens
-        token = sample(request.seed, chunk.stop, context, masked)
-        ids[chunk.stop] = token
-        return [token]
+        taken = []
+        first = chunk.stop - chunk.num_drafts
+        assert chunk.output_index == max(0, first - len(request.prompt_ids))
+        for i, position in enumerate(range(first, chunk.stop + 1)):
+            masked = chunk.output_index + i < request.params.min_tokens
+            token = sample(request.seed, position, contexts[position - 1], masked)
+            taken.append(token)
+            if i == chunk.num_drafts or token != chunk.drafts[i]:
+                ids[position] = token
+                break
+        return taken
 
     def _write(self, request: Request, block: int, offset: int, context: int) -> None:
         for launched, tables, _ in self.flight:

@@ -92,8 +92,8 @@ class LLM:
         """
         running = self._submit(prompts, sampling_params, priority)
         with token_progress(len(running), use_tqdm) as progress:
-            for item, _, delta in self._run(running):
-                progress(len(delta.token_ids), item.output.finished)
+            for tokens, changes in self._run(running, live=False):
+                progress(tokens, len({item.output.request_id for item, _, _ in changes if item.output.finished}))
         return [r.output for r in running]
 
     def stream(
@@ -102,8 +102,9 @@ class LLM:
         """As `generate`, piece by piece: (index of the prompt, index of the sample, what it got, the answer so far)."""
         running = self._submit(prompts, sampling_params, None)
         index = {id(r): i for i, r in enumerate(running)}
-        for item, sample, delta in self._run(running):
-            yield index[id(item)], sample, delta, item.output
+        for _, changes in self._run(running, live=True):
+            for item, sample, delta in changes:
+                yield index[id(item)], sample, delta, item.output
 
     def chat(
         self,
@@ -191,27 +192,40 @@ class LLM:
         ids = self.inputs.prompt(list(ids), params)
         return text, ids, salt, self.inputs.complete(params, len(ids))
 
-    def _run(self, running: list[_Running]) -> Iterator[tuple[_Running, int, Delta]]:
+    def _run(self, running: list[_Running], *, live: bool) -> Iterator[tuple[int, list[tuple[_Running, int, Delta]]]]:
+        """Step until all have ended; of each step: how many tokens it brought, and what they add to which samples.
+
+        Unless somebody looks on (`live`), a sample without stop strings is put together once, at its end.
+        """
         core = self._core
-        samples = {f"{r.output.request_id}.{k}": (r, k) for r in running for k in range(r.params.n)}
-        waiting = len(samples)
+        samples = {f"{r.output.request_id}.{k}": (r, k, r.streams[k]) for r in running for k in range(r.params.n)}
+        held: dict[str, list[int]] = {
+            name: [] for name, (r, _, _) in samples.items() if not (live or r.params.stop or r.params.logprobs is not None)
+        }
         try:
-            while waiting:
+            while samples:
+                tokens, changes = 0, []
                 for news in core.step():
-                    if news.id not in samples:
-                        continue  # the end of a sample that a stop string ended before
-                    item, k = samples[news.id]
-                    delta = item.streams[k].push(news)
-                    self._extend(item, k, delta)
-                    if delta.stopped_here:
-                        core.abort(news.id)
-                    if news.refused is not None:
-                        raise ParameterError(*news.refused)
-                    if delta.finish_reason is not None:
-                        del samples[news.id]
-                        waiting -= 1
-                        item.output.finished = all(o.finish_reason for o in item.output.outputs)
-                    yield item, k, delta
+                    tokens += len(news.token_ids)
+                    early = held.get(news.id)
+                    if early is not None:
+                        early += news.token_ids
+                        if news.finish_reason is None and news.prompt_logprobs is None:
+                            continue
+                        news.token_ids, held[news.id] = early, []
+                    if news.id in samples:  # else the end of a sample that a stop string ended before
+                        item, k, stream = samples[news.id]
+                        if news.refused is not None:
+                            raise ParameterError(*news.refused)
+                        delta = stream.push(news)
+                        self._extend(item, k, delta)
+                        if delta.stopped_here:
+                            core.abort(news.id)
+                        if delta.finish_reason is not None:
+                            del samples[news.id]
+                            item.output.finished = all(o.finish_reason for o in item.output.outputs)
+                        changes.append((item, k, delta))
+                yield tokens, changes
         finally:
             for name in samples:  # the caller left early, or something failed: leave nothing behind
                 core.abort(name)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def token_progress(total: int, enabled: bool) -> Iterator[Callable[[int, bool], None]]:
-    """Count requests and tokens: the yielded function takes (new tokens, request finished)."""
+def token_progress(total: int, enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    """Count requests and tokens: the yielded function takes (new tokens, requests that have finished)."""
     if not enabled:
         yield lambda tokens, finished: None
         return
@@ -24,10 +24,10 @@ def token_progress(total: int, enabled: bool) -> Iterator[Callable[[int, bool], 
         task = bar.add_task("", total=total, rate="")
         began, tokens = time.perf_counter(), 0
 
-        def update(new: int, finished: bool) -> None:
+        def update(new: int, finished: int) -> None:
             nonlocal tokens
             tokens += new
             rate = tokens / max(time.perf_counter() - began, 1e-9)
-            bar.update(task, advance=1 if finished else 0, rate=f"{rate:,.0f} tok/s")
+            bar.update(task, advance=finished, rate=f"{rate:,.0f} tok/s")
 
         yield update

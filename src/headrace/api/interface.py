@@ -45,10 +45,12 @@ class AsyncEngine(Protocol):
     config: EngineConfig
     model_config: ModelConfig
     tokenizer: Any
-    max_model_len: int
     generation_defaults: dict[str, Any]
     model_name: str
     supports_structured: bool
+
+    @property
+    def max_model_len(self) -> int: ...
 
     def generate(
         self,

@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
+import os
+import re
 import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.config import api_key_from_environment
 from headrace.errors import EngineDeadError, ParameterError
+
+BUILDER = "headrace.engine.build:build_engine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,22 +42,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--reasoning-parser", default="auto", help="a parser's name, auto or none")
     server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"))
     server.add_argument("--metrics-prefix", default="headrace", help="vllm: for dashboards made for vLLM")
+    server.add_argument("--stats-interval", type=float, default=5.0, help="seconds between lines of statistics; 0: none")
+    server.add_argument("--trace", metavar="FILE", help="write a Perfetto trace of steps and requests")
+    server.add_argument("--max-restarts", type=int, default=30, help="deaths of the engine core in a minute before giving up")
+    server.add_argument("--heartbeat-timeout", type=float, default=15.0, help="seconds of silence: the core is restarted")
+    server.add_argument("--step-timeout", type=float, default=300.0, help="seconds inside one step: the core is restarted")
+    server.add_argument(
+        "--standby", action=argparse.BooleanOptionalAction, default=True,
+        help="keep a second process with everything imported, so that a restart takes as long as loading the weights",
+    )  # fmt: skip
     server.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
     server.add_argument("--ssl-keyfile")
     add_engine_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
+    """`builder`: module:function that makes the engine in the core's process."""
     began = time.perf_counter()
     if args.model_tag is not None and args.model is not None:
         raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", args.metrics_prefix):
+        raise ParameterError("--metrics-prefix", args.metrics_prefix, "a name of letters, digits and _")
+    if not 0 <= args.stats_interval < 1e7:
+        raise ParameterError("--stats-interval", args.stats_interval, "seconds in [0, 1e7]")
     args.model = args.model_tag or args.model
     listener = bind(args.host, args.port)
-    try:
-        import uvloop as loops
-    except ImportError:
-        loops = asyncio  # type: ignore[assignment]
-    return loops.run(Server(args, listener, began).run())
+    loop = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
+    return loop.run(Server(args, listener, began, builder).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -107,8 +125,8 @@ def server_config(args: argparse.Namespace):
 class Server:
     """One run of the server, from the bound port to the exit code."""
 
-    def __init__(self, args: argparse.Namespace, listener: socket.socket, began: float):
-        self.args, self.listener, self.began = args, listener, began
+    def __init__(self, args: argparse.Namespace, listener: socket.socket, began: float, builder: str):
+        self.args, self.listener, self.began, self.builder = args, listener, began, builder
         self.signals = 0
         self.stop = asyncio.Event()
 
@@ -116,56 +134,82 @@ class Server:
         print(f"[{time.perf_counter() - self.began:6.2f} s] {text}", file=sys.stderr, flush=True)
 
     async def run(self) -> int:
-        import uvicorn
-
-        from headrace.api.app import create_app
-        from headrace.config import EngineConfig
-        from headrace.engine.client import EngineClient
-
         args = self.args
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signal)
         host, port = self.listener.getsockname()[:2]
         scheme = "https" if args.ssl_certfile else "http"
         base = f"{scheme}://{host if ':' not in host else f'[{host}]'}:{port}"
         self.stage(f"listening on {base}")
+
+        import uvicorn
+
+        from headrace.api.app import create_app
+        from headrace.config import EngineConfig
+        from headrace.engine.client import EngineClient, SupervisionConfig
+        from headrace.metrics.log_line import StatsLine
+        from headrace.metrics.prometheus import PrometheusMetrics
+        from headrace.metrics.trace import TraceFile
+
         config = server_config(args)
         client = EngineClient(
-            EngineConfig(**engine_options(args)), log_level=args.log_level.upper(), on_give_up=lambda why: self.stop.set()
-        )
+            EngineConfig(**engine_options(args)),
+            SupervisionConfig(
+                heartbeat_timeout=args.heartbeat_timeout, step_timeout=args.step_timeout, max_restarts=args.max_restarts,
+                standby=args.standby,
+            ),
+            builder=self.builder, log_level=args.log_level.upper(), on_give_up=lambda why: self.stop.set(),
+            traced=args.trace is not None,
+        )  # fmt: skip
         self.stage(f"{client.model_name}: tokenizer and configuration read")
-        app = create_app(client, config)
+        metrics = PrometheusMetrics(client, args.metrics_prefix, (config.served_model_names or (client.model_name,))[0])
+        client.observers.append(metrics)
+        trace = TraceFile(args.trace) if args.trace is not None else None
+        if trace is not None:
+            client.observers.append(trace)
+        app = create_app(client, config, metrics)
         http = uvicorn.Server(
             uvicorn.Config(
                 app, log_level=args.log_level, access_log=False, lifespan="on", timeout_keep_alive=75,
                 ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile, server_header=False,
             )
         )  # fmt: skip
-        http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # ours drain first
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signal)
+        http.capture_signals = contextlib.nullcontext  # type: ignore  # ours drain first
         await client.start()
         serving = asyncio.create_task(http.serve(sockets=[self.listener]))
-        loaded = asyncio.create_task(self._loaded(client, base))
+        background = [asyncio.create_task(self._loaded(client, base))]
+        if args.stats_interval > 0:
+            background.append(asyncio.create_task(StatsLine(client, metrics).run(args.stats_interval, self.stage)))
         stopping = asyncio.create_task(self.stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if client.dead is None and self.signals == 1:
+        end = time.monotonic() + args.drain_timeout
+        if client.dead is None:
             self.stage(f"draining for at most {args.drain_timeout:g} s")
-            drained = asyncio.create_task(client.drain(args.drain_timeout))
-            while not drained.done() and self.signals == 1:
-                await asyncio.wait({drained}, timeout=0.05)
-            drained.cancel()
+            await self._unless_signalled(client.drain(args.drain_timeout))
         failed = client.dead
-        loaded.cancel()
-        await client.close()
-        http.should_exit = True
-        http.force_exit = self.signals > 1
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(serving, 5)
+        for task in background:
+            task.cancel()
+        http.should_exit = True  # closes the port; what has been generated is still written to those who read it
+        await self._unless_signalled(asyncio.wait({serving}, timeout=max(1.0, end - time.monotonic())))
+        await client.close(0.0 if self.signals > 1 else 2.0)
+        if trace is not None:
+            trace.close()
         if failed is not None:
-            print(f"headrace: the engine has ended: {failed}", file=sys.stderr)
-            return 1
+            print(f"headrace: the engine has ended: {failed}", file=sys.stderr, flush=True)
         self.stage("ended")
-        return 0
+        if self.signals > 1:
+            os._exit(0 if failed is None else 1)  # at once: not even threads that still work are waited for
+        http.force_exit = True
+        await asyncio.wait({serving}, timeout=1.0)
+        return 0 if failed is None else 1
+
+    async def _unless_signalled(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Wait for `work`, but not after a second signal."""
+        task = asyncio.ensure_future(work)
+        while not task.done() and self.signals < 2:
+            await asyncio.wait({task}, timeout=0.05)
+        task.cancel()
 
     async def _loaded(self, client, base: str) -> None:
         with contextlib.suppress(EngineDeadError):

@@ -36,7 +36,6 @@ from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
-BUILDER = "headrace.engine.build:build_engine"
 STANDBY_DELAY = 2.0  # seconds after a core is ready: its first requests have the machine for themselves
 
 
@@ -78,7 +77,9 @@ class EngineStatus:
 class Stream:
     """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
 
-    __slots__ = ("_reader", "arrival", "deaths", "ended", "first", "last", "news", "num_in_core", "request", "sent")
+    __slots__ = (
+        "_reader", "arrival", "deaths", "ended", "first", "last", "news", "num_cached", "num_in_core", "request", "sent",
+    )  # fmt: skip
 
     def __init__(self, request: EngineRequest):
         self.request = request
@@ -87,10 +88,14 @@ class Stream:
         self.arrival = time.monotonic()
         self.first = self.last = 0.0  # time.monotonic() of the first and the latest tokens; 0: none yet
         self.sent = self.ended = False  # see probation.Passenger
-        self.num_in_core = self.deaths = 0
+        self.num_in_core = self.deaths = self.num_cached = 0
 
     def push(self, news: EngineOutput) -> None:
         request = self.request
+        if request.output_ids:
+            news.num_cached_tokens = self.num_cached  # not what it found when it was sent again
+        else:
+            self.num_cached = news.num_cached_tokens
         request.output_ids += news.token_ids
         self.num_in_core += len(news.token_ids)
         if news.prompt_logprobs is not None:  # delivered: not to be computed again
@@ -148,7 +153,7 @@ class EngineClient:
         supervision: SupervisionConfig | None = None,
         *,
         checkpoint: Checkpoint | None = None,
-        builder: str = BUILDER,
+        builder: str = "headrace.engine.build:build_engine",
         log_level: str = "WARNING",
         on_give_up: Callable[[str], None] | None = None,
         traced: bool = False,
@@ -462,8 +467,7 @@ class EngineClient:
             self.num_poisonous += 1
             name = culprit.request.id
             logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths)
-            self._end(culprit)
-            culprit.push(EngineOutput(name, finish_reason="error", error="this request ends the engine"))
+            self._fail(culprit, "this request ends the engine")
 
     def _advance(self) -> None:
         """Whose turn it is may have changed."""
@@ -481,8 +485,14 @@ class EngineClient:
             self.dead = why
         self._loaded.set()
         for stream in list(self._streams.values()):
-            self._end(stream)
-            stream.push(EngineOutput(stream.request.id, finish_reason="error", error=why))
+            self._fail(stream, why)
+
+    def _fail(self, stream: Stream, why: str) -> None:
+        news = EngineOutput(stream.request.id, finish_reason="error", error=why)
+        self._end(stream)
+        for observer in self.observers:
+            observer.ended(stream, news, time.monotonic())
+        stream.push(news)
 
 
 def _added(past: CoreStats, present: CoreStats) -> CoreStats:

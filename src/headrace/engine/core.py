@@ -79,9 +79,10 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ParameterError or CapacityError if it can never run."""
         request.params.check_vocabulary(self.vocab_size)
-        for i in request.prompt_ids:
-            if not 0 <= i < self.vocab_size:
-                raise ParameterError("prompt", i, f"token ids in [0, {self.vocab_size - 1}]")
+        ids = request.prompt_ids
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise ParameterError("prompt", wrong, f"token ids in [0, {self.vocab_size - 1}]")
         wish = request.params.structured_outputs
         if wish is None:
             self.scheduler.add(self._request(request))
@@ -190,9 +191,15 @@ class EngineCore:
             self._keep_prompt_logprobs(plan.chunks[i], ids, logprobs, ranks)
         for i, vector in result.pooled.items():
             self._keep_pooled(plan.chunks[i], vector)
-        chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)}
+        chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)} if result.logprobs else {}
         settled = self.scheduler.settle(plan, result.token_ids, result.failed)
-        outputs = [self._output(request, ids, result, chunk_of.get(request.id)) for request, ids in settled]
+        outputs = []
+        for request, ids in settled:
+            # most news are just one more token
+            plain = request.finish_reason is None and not result.logprobs and len(request.output_ids) > len(ids)
+            outputs.append(
+                EngineOutput(request.id, ids) if plain else self._output(request, ids, result, chunk_of.get(request.id))
+            )
         if self.structured is not None:
             for request, ids in settled:
                 if request.finish_reason is not None:
@@ -211,8 +218,8 @@ class EngineCore:
         out = EngineOutput(request.id, ids, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
         out.num_cached_tokens = request.num_cached
         if result is not None and ids and chunk in result.logprobs:
-            top_ids, top, rank = result.logprobs[chunk]
-            out.logprobs = [TokenLogprobs(top_ids.tolist(), top.tolist(), int(rank))]
+            found = result.logprobs[chunk][: len(ids)]
+            out.logprobs = [TokenLogprobs(top_ids.tolist(), top.tolist(), int(rank)) for top_ids, top, rank in found]
         out.prompt_logprobs = self._prompt_logprobs.pop(request.id, None) if ids or request.finish_reason else None
         if request.finish_reason is not None:
             first = request.first_token or now

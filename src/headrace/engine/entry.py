@@ -21,8 +21,8 @@ class Entry:
     """
 
     __slots__ = (
-        "caching", "capacity", "cursor", "delayed", "ids", "limit", "max_output", "min_output", "num_hit", "num_indexed",
-        "num_prompt", "parted", "path", "rank", "reads_cache", "request", "stops",
+        "caching", "capacity", "cursor", "delayed", "drafting", "ids", "limit", "max_output", "min_output", "num_hit",
+        "num_indexed", "num_prompt", "parted", "path", "rank", "reads_cache", "request", "stops",
     )  # fmt: skip
 
     def __init__(self, request: Request, rank: tuple[float, float, int], limit: int, caching: bool):
@@ -41,6 +41,7 @@ class Entry:
         self.reads_cache = caching and params.prompt_logprobs is None and request.pooling != "mean"
         self.delayed = False  # has waited a step for somebody else's blocks
         self.parted = False  # finished or preempted while a launched step holds its row: wants no more of them
+        self.drafting = False  # a launched step verifies drafts: how many tokens there are is not known
         self.caching = caching
         self.rest()
 
@@ -75,7 +76,7 @@ class Entry:
 class Step:
     """A plan in the making, and what its settling needs."""
 
-    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled")
+    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled", "num_drafts")
 
     def __init__(self, budget: int):
         self.budget = budget  # tokens left
@@ -83,4 +84,5 @@ class Step:
         self.entries: list[Entry] = []  # of the chunks
         self.filled: list[tuple[Entry, int]] = []  # whose blocks get full, up to which token
         self.computing: set[tuple[Node | None, str, bytes]] = set()  # blocks that can be hit after this step
+        self.num_drafts = 0
         self.claimed = 0  # blocks about to be given back that somebody waits for

@@ -39,9 +39,9 @@ class InputProcessor:
         """The prompt as it will run: truncated where asked. Raises ParameterError on a prompt that cannot run."""
         if not ids:
             raise ParameterError("prompt", "an empty prompt", "at least one token")
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.vocab_size:
-                raise ParameterError("prompt", i, f"token ids in [0, {self.vocab_size - 1}]")
+        if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size)
+            raise ParameterError("prompt", wrong, f"token ids in [0, {self.vocab_size - 1}]")
         keep = params.truncate_prompt_tokens
         if keep is not None:
             room = max(1, self.max_model_len - (params.max_tokens or 1))

@@ -44,6 +44,9 @@ def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entr
         request = entry.request
         assert request.num_tokens - request.num_scheduled == 1, f"{request.id} decodes more or less than one token"
         assert request.num_tokens < entry.limit, f"{request.id} would compute beyond its last token"
+        assert entry.capacity <= -(-(entry.limit - 1) // scheduler.config.block_size) * scheduler.config.block_size, (
+            f"{request.id} holds blocks beyond its last token"
+        )
     hungry = scheduler._hungry
     assert hungry is None or hungry in scheduler._decoding or hungry in scheduler._prefilling, "blocks are kept for nobody"
     for entry in scheduler._leaving:
@@ -52,6 +55,8 @@ def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entr
     for entry in resident:
         assert entry.request.num_in_flight == flights.pop(entry, 0), f"{entry.request.id}: rows in flight miscounted"
     assert not flights, "a launched step holds a row of a request that has left"
+    drafting = sum(chunk.num_drafts > 0 for step in scheduler._flight.values() for chunk in step.chunks)
+    assert drafting == scheduler._num_drafting == sum(entry.drafting for entry in resident), "drafts in flight miscounted"
 
 
 def _check_slots(scheduler: Scheduler, resident: list[Entry]) -> None:
@@ -88,8 +93,10 @@ def _check_blocks(scheduler: Scheduler, resident: list[Entry]) -> None:
 def _check_counters(scheduler: Scheduler, entry: Entry) -> None:
     request, size = entry.request, scheduler.config.block_size
     blocks = -(-request.num_scheduled // size)
-    assert len(request.block_ids) == blocks, f"{request.id}: {len(request.block_ids)} blocks, {blocks} needed"
-    assert entry.capacity == blocks * size, f"{request.id}: capacity {entry.capacity} of {blocks} blocks"
+    held = len(request.block_ids)
+    most = -(-(request.num_scheduled + scheduler.config.max_draft_rows) // size)  # rejected drafts leave their blocks
+    assert blocks <= held <= most, f"{request.id}: {held} blocks, {blocks} needed"
+    assert entry.capacity == held * size, f"{request.id}: capacity {entry.capacity} of {held} blocks"
     if entry.finished:
         return
     assert request.status is Status.RUNNING, f"{request.id} runs as {request.status}"

@@ -97,7 +97,7 @@ class SampleStream:
         """The news as a delta; after the sample is done, empty ones."""
         if self.done:
             return Delta()
-        self.num_cached_tokens = news.num_cached_tokens
+        self.num_cached_tokens = news.num_cached_tokens or self.num_cached_tokens
         if news.times is not None:
             self.times = news.times
         if news.prompt_logprobs is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.request import Request
@@ -20,18 +21,40 @@ class Chunk:
     new_blocks: list[int] = field(default_factory=list)  # appended to the block table by this step
     block_offset: int = 0  # index in the block table of new_blocks[0]
     output_index: int = 0  # which output token this step samples (0 = the first): known with overlap too
+    num_drafts: int = 0  # the last rows are guesses of what the rows before them sample; every one of them is verified
+    drafts: Sequence[int] = ()  # their ids where the host knows them; else the worker's drafter finds them
+    draft_index: int = 0  # of a row on its own (sampled_rows): how many drafts stand before its token and with it
 
     @property
     def stop(self) -> int:
         return self.start + self.num_tokens
 
+    @property
+    def num_sampled(self) -> int:
+        """Rows whose logits are sampled."""
+        return 1 + self.num_drafts if self.samples else 0
+
+    def sampled_rows(self) -> list[Chunk]:
+        """The rows that are sampled, each as if it were a decode of its own, with the drafts before it."""
+        if not self.num_drafts:
+            return [self]
+        first = self.start + self.num_tokens - 1 - self.num_drafts
+        return [
+            Chunk(
+                self.request, self.slot, first + i, 1, True,
+                output_index=self.output_index + i, drafts=self.drafts[:i], draft_index=i,
+            )
+            for i in range(1 + self.num_drafts)
+        ]  # fmt: skip
+
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """Chunks in the order of their rows: decodes first, then prefills."""
+    """Chunks in the order of their rows: decodes first, then decodes with drafts, then prefills."""
 
     step: int
     chunks: list[Chunk]
+    num_drafts: int = 0  # of all chunks
 
     @property
     def num_tokens(self) -> int:

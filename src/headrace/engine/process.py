@@ -219,4 +219,7 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
 
 if __name__ == "__main__":
     logging.basicConfig(level=sys.argv[5], format="%(asctime)s %(levelname)s core: %(message)s")
-    sys.exit(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[6] == "1"))
+    code = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[6] == "1")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # taking an interpreter with torch in it to pieces takes a second or more, and nobody needs that

@@ -36,6 +36,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_scheduled: int = 0
     num_pending: int = 0  # sampled by a launched step whose result the host has not read
+    num_drafts: int = 0  # guesses of its next tokens that somebody has, to be verified in its next decode
     num_in_flight: int = 0  # launched, unsettled steps that hold a row of this request
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0

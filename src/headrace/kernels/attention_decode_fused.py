@@ -111,7 +111,7 @@ def _merge(
              mask=g_ok[:, None] & d_ok[None, :])  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=["num_splits", "window"])
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     out_ptr, partials_ptr, lse_ptr, tickets_ptr,
@@ -131,7 +131,8 @@ def _decode_attention_kernel(
     rn = tl.arange(0, BLOCK_N)
     d_ok = rd < DIM
     g_ok = rg < GROUP
-    pos = tl.load(lens_ptr + b) - 1  # of the new token; -1 in a padded row
+    # past the L1 cache: what is read before the wait may have changed since this SM read it last
+    pos = tl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
     first = 0  # oldest token that is seen
     if HAS_WINDOW:
         first = tl.maximum(pos - window + 1, 0)
@@ -150,7 +151,7 @@ def _decode_attention_kernel(
         return
     owner = pos < lo + share
     hi = tl.minimum(pos, lo + share)  # of the cached tokens; the new one comes from the product
-    table = tables_ptr + tl.load(slots_ptr + b).to(tl.int64) * table_stride
+    table = tables_ptr + tl.load(slots_ptr + b, cache_modifier=".cg").to(tl.int64) * table_stride
     # rotary embedding as x * cos + partner * sin, the partner half a rotation away; the rest of the head is left alone
     turned = rd < 2 * HALF
     partner = tl.where(turned, tl.where(rd < HALF, rd + HALF, rd - HALF), rd)

@@ -86,7 +86,7 @@ def _update_residual(
     tl.store(sumsq_out_ptr + rm * sumsq_out_stride + tl.program_id(0), tl.sum(r * r, 0), mask=row_ok)
 
 
-@jit
+@jit(do_not_specialize=["M"])  # or there would be variants for 16, 32, 48 and 64 rows
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,

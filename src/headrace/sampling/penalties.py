@@ -156,7 +156,7 @@ def load_counts(counts: Tensor, slot: int, prompt_ids: Sequence[int], output_ids
         row[ids] |= IN_PROMPT
 
 
-def count_tokens(counts: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """Add one occurrence of token_ids [R] in the outputs of slots [R] (int64); pairs may repeat."""
-    ones = torch.ones_like(slots, dtype=torch.int32)
+def count_tokens(counts: Tensor, slots: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
+    """Add one occurrence of token_ids [R] in the outputs of slots [R] (int64), where `kept` [R]; pairs may repeat."""
+    ones = torch.ones_like(slots, dtype=torch.int32) if kept is None else kept.to(torch.int32)
     counts.index_put_((slots, token_ids.long()), ones, accumulate=True)

@@ -46,7 +46,7 @@ class StepResult:
 
     token_ids: list[list[int]]
     failed: frozenset[int]
-    logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]]  # chunk index -> ids [k+1], logprobs [k+1], rank
+    logprobs: dict[int, list[tuple[np.ndarray, np.ndarray, int]]]  # chunk index -> of each id: ids [k+1], logprobs [k+1], rank
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
     pooled: dict[int, np.ndarray]
 
@@ -93,11 +93,12 @@ class ModelRunner:
             return self._replay(plan, Tail.LOGITS)
         for request in self.state.apply(plan):
             self.sampler.load(request)
+        if plan.num_drafts:
+            self._write_drafts(plan)
         batch = self._batch(plan)
         hidden = self.decoder.forward(batch, self.kv)
         pending = Pending(plan, [c for c in plan.chunks if c.samples], None)
-        last_rows = np.cumsum(batch.query_lens) - 1
-        rows = [r for r, c in zip(last_rows, plan.chunks, strict=True) if c.samples and c.request.pooling is None]
+        rows = sampled_rows(plan, np.cumsum(batch.query_lens))
         pending.chunks = [c for c in pending.chunks if c.request.pooling is None]
         if rows:
             picked = hidden if len(rows) == batch.num_rows else hidden[self.state.staging.upload(np.asarray(rows))]
@@ -116,8 +117,15 @@ class ModelRunner:
     def sample(self, pending: Pending, masks: GrammarMasks | None = None) -> StepHandle:
         output = None
         if pending.logits is not None:
-            output = self.sampler(pending.logits, pending.chunks, masks)
+            output = self.sampler(pending.logits, pending.chunks, masks, pending.plan.num_drafts)
         return StepHandle(pending, output, self.device)
+
+    def _write_drafts(self, plan: StepPlan) -> None:
+        """Put the drafts that the host knows where the forward finds its ids."""
+        known = [(c.slot, c.start + 1 + i, d) for c in plan.chunks for i, d in enumerate(c.drafts)]
+        if known:
+            slots, positions, ids = self.state.staging.upload(np.asarray(known, np.int64).T.copy())
+            self.state.token_ids.index_put_((slots, positions), ids.to(torch.int32))
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         state, chunks = self.state, plan.chunks
@@ -156,6 +164,14 @@ class ModelRunner:
         return self.sampler.prompt_logprobs(self.decoder.logits, hidden, targets, chunk.request.params.prompt_logprobs)
 
 
+def sampled_rows(plan: StepPlan, stops: np.ndarray) -> list[int]:
+    """The rows whose logits are sampled; chunk i ends before row stops[i]."""
+    chunks = zip(stops.tolist(), plan.chunks, strict=True)
+    if not plan.num_drafts:
+        return [stop - 1 for stop, c in chunks if c.samples and c.request.pooling is None]
+    return [r for stop, c in chunks if c.request.pooling is None for r in range(stop - c.num_sampled, stop)]
+
+
 def is_decode(plan: StepPlan) -> bool:
     """Every row samples the next token of a request whose slot the device knows already."""
     return all(c.num_tokens == 1 and c.samples and not c.admitted and c.request.pooling is None for c in plan.chunks)
@@ -186,18 +202,27 @@ class StepHandle:
         """Wait for the step and read what it produced."""
         if self._done is not None:
             self._done.synchronize()
+        output = self._output
+        if output is not None and output.plain and len(self._chunks) == len(self.plan.chunks) and not self._prompt:
+            failed_rows = output.failed.numpy().nonzero()[0].tolist()
+            return StepResult([[token] for token in output.token_ids.tolist()], frozenset(failed_rows), {}, {}, {})
         index = {id(c): i for i, c in enumerate(self.plan.chunks)}
         token_ids: list[list[int]] = [[] for _ in self.plan.chunks]
         failed, logprobs = set(), {}
         if self._output is not None:
             ids, bad = self._output.token_ids.tolist(), self._output.failed.tolist()
-            for row, chunk in enumerate(self._chunks):
+            kept = None if self._output.kept is None else self._output.kept.tolist()
+            row = 0
+            for chunk in self._chunks:
                 i = index[id(chunk)]
-                token_ids[i] = [ids[row]]
+                stop = row + 1 if kept is None else row + sum(kept[row : row + chunk.num_sampled])
+                token_ids[i] = ids[row:stop]
                 if bad[row]:
                     failed.add(i)
                 if chunk.request.params.logprobs is not None:
-                    logprobs[i] = self._output.logprobs_of(row, chunk.request.params.logprobs)
+                    num_top = chunk.request.params.logprobs
+                    logprobs[i] = [self._output.logprobs_of(r, num_top) for r in range(row, stop)]
+                row += chunk.num_sampled
         prompt = {index[id(c)]: (i.numpy(), p.numpy(), r.numpy()) for c, i, p, r in self._prompt}
         pooled = {index[id(c)]: v.numpy() for c, v in self._pooled}
         return StepResult(token_ids, frozenset(failed), logprobs, prompt, pooled)

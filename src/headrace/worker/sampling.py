@@ -30,6 +30,7 @@ from headrace.sampling.penalties import (
     pack_mask,
 )
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
+from headrace.speculative.verify import counts_with_drafts, kept_rows
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import FLOATS, INTS, BatchState
 
@@ -65,10 +66,17 @@ class DeviceOutput:
     failed: Tensor
     logprob_rows: dict[int, int]  # row -> place in `logprobs`
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # chosen [Q], ranks [Q], top ids, top logprobs [Q, K]
+    kept: Tensor | None = None  # [R] bool: the drafts before the row were right; None: there were none
+
+    @property
+    def plain(self) -> bool:
+        """One id per row and nothing else."""
+        return self.logprobs is None and self.kept is None
 
     def to_host(self, host: Host) -> DeviceOutput:
         logprobs = None if self.logprobs is None else tuple(host(t) for t in self.logprobs)
-        return DeviceOutput(host(self.token_ids), host(self.failed), self.logprob_rows, logprobs)  # type: ignore[arg-type]
+        kept = None if self.kept is None else host(self.kept)
+        return DeviceOutput(host(self.token_ids), host(self.failed), self.logprob_rows, logprobs, kept)  # type: ignore[arg-type]
 
     def logprobs_of(self, row: int, num_top: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Ids and logprobs of a row's token and its `num_top` likeliest (-1: all), and the token's rank."""
@@ -119,9 +127,16 @@ class StepSampler:
         filtered = (ints[:, INTS.index("top_k")] > 0) | (floats[:, FLOATS.index("top_p")] < 1.0)
         return Tail.FILTERED if (filtered | (floats[:, FLOATS.index("min_p")] > 0.0)).any() else Tail.RANDOM
 
-    def __call__(self, logits: Tensor, chunks: list[Chunk], grammar: GrammarMasks | None = None) -> DeviceOutput:
-        """One id per row of logits [R, V]; row r belongs to chunks[r]. `grammar` masks some of the rows."""
+    def __call__(
+        self, logits: Tensor, chunks: list[Chunk], grammar: GrammarMasks | None = None, num_drafts: int = 0
+    ) -> DeviceOutput:
+        """One id per row of logits [R, V]; row r belongs to chunks[r], or one after the other to their drafts, of which
+        there are `num_drafts`. `grammar` masks some of the rows."""
         upload = self.state.staging.upload
+        first_row = None
+        if num_drafts:
+            first_row = upload(first_rows(chunks))
+            chunks = [row for c in chunks for row in c.sampled_rows()]
         slots = np.fromiter((c.slot for c in chunks), np.int64, len(chunks))
         # two columns, one copy: where the new id goes, and its index among the outputs
         numbers = np.fromiter((x for c in chunks for x in (c.stop, c.output_index)), np.int64, 2 * len(chunks))
@@ -133,11 +148,21 @@ class StepSampler:
         if wanted:
             tops = [c.request.params.logprobs for c in chunks if c.request.params.logprobs is not None]
             inputs.logprobs = LogprobsRequest(upload(np.asarray(wanted)), -1 if min(tops) < 0 else max(tops))
+        table, guesses = self.state.token_ids, None
+        if first_row is not None:
+            guesses = table[device_slots, positions]
+            if inputs.edits is not None and inputs.edits.penalties is not None:
+                self._count_drafts(inputs.edits.penalties, chunks)
         output = sample(logits, inputs)
-        self.state.token_ids.index_put_((device_slots, positions), output.token_ids)
+        kept = None
+        if first_row is not None and guesses is not None:
+            kept = kept_rows(output.token_ids, guesses, output.failed, first_row)
+        # after a wrong draft come ids that nobody reads: the next step begins where they begin
+        table.index_put_((device_slots, positions), output.token_ids)
         if inputs.edits is not None and inputs.edits.penalties is not None:
-            count_tokens(inputs.edits.penalties.counts, device_slots, output.token_ids)
-        return self._device_output(output, wanted)
+            assert self._counts is not None
+            count_tokens(self._counts, device_slots, output.token_ids, kept)
+        return self._device_output(output, wanted, kept)
 
     def prompt_logprobs(
         self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, num_top: int
@@ -148,10 +173,19 @@ class StepSampler:
         return ids, torch.cat([found.logprobs[:, None], found.top_logprobs], dim=1), found.ranks
 
     @staticmethod
-    def _device_output(output: SampleOutput, wanted: list[int]) -> DeviceOutput:
+    def _device_output(output: SampleOutput, wanted: list[int], kept: Tensor | None) -> DeviceOutput:
         found = output.logprobs
         logprobs = None if found is None else (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
-        return DeviceOutput(output.token_ids, output.failed, {r: q for q, r in enumerate(wanted)}, logprobs)
+        return DeviceOutput(output.token_ids, output.failed, {r: q for q, r in enumerate(wanted)}, logprobs, kept)
+
+    def _count_drafts(self, penalties: Penalties, rows: list[Chunk]) -> None:
+        """Let each row's penalties know the drafts before it."""
+        drafts = [(r, c.slot, c.start - i) for r, c in enumerate(rows) if c.slot in self._edits for i in range(c.draft_index)]
+        if drafts:
+            where, slots, positions = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
+            ids = self.state.token_ids[slots, positions].long()
+            penalties.counts = counts_with_drafts(penalties.counts, penalties.slots, where, ids)
+            penalties.slots = torch.arange(len(rows), device=ids.device)
 
     def _gather(self, slots: np.ndarray, device_slots: Tensor) -> SampleInputs:
         key = slots.tobytes()
@@ -178,7 +212,7 @@ class StepSampler:
     def _step_edits(self, chunks: list[Chunk], device_slots: Tensor, grammar: GrammarMasks | None) -> LogitsEdits | None:
         rows = [(r, c, self._edits[c.slot]) for r, c in enumerate(chunks) if c.slot in self._edits]
         users = [
-            UserProcessor(r, c.request.params.logits_processors, list(c.request.output_ids))
+            UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts])
             for r, c in enumerate(chunks)
             if c.request.params.logits_processors
         ]
@@ -228,6 +262,12 @@ class StepSampler:
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         values = self.state.floats[device_slots][:, [FLOATS.index(n) for n in names]]
         return Penalties(self._counts, device_slots, values[:, 0], values[:, 1], values[:, 2])
+
+
+def first_rows(chunks: list[Chunk]) -> np.ndarray:
+    """For each sampled row of the chunks, the first row of its chunk: [R] int64."""
+    counts = np.fromiter((c.num_sampled for c in chunks), np.int64, len(chunks))
+    return np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def slot_edits(params: SamplingParams, vocab_size: int, device: torch.device) -> SlotEdits | None:

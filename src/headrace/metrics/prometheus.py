@@ -1,0 +1,219 @@
+"""The metrics page: what the HTTP layer and the engine's client tell is counted here and shown in Prometheus' text format.
+
+Names and labels are vLLM's where the meaning is the same, under a prefix of one's choice. Counting is a few additions on
+plain numbers for each token; the families are made when somebody asks. Counters never go back, whatever dies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headrace.api.interface import EngineStatus
+from headrace.api.telemetry import SampleRecord
+from headrace.engine.client import Stream
+from headrace.engine.messages import CoreStats, EngineOutput, Ready, StepTrace
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# upper bounds in seconds; vLLM's, with finer ones below
+FIRST_TOKEN = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+BETWEEN_TOKENS = (
+    0.0005, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1,
+    2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+WHOLE_REQUEST = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
+    7680,
+)  # fmt: skip
+TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+FINISH_REASONS = ("stop", "length", "abort", "error")
+PATHS = frozenset({
+    "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize",
+    "/generate", "/health", "/ready", "/version", "/metrics",
+})  # fmt: skip
+REJECTIONS = {
+    400: "invalid", 401: "unauthorized", 404: "not_found", 405: "invalid", 408: "timeout", 413: "too_large", 415: "invalid",
+    422: "invalid", 429: "overload", 431: "too_large", 503: "unavailable", 504: "timeout",
+}  # fmt: skip
+PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
+
+
+class Source(Protocol):
+    """The engine's client, as far as it is read here."""
+
+    model_name: str
+    info: Ready | None
+    restarts: int
+    num_poisonous: int
+
+    def status(self) -> EngineStatus: ...
+    def counters(self) -> CoreStats: ...
+
+
+class Histogram:
+    """Counts of observations below each bound, and their sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        total = 0
+        found: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+            total += count
+            found.append((bound, total))
+        return found
+
+
+class PrometheusMetrics(Collector):
+    """An `api.telemetry.Metrics` for the HTTP layer, an `engine.client.Observer` for the client, a collector for Prometheus."""
+
+    def __init__(self, engine: Source, prefix: str = "headrace", model_name: str | None = None):
+        self.engine, self.prefix = engine, prefix
+        self.labels = [model_name or engine.model_name, "0"]
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
+        self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.rejections: Counter[str] = Counter(dict.fromkeys(sorted(set(REJECTIONS.values())), 0))
+        self.first_token, self.between = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS)
+        self.per_token, self.whole = Histogram(BETWEEN_TOKENS), Histogram(WHOLE_REQUEST)
+        self.queue, self.prefill = Histogram(WHOLE_REQUEST), Histogram(WHOLE_REQUEST)
+        self.decode, self.inference = Histogram(WHOLE_REQUEST), Histogram(WHOLE_REQUEST)
+        self.prompt_length, self.output_length = Histogram(TOKENS), Histogram(TOKENS)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    # ---------------------------------------------------------------- told by the engine's client
+
+    def tokens(self, stream: Stream, count: int, now: float) -> None:
+        self.generation_tokens += count
+        if stream.first:
+            self.between.observe((now - stream.last) / count, count)
+        else:
+            self.prompt_tokens += len(stream.request.prompt_ids)
+            self.first_token.observe(now - stream.arrival)
+
+    def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
+        times = news.times
+        if times is None or stream.deaths or not stream.first:  # those of the last core alone would be too short
+            return
+        self.queue.observe(times.queue)
+        self.prefill.observe(max(0.0, times.first_token - times.queue))
+        self.decode.observe(max(0.0, times.total - times.first_token))
+        self.inference.observe(max(0.0, times.total - times.queue))
+
+    def steps(self, steps: list[StepTrace]) -> None:
+        pass  # their sums come with the core's counters
+
+    # ---------------------------------------------------------------- told by the HTTP layer
+
+    def sample_ended(self, record: SampleRecord) -> None:
+        self.finished[record.reason] += 1
+        if record.reason == "error":
+            return
+        self.cached_tokens += min(record.cached_tokens, record.prompt_tokens)
+        self.whole.observe(record.total)
+        self.prompt_length.observe(record.prompt_tokens)
+        self.output_length.observe(record.output_tokens)
+        if record.first_output is not None and record.output_tokens > 1:
+            self.per_token.observe((record.total - record.first_output) / (record.output_tokens - 1))
+
+    def answered(self, path: str, status: int) -> None:
+        if path not in PATHS:
+            path = "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+        self.responses[path, status] += 1
+        if status in REJECTIONS and path not in PROBES:
+            self.rejections[REJECTIONS[status]] += 1
+
+    # ---------------------------------------------------------------- asked by Prometheus
+
+    def render(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE
+
+    def collect(self) -> Iterator[Metric]:
+        status, core = self.engine.status(), self.engine.counters()
+        yield self._gauge("num_requests_running", "Requests in the present step", status.num_running)
+        yield self._gauge("num_requests_waiting", "Requests that wait for a slot or for blocks", status.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that requests hold, 0 to 1", core.kv_usage)
+        yield self._gauge("engine_up", "1: the core has loaded its model and makes progress", int(_up(status)))
+        if (info := self.engine.info) is not None:
+            names = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+            family = GaugeMetricFamily(
+                f"{self.prefix}:cache_config_info", "The KV cache", labels=["model_name", "engine", *names]
+            )
+            family.add_metric([*self.labels, *names.values()], 1)
+            yield family
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of requests that got a first token", self.prompt_tokens),
+            ("generation_tokens", "Tokens generated", self.generation_tokens),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache, by requests that ended", self.cached_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", core.prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", core.prefix_hits),
+            ("num_preemptions", "Requests that lost their blocks and were computed again", core.preemptions),
+            ("engine_steps", "Steps of the engine", core.steps),
+            ("engine_scheduled_tokens", "Tokens computed: prompts, outputs, both again when preempted", core.scheduled_tokens),
+            ("engine_restarts", "Cores started after one had died", self.engine.restarts),
+            ("engine_poisonous_requests", "Requests failed because the core died on them", self.engine.num_poisonous),
+            ("nan_failures", "Requests failed because their logits were not finite", core.nan_failures),
+        ):
+            yield self._counter(name, text, {(): value})
+        seconds = {"schedule": core.schedule_seconds, "launch": core.launch_seconds, "device": core.wait_seconds}
+        seconds["settle"] = core.settle_seconds
+        yield self._counter(
+            "engine_step_seconds", "Time of the loop by phase; device: waiting for it", {(k,): v for k, v in seconds.items()},
+            ("phase",),
+        )  # fmt: skip
+        reasons = {(k,): v for k, v in self.finished.items()}
+        yield self._counter("request_success", "Samples that ended, by how", reasons, ("finished_reason",))
+        responses = {(p, str(s)): v for (p, s), v in self.responses.items()}
+        yield self._counter("http_responses", "HTTP answers", responses, ("path", "status"))
+        rejections = {(k,): v for k, v in self.rejections.items()}
+        yield self._counter("request_rejections", "Requests that were refused, by why", rejections, ("reason",))
+        yield from self._histograms()
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From a request's acceptance to its first token", self.first_token),
+            ("inter_token_latency_seconds", "Between tokens of a request", self.between),
+            ("request_time_per_output_token_seconds", "Mean time of a request's tokens after the first", self.per_token),
+            ("e2e_request_latency_seconds", "From a request's arrival to its end", self.whole),
+            ("request_queue_time_seconds", "From arrival in the core to the first step", self.queue),
+            ("request_prefill_time_seconds", "From the first step to the first token", self.prefill),
+            ("request_decode_time_seconds", "From the first token to the last", self.decode),
+            ("request_inference_time_seconds", "From the first step to the last token", self.inference),
+            ("request_prompt_tokens", "Prompt tokens of a sample", self.prompt_length),
+            ("request_generation_tokens", "Tokens generated for a sample", self.output_length),
+        ):
+            family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", "engine"])
+            family.add_metric(self.labels, histogram.cumulative(), histogram.sum)
+            yield family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", "engine"])
+        family.add_metric(self.labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:
+        family = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", "engine", *labels])
+        for own, value in values.items():
+            family.add_metric([*self.labels, *own], value)
+        return family
+
+
+def _up(status: EngineStatus) -> bool:
+    return status.loaded and status.alive and status.progressing

@@ -1,0 +1,1 @@
+"""Several tokens per step: proposers guess what a request says next, one forward pass of the model verifies all of it."""
