@@ -78,17 +78,19 @@ class Stream:
     """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
 
     __slots__ = (
-        "_reader", "arrival", "deaths", "ended", "first", "last", "news", "num_cached", "num_in_core", "request", "sent",
+        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "news", "num_cached", "num_in_core", "request",
+        "sent",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest):
         self.request = request
+        self.interrupted = False  # by a death of the core: the core's times are then not the whole
         self.news: EngineOutput | None = None  # merged: a slow reader costs one entry, bounded by max_tokens
         self._reader: asyncio.Future[None] | None = None
         self.arrival = time.monotonic()
         self.first = self.last = 0.0  # time.monotonic() of the first and the latest tokens; 0: none yet
         self.sent = self.ended = False  # see probation.Passenger
-        self.num_in_core = self.deaths = self.num_cached = 0
+        self.num_in_core = self.deaths = self.kills = self.num_cached = 0
 
     def push(self, news: EngineOutput) -> None:
         request = self.request
@@ -462,11 +464,13 @@ class EngineClient:
     def _blame(self, killed: bool) -> None:
         culprit = self._probation.after_death([*self._streams.values(), *self._leaving.values()], killed)
         self._leaving.clear()
+        for stream in self._streams.values():
+            stream.interrupted = stream.interrupted or bool(stream.deaths or stream.kills)
         if culprit is not None:
             assert isinstance(culprit, Stream)
             self.num_poisonous += 1
             name = culprit.request.id
-            logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths)
+            logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths + culprit.kills)
             self._fail(culprit, "this request ends the engine")
 
     def _advance(self) -> None:

@@ -4,7 +4,9 @@ A request is *proven* in a core when it has got a few tokens there. After a deat
     1. those that the dead core had proven go in again together: whatever killed it, they had run for a while;
     2. when these are proven again, the others go in, one at a time, each alone in being unproven;
     3. then whatever has arrived since.
-A request that was alone in being unproven when the core died, and had been in the core before at a death, is to blame.
+A request that was alone in being unproven when the core died, and had been in the core at the death before, is to blame.
+(Two killers at once can put the blame on a third: one that was proven reaches its fatal token just when an innocent one,
+interrupted by the other, has its turn. That is accepted: the alternative costs a third death each time.)
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Passenger(Protocol):
 
     sent: bool  # to the present core
     num_in_core: int  # tokens got since then
-    deaths: int  # in a row, each while unproven in the core that died; but the first counts for the proven too
+    deaths: int  # of cores that ended by themselves or hung, in a row; but for the first, it was unproven at each
+    kills: int  # the same of cores that somebody killed
     ended: bool
 
 
@@ -51,22 +54,26 @@ class Probation:
         """
         passengers = list(passengers)
         inside = [p for p in passengers if p.sent]
-        outside = [p for p in passengers if not p.sent and p.deaths]
+        outside = [p for p in passengers if not p.sent and p.deaths + p.kills]
         proven = [p for p in inside if p.num_in_core >= PROVEN]
         unproven = [p for p in inside if p.num_in_core < PROVEN]
         for p in proven:
-            p.deaths = 1
-        for p in unproven:
-            p.deaths += 1
+            p.deaths = p.kills = 0
+        for p in inside:
+            if killed:
+                p.kills += 1
+            else:
+                p.deaths += 1
         culprit = None
-        patience = PATIENCE_WHEN_KILLED if killed else PATIENCE
-        if len(unproven) == 1 and unproven[0].deaths >= patience and not unproven[0].ended:
-            culprit = unproven[0]
+        if len(unproven) == 1 and not unproven[0].ended:
+            p = unproven[0]
+            if p.kills >= PATIENCE_WHEN_KILLED if killed else p.deaths >= PATIENCE:
+                culprit = p
         for p in inside:
             p.sent, p.num_in_core = False, 0
         # those with the most deaths last: the others run by then, and need no further proof
         suspects = [p for p in unproven + outside if p is not culprit and not p.ended]
-        suspects.sort(key=lambda p: p.deaths)
+        suspects.sort(key=lambda p: p.deaths + p.kills)
         size = max(1, -(-len(suspects) // MOST_TURNS))
         self._turn = []
         self._turns = deque(suspects[i : i + size] for i in range(0, len(suspects), size))

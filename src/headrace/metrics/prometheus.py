@@ -110,7 +110,7 @@ class PrometheusMetrics(Collector):
 
     def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
         times = news.times
-        if times is None or stream.deaths or not stream.first:  # those of the last core alone would be too short
+        if times is None or stream.interrupted or not stream.first:  # those of the last core alone would be too short
             return
         self.queue.observe(times.queue)
         self.prefill.observe(max(0.0, times.first_token - times.queue))

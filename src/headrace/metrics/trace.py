@@ -74,11 +74,11 @@ class TraceFile:
         request = stream.request
         facts = {
             "prompt_tokens": len(request.prompt_ids), "output_tokens": len(request.output_ids),
-            "cached_tokens": news.num_cached_tokens, "finish_reason": news.finish_reason, "deaths": stream.deaths,
+            "cached_tokens": news.num_cached_tokens, "finish_reason": news.finish_reason, "interrupted": stream.interrupted,
         }  # fmt: skip
         first = stream.first or now
         # a request that was interrupted queued more than once: only its arrival, its first token and its end are known
-        admitted = stream.arrival if news.times is None or stream.deaths else stream.arrival + news.times.queue
+        admitted = stream.arrival if news.times is None or stream.interrupted else stream.arrival + news.times.queue
         admitted = min(admitted, first)
         self._phase(request.id, request.id, stream.arrival, now, facts)
         for name, start, stop in (("queue", stream.arrival, admitted), ("prefill", admitted, first), ("decode", first, now)):
