@@ -438,27 +438,30 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compile_jobs(args: argparse.Namespace) -> list[tuple[str, int, int, dict[int, StepTiles]]]:
-    """First what the checks and timings need, then the candidates of the searches."""
-    jobs = []
+def compile_jobs(args: argparse.Namespace) -> list[tuple[tuple[str, bool], list]]:
+    """((model, of the search), jobs) in the order in which they are needed."""
+    groups: list[tuple[tuple[str, bool], list]] = []
     for name in args.models:
         tables = [decode_tiles.default_table(MODELS[name])]
         tables += [forced(MODELS[name], path) for path in KINDS if path in args.paths]
-        for rows in dict.fromkeys([*args.batches, *(n for n in (3, 24) if n <= max(args.batches))]):
-            jobs += [(name, rows, args.contexts[0], table) for table in tables if min(table) <= rows <= max(table)]
-    for name in args.models:
-        for rows in args.tune:
-            jobs += tuning_jobs(name, rows, args.contexts[0])
-    return jobs
+        sizes = dict.fromkeys([*args.batches, *(n for n in (1, 3, 8, 24, 32) if n <= max(args.batches))])
+        needed = [(name, n, args.contexts[0], table) for n in sizes for table in tables if min(table) <= n <= max(table)]
+        groups.append(((name, False), needed))
+        groups.append(((name, True), [job for rows in args.tune for job in tuning_jobs(name, rows, args.contexts[0])]))
+    return groups
 
 
-def run_model(name: str, args: argparse.Namespace, gbs: float, results: list[dict], seconds: float) -> None:
-    """All that was asked for of one model, as far as it gets in `seconds`."""
+def run_model(
+    name: str, args: argparse.Namespace, gbs: float, results: list[dict], seconds: float, compiled: Callable[[str, bool], None]
+) -> None:
+    """All that was asked for of one model, as far as it gets in `seconds`; `compiled` waits for (model, also the search)."""
     ends = time.perf_counter() + seconds
     bench = Bench(name, args, gbs, results)
+    compiled(name, False)
     parts: list[Callable[[], None]] = [bench.check]
     parts += [partial(bench.repeat, rows, args.replays) for rows in (1, 8, 32) if rows <= max(args.batches)]
     search = min(args.tune_seconds, seconds / 2 / max(1, len(args.tune)))
+    parts += [partial(compiled, name, True)] if args.tune else []
     parts += [partial(bench.tune, rows, search) for rows in args.tune]
     parts += [partial(bench.time, rows, context) for context in args.contexts for rows in args.batches]
     parts += [partial(bench.profile, rows) for rows in args.profile]
@@ -479,7 +482,7 @@ def run_model(name: str, args: argparse.Namespace, gbs: float, results: list[dic
         saved.write_text(tiles + "\n")
 
 
-def run(args: argparse.Namespace) -> list[dict]:
+def run(args: argparse.Namespace, compiled: Callable[[str, bool], None]) -> list[dict]:
     results: list[dict] = []
     card = torch.cuda.get_device_name(0)
     gbs = copy_gbs(DEVICE)
@@ -489,23 +492,27 @@ def run(args: argparse.Namespace) -> list[dict]:
         gc.collect()
         torch.cuda.empty_cache()
         left = args.limit - (time.perf_counter() - BEGAN)
-        run_model(name, args, gbs, results, left / (len(args.models) - position))
+        run_model(name, args, gbs, results, left / (len(args.models) - position), compiled)
     print_table(results, gbs, args.paths)
     return results
 
 
 def main() -> None:
     args = parse()
-    jobs = compile_jobs(args)
+    groups = compile_jobs(args)
     # forked before this process touches the card; spawning would import torch once per worker
     pool = multiprocessing.get_context("fork").Pool(args.jobs, init_compiler, (args.compile_only or 90,))
-    pending = pool.imap_unordered(compile_tiles, jobs)
+    pending = {key: pool.map_async(compile_tiles, jobs, chunksize=1) for key, jobs in groups}
+
+    def compiled(name: str, search: bool) -> None:
+        errors = [e for e in pending[name, search].get() if e]
+        say(f"{name}: kernels compiled{' for the search' if search else ''}", *errors)
+
     if args.compile_only:
-        for index, error in enumerate(pending):
-            say(f"{index + 1} of {len(jobs)} {error}")
+        for key in pending:
+            compiled(*key)
         return
-    pool.close()
-    results = run(args)
+    results = run(args, compiled)
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")

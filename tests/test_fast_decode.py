@@ -8,34 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from fast_decode_cases import CONFIGS, PLAIN, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
-from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.epilogues import runs_triton
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.skinny_gemm import GemmTile
-from headrace.model.batch import ForwardBatch
-from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decode_tiles import StepTiles, default_table, from_json, to_json, tune
-from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.decoder import Decoder
 from headrace.model.fast_decode import FastDecode
 
 CPU = torch.device("cpu")
 LENGTHS = [150, 1, 33]
 
-PLAIN = ModelConfig(
-    family="llama", vocab_size=90, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-    intermediate_size=80, max_position=256, rope=RopeConfig(1e4, 16), attn_scale=0.25,
-)  # fmt: skip
-CONFIGS = {
-    "plain": PLAIN,
-    "qwen3": replace(PLAIN, qk_norm="head", head_dim=32, rope=RopeConfig(1e4, 32)),
-    "qwen2, window in one layer": replace(PLAIN, qkv_bias=True, o_bias=True, windows=(0, 20), attn_softcap=5.0),
-    "granite": replace(PLAIN, residual_scale=0.3, embed_scale=6.0, logit_scale=0.2, attn_scale=0.1, num_kv_heads=1),
-    "other activation, offset, partial rotation": replace(
-        PLAIN, activation="gelu_tanh", norm_offset=1.0, rope=RopeConfig(1e4, 8), logit_softcap=4.0, num_kv_heads=4
-    ),
-}
 GEMV = StepTiles(
     qkv=GemvTile(64, 32, 1, 2), o=GemvTile(32, 64, 2, 1), gate_up=GemvTile(32, 16, 1, 1), down=GemvTile(16, 64, 2, 3),
     lm_head=GemvTile(64, 64, 1, 1), attention=AttentionTile(block_n=32, early=True), attention_programs=12,
@@ -48,58 +33,6 @@ GEMM = StepTiles(
 TABLES = {"gemv": {4: GEMV}, "gemm": {16: GEMM}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
-
-
-def random_weights(config: ModelConfig, seed: int = 0) -> DecoderWeights:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int, scale: float | None = None, mean: float = 0.0) -> Tensor:
-        scale = shape[-1] ** -0.5 if scale is None else scale
-        return torch.randn(*shape, generator=generator) * scale + mean
-
-    hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
-
-    def norm(width: int) -> Tensor:
-        return draw(width, scale=0.2, mean=1.0 - config.norm_offset)
-
-    def layer() -> LayerWeights:
-        return LayerWeights(
-            qkv=draw(q + 2 * kv, hidden), o=draw(hidden, q), gate_up=draw(2 * inner, hidden), down=draw(hidden, inner),
-            input_norm=norm(hidden), mlp_norm=norm(hidden),
-            q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
-            k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
-            qkv_bias=draw(q + 2 * kv, scale=0.1) if config.qkv_bias else None,
-            o_bias=draw(hidden, scale=0.1) if config.o_bias else None,
-        )  # fmt: skip
-
-    return DecoderWeights(
-        embedding=draw(config.vocab_size, hidden, scale=1.0), layers=[layer() for _ in range(config.num_layers)],
-        final_norm=norm(hidden), lm_head=draw(config.vocab_size, hidden), norm_offset=config.norm_offset,
-    )  # fmt: skip
-
-
-def decode_batch(config: ModelConfig, lengths: list[int], block_size: int) -> tuple[ForwardBatch, KVCache]:
-    """One new token for each sequence, random older keys and values; a length of 0 is a padded row."""
-    generator = torch.Generator().manual_seed(1)
-    rows, width = len(lengths), -(-max(lengths) // block_size)
-    kv = KVCache(config, rows * width + 1, block_size, torch.float32, CPU)
-    for tensor in (*kv.k, *kv.v):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    slots = torch.randperm(rows + 1, generator=generator)[:rows].int()
-    tables = torch.zeros(rows + 2, width, dtype=torch.int32)
-    tables[slots.long()] = torch.randperm(rows * width, generator=generator).view(rows, width).int() + 1
-    mapping = [
-        int(tables[s, (n - 1) // block_size]) * block_size + (n - 1) % block_size if n else -1
-        for n, s in zip(lengths, slots.tolist(), strict=True)
-    ]
-    batch = ForwardBatch(
-        token_ids=torch.randint(0, config.vocab_size, (rows,), generator=generator).int(),
-        positions=torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32),
-        slot_mapping=torch.tensor(mapping), block_tables=tables, seq_slots=slots,
-        query_start=torch.arange(rows + 1, dtype=torch.int32), seq_lens=torch.tensor(lengths, dtype=torch.int32),
-        num_decodes=rows, query_lens=[1] * rows, context_lens=list(lengths),
-    )  # fmt: skip
-    return batch, kv
 
 
 def assert_close(result: Tensor, expected: Tensor) -> None:

@@ -1,0 +1,185 @@
+"""The fused decode step on the card: against the float32 CPU decoder, in graphs, at sizes and offsets that only a card holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fast_decode_cases import CONFIGS, PLAIN, decode_batch, moved, random_weights
+from headrace.attention.torch_backend import TorchAttention
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.attention_decode_fused import (
+    AttentionTile,
+    HeadShape,
+    MergeSpace,
+    decode_attention,
+    decode_attention_reference,
+)
+from headrace.kernels.gemv import GemvTile, gemv_project
+from headrace.kernels.skinny_gemm import GemmTile, skinny_project
+from headrace.model.config import RopeConfig
+from headrace.model.decode_tiles import ROW_STEPS, ahead_tile, default_table, default_tiles, gemv_tile, product_shapes
+from headrace.model.decoder import Decoder
+from headrace.model.fast_decode import FastDecode
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+LENGTHS = [150, 1, 17, 400, 64, 65, 63, 129]
+WIDE = replace(PLAIN, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64, vocab_size=3001,
+               rope=RopeConfig(1e4, 64), attn_scale=0.125, max_position=512)  # fmt: skip
+
+
+@pytest.fixture
+def card() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    result, expected = result.float().cpu(), expected.float().cpu()
+    return float((result - expected).norm() / expected.norm())
+
+
+def forced(config, make):
+    tiles = {rows: {name: make(shape, rows) for name, shape in product_shapes(config).items()} for rows in ROW_STEPS}
+    return {rows: replace(default_tiles(config, rows), **tiles[rows]) for rows in ROW_STEPS if rows <= 8 or make is not gemv_tile}
+
+
+def check(config, card, rows: int, table=None, block_size: int = 64) -> None:
+    """Logits and cache against the float32 decoder on the CPU with the same (bfloat16) weights and older cache."""
+    lengths = (LENGTHS * 8)[:rows]
+    weights = random_weights(config, dtype=BF16)
+    batch, kv = decode_batch(config, lengths, block_size, BF16)
+    on_card, kv_card = moved(batch, card), moved(kv, card)
+    wide, kv_wide = moved(weights, torch.device("cpu"), torch.float32), moved(kv, torch.device("cpu"), torch.float32)
+    decoder = Decoder(config, wide, TorchAttention())
+    expected = decoder.logits(decoder.forward(batch, kv_wide))
+    fast = FastDecode(config, moved(weights, card), rows, card, table)
+    assert relative(fast.forward(on_card, kv_card), expected) < 0.03
+    for ours, theirs in zip((*kv_card.k, *kv_card.v), (*kv_wide.k, *kv_wide.v), strict=True):
+        assert relative(ours, theirs) < 0.01
+    assert not fast.merge_space.tickets.any() and not fast.split_space.tickets.any()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_families(name: str, rows: int, card) -> None:
+    check(replace(CONFIGS[name], max_position=512), card, rows, block_size=16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 16, 17, 32, 64])
+def test_rows(rows: int, card) -> None:
+    check(WIDE, card, rows)
+
+
+@pytest.mark.parametrize("make", [gemv_tile, ahead_tile])
+@pytest.mark.parametrize("rows", [2, 7, 8])
+def test_kinds_of_tiles(make, rows: int, card) -> None:
+    check(WIDE, card, rows, forced(WIDE, make))
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group"), [(64, 1, 16), (80, 2, 4), (96, 2, 1), (128, 2, 5), (256, 1, 8)])
+def test_head_shapes(head_dim: int, kv_heads: int, group: int, card) -> None:
+    config = replace(
+        WIDE, head_dim=head_dim, num_kv_heads=kv_heads, num_heads=kv_heads * group, rope=RopeConfig(1e4, head_dim),
+        attn_scale=head_dim**-0.5, qk_norm="head",
+    )  # fmt: skip
+    for rows in (1, 6):
+        check(config, card, rows, block_size=16 if head_dim == 80 else 64)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_replays_are_bit_identical(rows: int, card) -> None:
+    config = replace(WIDE, num_layers=4)
+    weights = moved(random_weights(config, dtype=BF16), card)
+    batch, kv = decode_batch(config, (LENGTHS * 8)[:rows], 64, BF16)
+    batch, kv = moved(batch, card), moved(kv, card)
+    for table in (default_table(config), forced(config, ahead_tile)):
+        fast = FastDecode(config, weights, rows, card, table)
+        fast.forward(batch, kv)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fast.forward(batch, kv)
+        graph.replay()
+        first, different = out.clone(), torch.zeros((), dtype=torch.int64, device=card)
+        for _ in range(300):
+            graph.replay()
+            different += (out != first).any()
+        assert first.isfinite().all()
+        assert int(different) == 0
+
+
+def test_a_graph_follows_lengths_and_padding(card) -> None:
+    """One graph, captured for padded rows with a bound on the context, serves other lengths by its input tensors."""
+    rows, bound = 8, 400
+    weights = random_weights(WIDE, dtype=BF16)
+    fast = FastDecode(WIDE, moved(weights, card), rows, card)
+    real, kv = decode_batch(WIDE, [400, 17, 0, 200, 1, 0, 64, 0], 64, BF16)
+    batch, kv = moved(real, card), moved(kv, card)
+    batch.context_lens = [bound] * rows
+    lens, mapping = batch.seq_lens.clone(), batch.slot_mapping.clone()
+    batch.seq_lens.zero_()
+    batch.slot_mapping.fill_(-1)
+    before = [t.clone() for t in (*kv.k, *kv.v)]
+    fast.forward(batch, kv)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.forward(batch, kv)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(before, (*kv.k, *kv.v), strict=True)), "padded rows wrote to the cache"
+    batch.seq_lens.copy_(lens)
+    batch.slot_mapping.copy_(mapping)
+    graph.replay()
+    wide, kv_wide = moved(weights, torch.device("cpu"), torch.float32), decode_batch(WIDE, real.context_lens, 64, BF16)[1]
+    live = [i for i, n in enumerate(real.context_lens) if n]
+    part = replace(
+        real, token_ids=real.token_ids[live], positions=real.positions[live], slot_mapping=real.slot_mapping[live],
+        seq_slots=real.seq_slots[live], query_start=real.query_start[: len(live) + 1], seq_lens=real.seq_lens[live],
+        num_decodes=len(live), query_lens=[1] * len(live), context_lens=[real.context_lens[i] for i in live],
+    )  # fmt: skip
+    decoder = Decoder(WIDE, wide, TorchAttention())
+    expected = decoder.logits(decoder.forward(part, moved(kv_wide, torch.device("cpu"), torch.float32)))
+    assert relative(out[live], expected) < 0.03
+
+
+def test_weights_beyond_2_31_elements(card) -> None:
+    width, columns = 16384, 140000
+    weight = torch.empty(columns, width, dtype=BF16, device=card).normal_(0, 0.02)
+    x = torch.randn(3, width, device=card).to(BF16)
+    tail = weight[-4096:].float()
+    gemv, gemm = torch.empty(3, columns, device=card), torch.empty(1, 3, columns, device=card)
+    gemv_project(x, weight, gemv, GemvTile(8, 1024, 4, 2))
+    skinny_project(x, weight, gemm, GemmTile(64, 128, 1, 4, 4))
+    expected = x.float() @ tail.T
+    assert relative(gemv[:, -4096:], expected) < 1e-3
+    assert relative(gemm[0, :, -4096:], expected) < 1e-3
+
+
+@pytest.mark.parametrize(("length", "far"), [(131072, False), (700, True)])
+def test_long_contexts_and_far_blocks(length: int, far: bool, card) -> None:
+    """128k tokens in one sequence; blocks that lie beyond 2^31 elements in the cache."""
+    config = replace(PLAIN, num_heads=16, num_kv_heads=8, head_dim=128, num_layers=1, rope=RopeConfig(1e6, 128))
+    blocks = -(-length // 64)
+    kv = KVCache(config, 33500 if far else blocks + 1, 64, BF16, card)
+    order = torch.randperm(blocks, device=card).int() + (kv.num_blocks - blocks)
+    for tensor in (*kv.k, *kv.v):
+        tensor[order.long()] = torch.randn(blocks, 64, 8, 128, device=card).to(BF16)
+    tables = torch.zeros(3, blocks, dtype=torch.int32, device=card)
+    tables[2] = order
+    place = int(order[-1]) * 64 + (length - 1) % 64
+    angle = torch.outer(torch.arange(length, device=card).float(), 1e6 ** -(torch.arange(64, device=card) / 64))
+    options = {
+        "block_tables": tables, "seq_slots": torch.tensor([2], dtype=torch.int32, device=card),
+        "seq_lens": torch.tensor([length], dtype=torch.int32, device=card), "slot_mapping": torch.tensor([place], device=card),
+        "cos": angle.cos(), "sin": angle.sin(), "q_norm": None, "k_norm": None, "heads": HeadShape(16, 8, 128, 128**-0.5),
+        "window": 0,
+    }  # fmt: skip
+    qkv = torch.randn(1, 32 * 128, device=card)
+    expected = decode_attention_reference(qkv, kv, 0, **options)
+    out = torch.empty(1, 2048, dtype=BF16, device=card)
+    for splits in (1, 32):
+        space = MergeSpace(1, splits, 16, 8, 128, card)
+        decode_attention(qkv[None], out, kv, 0, **options, num_splits=splits, tile=AttentionTile(), space=space)
+        assert relative(out, expected) < 0.01
