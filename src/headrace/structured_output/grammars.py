@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from headrace.structured_output.params import StructuredOutputsParams
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 # JSON allows any amount of white space between tokens; a model that likes it would never come to an end
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "lenient": False}
 
 
 def grammar_of(wish: StructuredOutputsParams) -> str:

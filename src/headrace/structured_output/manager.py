@@ -69,7 +69,8 @@ class StructuredOutput:
             future: Future[Matcher | ParameterError] = Future()
             future.set_result(known)
         else:
-            future = next((job.future for job in self._jobs if job.key == key), None) or self._submit(wish)
+            same = [job.future for job in self._jobs if job.key == key]
+            future = same[0] if same else self._submit(wish)
         self._jobs.append(_Job(key, future, item))
 
     def compiled(self) -> list[tuple[Any, Matcher | HeadraceError]]:
@@ -103,6 +104,10 @@ class StructuredOutput:
     def has(self, request_id: str) -> bool:
         return request_id in self._matchers
 
+    def matcher(self, request_id: str) -> Matcher | None:
+        """Where an output stands after its settled ids; None if it has no grammar. Not to be moved by others."""
+        return self._matchers.get(request_id)
+
     def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
         """These were sampled (under the masks, so they fit)."""
         matcher = self._matchers.get(request_id)
@@ -117,17 +122,29 @@ class StructuredOutput:
         matcher = self._matchers.get(request_id)
         return None if matcher is None else matcher.error
 
-    def masks(self, rows: Sequence[tuple[int, str]]) -> GrammarMasks:
-        """For (row, request id) pairs: rows [Q] int64, bits [Q, words] int32, and the rows where only the end may follow.
+    def masks(self, rows: Sequence[tuple[int, str, Sequence[int]]]) -> GrammarMasks:
+        """For (row, request id, drafts): rows [Q] int64, bits [Q, words] int32, and the rows where only the end may follow.
 
-        A matcher in error allows nothing, which fails its row.
+        A matcher in error allows nothing, which fails its row. Drafts have a row each, after that of their request.
         """
         assert self._backend is not None
         bits = np.zeros((len(rows), self._words), np.int32)
-        matchers = [self._matchers[request_id] for _, request_id in rows]
+        matchers = [self._matchers[request_id] for _, request_id, _ in rows]
         self._backend.fill(matchers, bits)
-        ended = {row for (row, _), matcher in zip(rows, matchers, strict=True) if matcher.ended}
-        return np.asarray([row for row, _ in rows], np.int64), bits, ended
+        ended = {row for (row, _, _), matcher in zip(rows, matchers, strict=True) if matcher.ended}
+        places = [row for row, _, _ in rows]
+        further = []
+        for (row, _, drafts), matcher in zip(rows, matchers, strict=True):
+            ahead = matcher.fork() if drafts else matcher  # guesses must not bring the output's own matcher to a limit
+            for i, draft in enumerate(drafts, 1):
+                ahead.accept([draft])
+                mask = np.zeros(self._words, np.int32)
+                ahead.fill(mask)
+                further.append(mask)
+                places.append(row + i)
+                if ahead.ended:
+                    ended.add(row + i)
+        return np.asarray(places, np.int64), np.concatenate([bits, further]) if further else bits, ended
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

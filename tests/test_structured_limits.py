@@ -1,0 +1,233 @@
+"""Grammars that are wrong, too large, too slow or deadly end their own request, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from engine_driver import Result, complete, make_core, run, take
+from headrace.engine.messages import EngineRequest
+from headrace.errors import ParameterError
+from headrace.sampling.params import SamplingParams
+from headrace.structured_output import manager, trial
+from headrace.structured_output.manager import StructuredOutput
+from headrace.structured_output.params import StructuredOutputsParams
+from structured_driver import EOS, backend, encode
+from test_structured_generation import check, constrained
+from tiny_models import VOCAB, write_tiny
+
+LOOPS = {
+    "type": "string",
+    "allOf": [{"pattern": f"(a|b)*{x}(a|b){{{n}}}"} for n, x in zip(range(10, 40), "ab" * 15, strict=True)],
+}
+OVERFLOWS = {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)} | {"d5000": {}}}
+EXPLODES: list[dict[str, Any]] = [
+    {"json": OVERFLOWS},
+    {"json": LOOPS},
+    {"grammar": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(8000)) + '\nr8000: "a"'},
+    {"regex": "(a{1000}){1000}"},
+    {"json": {"allOf": [{"anyOf": [{"type": "integer", "minimum": i + 10 * j} for i in range(8)]} for j in range(12)]}},
+    {"json": {"type": "integer", "multipleOf": 999999937}},
+]
+WRONG: list[dict[str, Any]] = [
+    {"regex": "("},
+    {"regex": "a" * 10 + "(" * 9999},
+    {"grammar": "start: nothing"},
+    {"grammar": "\x00{]"},
+    {"grammar": 'root ::= "a'},
+    {"json": {"type": "frob"}},
+    {"json": {"$ref": "#"}},
+    {"structural_tag": {"structures": []}},
+    {"structural_tag": {"structures": [{"begin": "<a>", "end": "</a>"}], "triggers": ["<b"]}},
+    {"structural_tag": {"structures": [{"begin": "<a>", "schema": {"not": {}}, "end": "</a>"}], "triggers": ["<a"]}},
+]
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    core = make_core(str(write_tiny("llama", tmp_path_factory.mktemp("tiny"))), max_model_len=256, num_kv_blocks=512)
+    run(core, [constrained("warm", {"regex": "a"})])
+    yield core
+    core.close()
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 1.5)
+
+
+def refusal(core, wish: dict[str, Any], name: str = "bad") -> tuple[str, str, str]:
+    core.add(constrained(name, wish))
+    while core.has_work:
+        for news in core.step():
+            assert news.id == name and news.finish_reason == "error" and not news.token_ids
+            assert news.refused is not None
+            return news.refused
+    raise AssertionError("no answer")
+
+
+@pytest.mark.parametrize("wish", WRONG, ids=lambda w: json.dumps(w)[:40])
+def test_a_wrong_grammar_is_refused_with_its_reason(core, wish):
+    field, _, allowed = refusal(core, wish)
+    assert field == f"structured_outputs.{next(iter(wish))}"
+    assert "(" in allowed
+
+
+@pytest.mark.parametrize("wish", EXPLODES, ids=lambda w: json.dumps(w)[:40])
+def test_an_explosion_is_refused_in_bounded_time_and_remembered(core, short, wish):
+    began = time.monotonic()
+    refusal(core, wish)
+    first = time.monotonic() - began
+    assert first < 20  # the limit, and a new child on a busy machine
+    began = time.monotonic()
+    refusal(core, wish, "again")
+    assert time.monotonic() - began < 0.5
+
+
+def test_neighbours_stream_on_while_a_grammar_is_tried(core, short):
+    """From the step at which the bad one is added to its refusal, the others get a token at every step."""
+    free = EngineRequest("free", [5, 6, 7], complete(SamplingParams(max_tokens=240, ignore_eos=True)), 1)
+    wish = {"json": LOOPS | {"title": "not seen before"}}
+    core.add(free)
+    core.add(constrained("good", {"regex": "a{200}"}, max_tokens=220))
+    core.add(constrained("bad", wish))
+    results = {name: Result() for name in ("free", "good", "bad")}
+    free_tokens = None
+    while core.has_work:
+        for news in core.step():
+            take(results[news.id], news)
+            if news.id == "bad":
+                free_tokens = len(results["free"].ids)
+    assert results["bad"].finish_reason == "error"
+    assert results["free"].finish_reason == "length" and len(results["free"].ids) == 240
+    assert results["good"].finish_reason == "stop"
+    check({"regex": "a{200}"}, results["good"])
+    assert free_tokens is not None and free_tokens > 50
+
+
+def test_an_abort_while_a_grammar_is_tried(core, short):
+    core.add(constrained("gone", {"json": LOOPS | {"title": "aborted"}}))
+    core.step()
+    core.abort("gone")
+    assert not core.has_work
+    assert core.structured.compiling is False
+    check({"regex": "ab"}, run(core, [constrained("next", {"regex": "ab"})])["next"])
+
+
+def test_a_grammar_that_meets_a_limit_later_fails_its_request_alone(core, monkeypatch):
+    """The parser's own limits act while the output grows: never unconstrained text, never a `stop` that is none."""
+    wish = {"grammar": 'start: s\ns: s s s | "a" | s s'}
+    monkeypatch.setattr(core.structured._backend, "_limits", limits(max_items_in_row=40))
+    requests = [constrained("deep", wish, max_tokens=200, logit_bias={EOS: -50.0}), constrained("flat", {"regex": "b{50}"})]
+    results = run(core, requests)
+    assert results["deep"].finish_reason == "error"
+    assert len(results["deep"].ids) > 1
+    assert results["flat"].finish_reason == "stop"
+
+
+def limits(**changes: int):
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(verbose_errors=False, **changes)
+
+
+def test_the_error_says_what_the_limit_was(core, monkeypatch):
+    monkeypatch.setattr(core.structured._backend, "_limits", limits(max_items_in_row=40))
+    core.add(constrained("deep", {"grammar": 'start: s\ns: s s s | "b" | s s'}, logit_bias={EOS: -50.0}))
+    errors = []
+    while core.has_work:
+        errors += [news.error for news in core.step() if news.error]
+    assert len(errors) == 1 and "max is 40" in errors[0]
+
+
+def test_requests_are_bounded_before_they_are_compiled():
+    deep: Any = {}
+    for _ in range(70):
+        deep = {"items": deep}
+    for wish in (
+        {"json": deep},
+        {"json": {"enum": ["x" * 300_000]}},
+        {"json": '{"type": "int'},
+        {"json": [1]},
+        {"json": {"maximum": 10**30}},
+        {"json": {"const": "\ud800"}},
+        {"json": {"maximum": float("inf")}},
+        {"regex": ""},
+        {"regex": "\ud800"},
+        {"regex": 5},
+        {"grammar": "x" * 300_000},
+        {"choice": []},
+        {"choice": ["a", 1]},
+        {"choice": [""]},
+        {"choice": ["a"] * 5000},
+        {"choice": ["\ud800"]},
+        {"json_object": "yes"},
+        {"structural_tag": "nothing"},
+        {"json": {}, "regex": "a"},
+        {},
+    ):
+        with pytest.raises(ParameterError) as error:
+            StructuredOutputsParams(**wish)
+        assert error.value.field.startswith("structured_outputs")
+        str(error.value)
+
+
+def wait(structured: StructuredOutput) -> dict[Any, Any]:
+    done: dict[Any, Any] = {}
+    end = time.monotonic() + 60
+    while structured.compiling and time.monotonic() < end:
+        done |= dict(structured.compiled())
+        time.sleep(0.001)
+    return done
+
+
+def test_the_cache_is_bounded_and_used(monkeypatch):
+    compiled: list[str] = []
+
+    class Counting:
+        spec = backend().spec
+
+        def compile(self, wish):
+            compiled.append(wish.key())
+            return backend().compile(wish)
+
+    class Passing:
+        def __init__(self, spec):
+            pass
+
+        def check(self, wish):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(manager, "Trial", Passing)
+    monkeypatch.setattr(manager, "CACHE_BYTES", 5000)
+    structured = StructuredOutput(Counting, VOCAB)
+    wishes = [StructuredOutputsParams(regex="a" * 500 + str(i)) for i in range(12)]
+    for wish in wishes:
+        structured.compile(wish, wish.key())
+        assert not isinstance(wait(structured)[wish.key()], Exception)
+    assert len(compiled) == 12
+    assert sum(map(len, structured._cache)) <= 5000
+    structured.compile(wishes[-1], "last")
+    structured.compile(wishes[0], "first")
+    assert set(wait(structured)) == {"last", "first"}
+    assert compiled[12:] == [wishes[0].key()]  # the last one was known, the first one had been dropped
+    structured.compile(wishes[1], "a")
+    structured.compile(wishes[1], "b")  # the same wish twice at a time is compiled once
+    both = wait(structured)
+    assert compiled[13:] == [wishes[1].key()] and both["a"] is not both["b"]
+    structured.close()
+
+
+def test_a_matcher_is_not_shared():
+    first = backend().compile(StructuredOutputsParams(regex="ab"))
+    second = first.fork()
+    assert first.accept(encode("a"))
+    assert second.accept(encode("ab")) and second.complete and not first.complete
+    second.rollback(len(encode("ab")))
+    assert second.accept(encode("ab"))
