@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.epilogues import runs_triton
+from headrace.kernels.epilogues import runs_triton, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, jit, next_power_of_2, pdl, tl
 
 
-@jit
+@jit(do_not_specialize=["tiles"])
 def _embed_residual_kernel(
-    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, vocab, scale, norm_offset, sumsq_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, vocab, scale, norm_offset, tiles,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -27,7 +27,7 @@ def _embed_residual_kernel(
     tl.store(residual_ptr + row * WIDTH + r, x, mask=ok)
     tl.store(normed_ptr + row * WIDTH + r, (x * norm).to(normed_ptr.dtype.element_ty), mask=ok)
     t = tl.arange(0, TILES_BLOCK)
-    tl.store(sumsq_ptr + row * sumsq_stride + t, tl.where(t == 0, tl.sum(x * x, 0), 0.0), mask=t < TILES)
+    tl.store(sumsq_ptr + row * tiles + t, tl.where(t == 0, tl.sum(x * x, 0), 0.0), mask=t < tiles)
 
 
 def embed_residual(
@@ -49,9 +49,8 @@ def embed_residual(
         sumsq.zero_()[:, 0] = residual.square().sum(1)
         return
     rows, width = residual.shape
-    tiles = sumsq.shape[1]
     _embed_residual_kernel[(rows,)](
-        token_ids, table, next_norm, residual, normed, sumsq, table.shape[0], scale, norm_offset, sumsq.stride(0),
-        WIDTH=width, BLOCK=next_power_of_2(width), TILES=tiles, TILES_BLOCK=next_power_of_2(tiles),
+        token_ids, table, next_norm, residual, normed, sumsq, table.shape[0], scale, norm_offset, sumsq.shape[1],
+        WIDTH=width, BLOCK=next_power_of_2(width), TILES_BLOCK=sumsq_block(sumsq, 256),
         PDL=pdl(residual)["PDL"], num_warps=4,
     )  # fmt: skip

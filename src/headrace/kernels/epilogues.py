@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.launch import jit, tl
+from headrace.kernels.launch import jit, next_power_of_2, tl
 
 
 def runs_triton(tensor: Tensor) -> bool:
@@ -22,6 +22,11 @@ def runs_triton(tensor: Tensor) -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+def sumsq_block(sumsq: Tensor | None, at_least: int) -> int:
+    """The power of two that holds a row of sumsq; 0 for none. Coarse: each size is a variant of the kernel."""
+    return 0 if sumsq is None else max(at_least, next_power_of_2(sumsq.shape[1]))
 
 
 @jit

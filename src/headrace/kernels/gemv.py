@@ -22,8 +22,9 @@ from headrace.kernels.epilogues import (
     residual_reference,
     runs_triton,
     soft_cap,
+    sumsq_block,
 )
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 
 MAX_ROWS = 8
 
@@ -46,9 +47,7 @@ def _load_weights(pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK
 
 
 @jit
-def _multiply_add(
-    acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _multiply_add(acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """acc [BLOCK_N, BLOCK_K / 8] += weights * x, eight neighbours summed within the thread that loaded them."""
     if k + BLOCK_K <= K:
         x = tl.load(x_ptr + k + rk).to(tl.float32)
@@ -57,12 +56,12 @@ def _multiply_add(
     return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
-@jit
+@jit(do_not_specialize=["sumsq_tiles", "sumsq_out_tiles"])
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr,
-    N, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,
+    N, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
-    MODE: tl.constexpr, SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+    MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # at once: the next kernel's weights stream while this one still waits for its input
@@ -89,12 +88,13 @@ def _gemv_kernel(
     up_accs = ()
     before = ()  # what the epilogue reads is asked for now: behind the sums' barriers its latency would show
     sumsqs = ()
-    rs = tl.arange(0, SUMSQ_BLOCK)
+    if SUMSQ_BLOCK > 0:
+        rs = tl.arange(0, SUMSQ_BLOCK)
     for m in tl.static_range(ROWS):
         accs = accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
         up_accs = up_accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
-        if SUMSQ_TILES > 0:
-            sumsqs = sumsqs + (tl.load(sumsq_ptr + m * sumsq_stride + rs, mask=rs < SUMSQ_TILES, other=0.0),)
+        if SUMSQ_BLOCK > 0:
+            sumsqs = sumsqs + (tl.load(sumsq_ptr + m * sumsq_tiles + rs, mask=rs < sumsq_tiles, other=0.0),)
         if MODE == "residual":
             before = before + (tl.load(residual_ptr + m * N + rn, mask=ok, other=0.0),)
     for i in tl.static_range(STEPS):
@@ -117,7 +117,7 @@ def _gemv_kernel(
             up_accs = new
     for m in tl.static_range(ROWS):
         factor = 1.0
-        if SUMSQ_TILES > 0:
+        if SUMSQ_BLOCK > 0:
             factor = tl.rsqrt(tl.sum(sumsqs[m], 0) / K + eps)
         y = tl.sum(accs[m], 1) * factor
         if HAS_BIAS:
@@ -126,7 +126,7 @@ def _gemv_kernel(
             r = before[m] + scale * y
             tl.store(residual_ptr + m * N + rn, r, mask=ok)
             tl.store(out_ptr + m * N + rn, (r * norm).to(out_ptr.dtype.element_ty), mask=ok)
-            tl.store(sumsq_out_ptr + m * sumsq_out_stride + tl.program_id(0), tl.sum(r * r, 0))
+            tl.store(sumsq_out_ptr + m * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 0))
         else:
             if MODE == "glu":
                 y = activate(y, ACTIVATION) * (tl.sum(up_accs[m], 1) * factor)
@@ -146,13 +146,12 @@ def _launch(
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"gemv: {rows} rows, allowed 1 to {MAX_ROWS}")
     steps = -(-width // tile.block_k)
-    tiles = 0 if sumsq is None else sumsq.shape[1]
     _gemv_kernel[(-(-columns // tile.block_n),)](
         x, weight, bias, sumsq, out, residual, norm, sumsq_out,
-        columns, 0 if sumsq is None else sumsq.stride(0), 0 if sumsq_out is None else sumsq_out.stride(0),
+        columns, 0 if sumsq is None else sumsq.shape[1], 0 if sumsq_out is None else sumsq_out.shape[1],
         eps, scale, softcap, norm_offset,
         K=width, ROWS=rows, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PREFETCH=min(tile.prefetch, steps), MODE=mode,
-        SUMSQ_TILES=tiles, SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)), ACTIVATION=activation,
+        SUMSQ_BLOCK=sumsq_block(sumsq, 256), ACTIVATION=activation,
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0, EVEN_N=columns % tile.block_n == 0,
         num_warps=tile.num_warps, **pdl(x),
     )  # fmt: skip

@@ -24,6 +24,7 @@ from headrace.kernels.epilogues import (
     residual_reference,
     runs_triton,
     soft_cap,
+    sumsq_block,
 )
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 
@@ -69,29 +70,29 @@ def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
 
 
 @jit
-def _rms_factor(sumsq_ptr, stride, rm, K, eps, TILES: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_factor(sumsq_ptr, tiles, rm, K, eps, BLOCK: tl.constexpr):
     rs = tl.arange(0, BLOCK)
-    parts = tl.load(sumsq_ptr + rm[:, None] * stride + rs[None, :], mask=(rs < TILES)[None, :], other=0.0)
+    parts = tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
     return tl.rsqrt(tl.sum(parts, 1) / K + eps)
 
 
 @jit
 def _update_residual(
-    acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_stride, place, ok, rm, row_ok, scale,
+    acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
 ):  # fmt: skip
     """residual += scale * (acc + bias), and what the next product needs: see `gemv_residual`."""
     r = tl.load(residual_ptr + place, mask=ok, other=0.0) + scale * (acc + bias[:, None])
     tl.store(residual_ptr + place, r, mask=ok)
     tl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(sumsq_out_ptr + rm * sumsq_out_stride + tl.program_id(0), tl.sum(r * r, 0), mask=row_ok)
+    tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 0), mask=row_ok)
 
 
-@jit(do_not_specialize=["M"])  # or there would be variants for 16, 32, 48 and 64 rows
+@jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
-    M, N, K, k_split, sumsq_stride, sumsq_out_stride, eps, scale, softcap, norm_offset,
+    M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr,
-    LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_TILES: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
+    LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and PREFETCH > 0:
@@ -143,8 +144,8 @@ def _skinny_kernel(
             if MODE == "glu":
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
-    if SUMSQ_TILES > 0:
-        factor = _rms_factor(sumsq_ptr, sumsq_stride, tl.minimum(rm, M - 1), K, eps, SUMSQ_TILES, SUMSQ_BLOCK)
+    if SUMSQ_BLOCK > 0:
+        factor = _rms_factor(sumsq_ptr, sumsq_tiles, tl.minimum(rm, M - 1), K, eps, SUMSQ_BLOCK)
         acc = acc * factor[None, :]
         if MODE == "glu":
             up_acc = up_acc * factor[None, :]
@@ -158,7 +159,7 @@ def _skinny_kernel(
             y = soft_cap(y, softcap)
         tl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
     elif SPLITS == 1:
-        _update_residual(acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_stride, place, ok, rm, row_ok,
+        _update_residual(acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
                          scale)  # fmt: skip
     else:
         # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
@@ -172,7 +173,7 @@ def _skinny_kernel(
             for s in tl.static_range(1, SPLITS):
                 total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(tickets_ptr + tile, 0)
-            _update_residual(total, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_stride, place, ok, rm,
+            _update_residual(total, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
                              row_ok, scale)  # fmt: skip
 
 
@@ -188,15 +189,14 @@ def _launch(
     block_m = max(16, next_power_of_2(rows))
     k_split = split_width(width, tile)
     prefetch = min(tile.prefetch, k_split // tile.block_k)
-    tiles = 0 if sumsq is None else sumsq.shape[1]
     _skinny_kernel[(-(-columns // tile.block_n), tile.splits)](
         x, weight, bias, sumsq, out, residual, norm, sumsq_out,
         None if space is None else space.partials, None if space is None else space.tickets,
-        rows, columns, width, k_split, 0 if sumsq is None else sumsq.stride(0),
-        0 if sumsq_out is None else sumsq_out.stride(0), eps, scale, softcap, norm_offset,
+        rows, columns, width, k_split, 0 if sumsq is None else sumsq.shape[1],
+        0 if sumsq_out is None else sumsq_out.shape[1], eps, scale, softcap, norm_offset,
         BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode, SUMSQ_TILES=tiles,
-        SUMSQ_BLOCK=next_power_of_2(max(tiles, 1)),
+        PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode,
+        SUMSQ_BLOCK=sumsq_block(sumsq, 64),
         ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
         EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),

@@ -130,7 +130,7 @@ def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
     found: list[GemvTile | GemmTile] = []
     if rows <= GEMV_MAX_ROWS:
         wide = ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1))
-        for block_n, warps in wide if rows == 1 else wide[1:3] + wide[5:8]:
+        for block_n, warps in wide if rows == 1 else wide[1:3] + wide[5:8] if rows <= 4 else wide[1:3]:
             if 256 * warps > shape.width or (block_n == 16 and shape.gated):
                 continue
             early = _prefetch(shape, block_n, 256 * warps, 32 * warps, 128 if rows == 1 else 64)
