@@ -41,14 +41,14 @@ from headrace.model.fast_decode import FastDecode
 BF16 = torch.bfloat16
 BLOCK = 64
 DEVICE = torch.device("cuda", 0)
-MAX_LEN = 40960
+MAX_LEN = 4096  # of the rope and block tables; contexts are at most that
 BEGAN = time.perf_counter()
 
 
 def qwen3(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
     return ModelConfig(
         family="qwen3", vocab_size=151936, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=8,
-        head_dim=128, intermediate_size=inner, max_position=MAX_LEN, rope=RopeConfig(1e6, 128, max_position=MAX_LEN),
+        head_dim=128, intermediate_size=inner, max_position=40960, rope=RopeConfig(1e6, 128, max_position=40960),
         qk_norm="head", attn_scale=128**-0.5,
     )  # fmt: skip
 
@@ -192,14 +192,18 @@ def cublas_step(config: ModelConfig, weights: DecoderWeights, device: torch.devi
 
 
 def capture(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """(graph, its output). By hand: the context manager collects garbage and empties the allocator each time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         step()
+        graph.capture_begin()
+        try:
+            out = step()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
     graph.replay()
     torch.cuda.synchronize()
     return graph, out
@@ -435,7 +439,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--compile-only", type=int, metavar="SM", help="compile for this capability (90) and end")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if max(args.contexts) > MAX_LEN:
+        parser.error(f"contexts may be at most {MAX_LEN}")
+    return args
 
 
 def compile_jobs(args: argparse.Namespace) -> list[tuple[tuple[str, bool], list]]:

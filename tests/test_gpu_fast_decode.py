@@ -43,7 +43,9 @@ def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def forced(config, make):
     tiles = {rows: {name: make(shape, rows) for name, shape in product_shapes(config).items()} for rows in ROW_STEPS}
-    return {rows: replace(default_tiles(config, rows), **tiles[rows]) for rows in ROW_STEPS if rows <= 8 or make is not gemv_tile}
+    return {
+        rows: replace(default_tiles(config, rows), **tiles[rows]) for rows in ROW_STEPS if rows <= 8 or make is not gemv_tile
+    }
 
 
 def check(config, card, rows: int, table=None, block_size: int = 64) -> None:
