@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headrace.beam_search import BeamSearchParams as BeamSearchParams
     from headrace.config import EngineConfig as EngineConfig
     from headrace.engine.output import RequestOutput as RequestOutput
     from headrace.llm import LLM as LLM
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from headrace.structured_output.params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _HOME = {
     "LLM": "headrace.llm",
+    "BeamSearchParams": "headrace.beam_search",
     "EngineConfig": "headrace.config",
     "RequestOutput": "headrace.engine.output",
     "SamplingParams": "headrace.sampling.params",

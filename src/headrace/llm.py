@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, run_in_core
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.inputs import InputProcessor, end_token_ids
@@ -18,6 +19,7 @@ from headrace.errors import EngineDeadError, ParameterError
 from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams
+from headrace.scoring import ScoreOutput, score_in_core
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -131,6 +133,33 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest continuations of every prompt; all prompts are searched at once."""
+        outputs, searches = [], []
+        for prompt in _listed(prompts):
+            text, ids, salt, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens))
+            own = msgspec.structs.replace(params, max_tokens=complete.max_tokens)
+            searches.append(BeamSearch(ids, own, complete.eos_token_ids, salt))
+            outputs.append(BeamSearchOutput(text, ids))
+        run_in_core(self._core, searches)
+        for output, search in zip(outputs, searches, strict=True):
+            output.sequences = search.results()
+            for sequence in output.sequences if self.tokenizer is not None else ():
+                shown = sequence.token_ids[:-1] if sequence.finish_reason == "stop" else sequence.token_ids
+                sequence.text = self.tokenizer.decode(shown)  # type: ignore[union-attr]
+        return outputs
+
+    def score(self, prompts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[ScoreOutput]:
+        """The logprob of every token of every text, and the texts' perplexities.
+
+        A text longer than the context is read through a window that moves on by `stride` tokens (default: half of it).
+        """
+        texts = [self._ids_of(p) for p in _listed(prompts)]
+        for _, ids, _ in texts:
+            self.inputs.check_ids(ids)
+        scores = score_in_core(self._core, [(ids, salt) for _, ids, salt in texts], self.config.max_model_len or 0, stride)
+        return [ScoreOutput(text, ids, found) for (text, ids, _), found in zip(texts, scores, strict=True)]
+
     def chat_prompt(self, messages: list[dict[str, Any]], **template_options: Any) -> dict[str, Any]:
         """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
         from headrace.api.chat import ChatTemplate
@@ -147,15 +176,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
     ) -> list[_Running]:
-        if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        prompts = _listed(prompts)
         params = sampling_params
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         for name, values in (("sampling_params", params), ("priority", priority)):
             if values is not None and len(values) != len(prompts):
                 raise ParameterError(name, f"{len(values)} entries", f"one for each of the {len(prompts)} prompts")
-        prepared = [self._prepare(p, q) for p, q in zip(prompts, params, strict=True)]  # type: ignore[arg-type]
+        prepared = [self._prepare(p, q) for p, q in zip(prompts, params, strict=True)]
         core, running, added = self._core, [], []
         try:
             for i, (text, ids, salt, complete) in enumerate(prepared):
@@ -178,6 +206,12 @@ class LLM:
         return running
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str, SamplingParams]:
+        text, ids, salt = self._ids_of(prompt)
+        ids = self.inputs.prompt(ids, params)
+        return text, ids, salt, self.inputs.complete(params, len(ids))
+
+    def _ids_of(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Text if there is one, ids and cache salt."""
         text, ids, salt = None, None, ""
         if isinstance(prompt, str):
             text = prompt
@@ -189,8 +223,7 @@ class LLM:
             if not isinstance(text, str):
                 raise ParameterError("prompt", prompt, "a text, a list of token ids, or a dict with one of these")
             ids = self.inputs.tokenize(text)
-        ids = self.inputs.prompt(list(ids), params)
-        return text, ids, salt, self.inputs.complete(params, len(ids))
+        return text, list(ids), salt
 
     def _run(self, running: list[_Running], *, live: bool) -> Iterator[tuple[int, list[tuple[_Running, int, Delta]]]]:
         """Step until all have ended; of each step: how many tokens it brought, and what they add to which samples.
@@ -253,3 +286,10 @@ class LLM:
         if self.engine is None:
             raise EngineDeadError("this LLM has been closed")
         return self.engine.core
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

@@ -37,11 +37,7 @@ class InputProcessor:
 
     def prompt(self, ids: list[int], params: SamplingParams) -> list[int]:
         """The prompt as it will run: truncated where asked. Raises ParameterError on a prompt that cannot run."""
-        if not ids:
-            raise ParameterError("prompt", "an empty prompt", "at least one token")
-        if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = next(i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size)
-            raise ParameterError("prompt", wrong, f"token ids in [0, {self.vocab_size - 1}]")
+        self.check_ids(ids)
         keep = params.truncate_prompt_tokens
         if keep is not None:
             room = max(1, self.max_model_len - (params.max_tokens or 1))
@@ -54,6 +50,14 @@ class InputProcessor:
                 f"at least one output token (truncate_prompt_tokens cuts a prompt)",
             )
         return ids
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Raises ParameterError."""
+        if not ids:
+            raise ParameterError("prompt", "an empty prompt", "at least one token")
+        if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size)
+            raise ParameterError("prompt", wrong, f"token ids in [0, {self.vocab_size - 1}]")
 
     def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""
