@@ -9,14 +9,18 @@ import sys
 
 COMMANDS = {  # name -> (module, help)
     "generate": ("headrace.cli.generate", "generate text from prompts"),
+    "chat": ("headrace.cli.chat", "talk to a model in the terminal"),
     "serve": ("headrace.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
     "bench": ("headrace.cli.bench", "measure the engine beside the limit of the machine"),
+    "bench serve": ("headrace.cli.bench_serve", "measure a server: latencies and throughput under load"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 a mistake in the input or the checkpoint, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
+    if " ".join(argv[:2]) in COMMANDS:
+        argv = [" ".join(argv[:2]), *argv[2:]]  # a command of two words
     parser = argparse.ArgumentParser(prog="headrace", description="An LLM inference and serving engine.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
