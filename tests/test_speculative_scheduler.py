@@ -20,6 +20,7 @@ class DraftingEngine(FakeEngine):
         super().__init__(config, depth)
         self.rng, self.p_right, self.most = random.Random(seed), p_right, most
         self.num_drafts = self.num_accepted = 0
+        self.p_broken = 0.0
 
     def guesses(self, request, count: int) -> list[int]:
         expected, _ = reference(request.prompt_ids, request.seed, request.params, self.scheduler.config.max_model_len)
@@ -49,7 +50,12 @@ class DraftingEngine(FakeEngine):
 
     def settle(self, failed=frozenset()):
         plan, _, sampled = self.device.flight[0]
-        self.num_accepted += sum(len(ids) - 1 for chunk, ids in zip(plan.chunks, sampled, strict=True) if chunk.num_drafts)
+        for i, chunk in enumerate(plan.chunks):
+            if chunk.num_drafts and self.rng.random() < self.p_broken:
+                sampled[i] = []
+        self.num_accepted += sum(
+            max(0, len(ids) - 1) for chunk, ids in zip(plan.chunks, sampled, strict=True) if chunk.num_drafts
+        )
         return super().settle(failed)
 
 
@@ -62,6 +68,7 @@ class DraftFuzz(Fuzz):
         self.engine = DraftingEngine(
             self.config, self.engine.depth, seed=seed, p_right=rng.choice([0.0, 0.5, 0.9, 1.0]), most=rng.choice([1, 3, 20])
         )
+        self.engine.p_broken = rng.choice([0.0, 0.0, 0.1])
         if greedy:
             self.engine.admit_greedily()
 

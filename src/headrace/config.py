@@ -39,6 +39,12 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False  # no CUDA graphs
     tensor_parallel_size: int = 1
+    speculative_method: Literal["ngram", "draft_model"] | None = None  # None: one token per step and request
+    speculative_model: str | None = None  # of draft_model: as `model`, with the same vocabulary
+    num_speculative_tokens: int = 6  # drafts per request and step at most; fewer where they prove wrong
+    prompt_lookup_min: int = 2  # of ngram: the last tokens must have stood before, at least so many
+    prompt_lookup_max: int = 8  # more need not be compared
+    speculative_max_rows: int | None = None  # steps are filled up with drafts to so many rows; larger ones have none
     debug_checks: bool = False  # the block accounting is checked after every step
     seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
 
@@ -46,7 +52,8 @@ class EngineConfig:
         for name, low, high in (
             ("max_model_len", 1, 2**24), ("max_num_seqs", 1, 65536), ("max_num_batched_tokens", 1, 2**24),
             ("block_size", 1, 4096), ("kv_cache_bytes", 1, 2**50), ("num_kv_blocks", 1, 2**31 - 1),
-            ("tensor_parallel_size", 1, 64),
+            ("tensor_parallel_size", 1, 64), ("num_speculative_tokens", 1, 64), ("prompt_lookup_min", 1, 64),
+            ("prompt_lookup_max", self.prompt_lookup_min, 64), ("speculative_max_rows", 2, 4096),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
@@ -56,9 +63,14 @@ class EngineConfig:
         for name, allowed in (
             ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda", "mps")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
+            ("speculative_method", (None, "ngram", "draft_model")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
-                raise ParameterError(name, getattr(self, name), "one of " + ", ".join(allowed))
+                raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
+        if (self.speculative_method == "draft_model") != (self.speculative_model is not None):
+            raise ParameterError(
+                "speculative_model", self.speculative_model, "a model with speculative_method draft_model, none without"
+            )
 
 
 def hub_offline() -> bool:

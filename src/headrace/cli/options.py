@@ -10,7 +10,8 @@ ENGINE_OPTIONS = (
     "device", "dtype", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "gpu_memory_utilization", "kv_cache_bytes", "enable_prefix_caching",
     "enable_chunked_prefill", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
-    "tensor_parallel_size", "debug_checks", "seed",
+    "tensor_parallel_size", "debug_checks", "seed", "speculative_method", "speculative_model", "num_speculative_tokens",
+    "prompt_lookup_min", "prompt_lookup_max", "speculative_max_rows",
 )  # fmt: skip
 
 
@@ -41,6 +42,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     engine.add_argument("--tensor-parallel-size", type=int)
     engine.add_argument("--debug-checks", action="store_true", default=None, help="check the block accounting every step")
+    drafts = parser.add_argument_group("speculative decoding", "several tokens per step; the output stays the same")
+    drafts.add_argument("--speculative-method", choices=("ngram", "draft_model"), help="who guesses (default: nobody)")
+    drafts.add_argument("--speculative-model", help="of draft_model: directory, .gguf file or Hub id, same vocabulary")
+    drafts.add_argument("--num-speculative-tokens", type=int, help="guesses per request and step at most")
+    drafts.add_argument("--prompt-lookup-min", type=int, help="of ngram: tokens that must have stood before, at least")
+    drafts.add_argument("--prompt-lookup-max", type=int, help="of ngram: tokens compared at most")
+    drafts.add_argument("--speculative-max-rows", type=int, help="no guesses in steps of more rows than this")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 

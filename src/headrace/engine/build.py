@@ -25,6 +25,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.speculative.setup import speculation
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import plan_memory
@@ -80,6 +81,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         weight_bytes=weights.num_bytes,
         workspace_bytes=attention.workspace_bytes(config.max_num_seqs) + (fast.num_bytes if fast else 0),
         max_num_seqs=config.max_num_seqs,
+        max_draft_rows=config.speculative_max_rows if config.speculative_method else 0,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
@@ -93,6 +95,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
     graphs = decode_graphs(config, decoder, fast, kv, state)
+    structured = structured_output(config, model, checkpoint)
+    speculator, drafter = speculation(config, structured)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -103,16 +107,18 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
             policy=config.scheduling_policy,
+            max_draft_rows=speculator.max_rows if speculator is not None else 0,
         )
     )
     core = EngineCore(
         scheduler,
-        ModelRunner(decoder, kv, state, graphs),
+        ModelRunner(decoder, kv, state, graphs, drafter),
         vocab_size=model.vocab_size,
         async_scheduling=config.async_scheduling,
         debug_checks=config.debug_checks,
         seed=config.seed,
-        structured=structured_output(config, model, checkpoint),
+        structured=structured,
+        speculator=speculator,
     )
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
@@ -215,4 +221,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
         batched = max(batched, max_model_len)
     if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
-    return replace(config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched)
+    rows = config.speculative_max_rows or (64 if device.type == "cuda" else 16)
+    return replace(
+        config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched, speculative_max_rows=rows
+    )

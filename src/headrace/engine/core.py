@@ -25,6 +25,7 @@ from headrace.engine.request import Request
 from headrace.engine.scheduler import Scheduler
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import GrammarMasks, StructuredOutput
 from headrace.worker.model_runner import ModelRunner, StepHandle, StepResult
 
@@ -56,8 +57,9 @@ class EngineCore:
         debug_checks: bool = False,
         seed: int | None = None,
         structured: StructuredOutput | None = None,
+        speculator: Speculator | None = None,
     ):
-        self.structured = structured
+        self.structured, self.speculator = structured, speculator
         self.scheduler, self.runner, self.vocab_size = scheduler, runner, vocab_size
         self.async_scheduling, self.debug_checks = async_scheduling, debug_checks
         self.times = StepTimes()
@@ -110,6 +112,8 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ids are ignored (it may just have ended)."""
         request = self.scheduler.abort(request_id)
+        if self.speculator is not None:
+            self.speculator.end(request_id)
         if self.structured is not None:
             self.structured.end(request_id)
             self.structured.forget_jobs(lambda waiting: waiting.id == request_id)
@@ -121,10 +125,15 @@ class EngineCore:
         began = time.perf_counter()
         if self._compiling:
             self._add_compiled()
+        outputs: list[EngineOutput] = []
+        handle = None
+        if self.speculator is not None:
+            outputs += self._choose_drafts(self.speculator)
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        outputs, handle = [], None
         if plan is not None:
+            if self.speculator is not None and plan.num_drafts:
+                self.speculator.fill(plan)
             if any(c.samples and needs_host_ids(c.request.params) for c in plan.chunks):
                 pending = self.runner.forward(plan)
                 self.scheduler.launched(plan)
@@ -160,6 +169,17 @@ class EngineCore:
         if self.structured is not None:
             self.structured.close()
 
+    def _choose_drafts(self, speculator: Speculator) -> list[EngineOutput]:
+        """Let the next step have drafts. If there may be some, the step in flight is settled first."""
+        outputs: list[EngineOutput] = []
+        if self._in_flight is not None and (self._in_flight[0].num_drafts or speculator.wants(self.scheduler.decoding)):
+            outputs = self._settle_in_flight()
+        if self._in_flight is None:
+            speculator.choose(self.scheduler.decoding)
+        else:
+            speculator.pause()
+        return outputs
+
     def _add_compiled(self) -> None:
         """Requests whose grammar has been compiled enter the scheduler; a failure is that request's alone."""
         assert self.structured is not None
@@ -176,7 +196,12 @@ class EngineCore:
     def _masks(self, chunks: list[Chunk]) -> GrammarMasks | None:
         if self.structured is None:
             return None
-        rows = [(r, c.request.id) for r, c in enumerate(chunks) if self.structured.has(c.request.id)]
+        rows = []
+        row = 0
+        for c in chunks:
+            if self.structured.has(c.request.id):
+                rows.append((row, c.request.id, c.drafts))
+            row += c.num_sampled
         return self.structured.masks(rows) if rows else None
 
     def _settle_in_flight(self) -> list[EngineOutput]:
@@ -200,6 +225,11 @@ class EngineCore:
             outputs.append(
                 EngineOutput(request.id, ids) if plain else self._output(request, ids, result, chunk_of.get(request.id))
             )
+        if self.speculator is not None:
+            self.speculator.settled(plan, result.token_ids)
+            for request, _ in settled:
+                if request.finish_reason is not None:
+                    self.speculator.end(request.id)
         if self.structured is not None:
             for request, ids in settled:
                 if request.finish_reason is not None:

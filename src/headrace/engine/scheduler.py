@@ -111,7 +111,8 @@ class Scheduler:
     ) -> list[tuple[Request, list[int]]]:
         """Take a launched plan's result; steps settle in their order.
 
-        `sampled[i]` are the ids of chunk i, empty if it does not sample; the chunks in `failed` have no valid result and
+        `sampled[i]` are the ids of chunk i, empty if it does not sample, or has drafts and is to be computed again without
+        (a NaN of theirs reaches the rows before them in attention); the chunks in `failed` have no valid result and
         end their requests with "error". Returns (request, ids that it really takes) for each request that got ids or
         ended, except those that had ended before.
         """
@@ -131,6 +132,9 @@ class Scheduler:
             if chunk.num_drafts:
                 entry.drafting = False
                 self._num_drafting -= 1
+                if not ids and not entry.finished:
+                    self._take_back(entry)
+                    continue
             if entry.parted:
                 self._settle_parted(entry, chunk, ids, results)
             elif chunk.samples:
@@ -380,6 +384,16 @@ class Scheduler:
         if len(ids) > 1:
             self._accept(entry, len(ids) - 1)
         return ids
+
+    def _take_back(self, entry: Entry) -> None:
+        """A step with drafts came to nothing: be as if it had not been."""
+        request = entry.request
+        request.num_pending -= 1
+        request.num_scheduled -= 1
+        if entry.cursor is not None:
+            self.tree.drop_path(entry.cursor)  # as in _fail
+        if entry.parted and request.num_in_flight == 0:
+            self._release(entry)
 
     def _accept(self, entry: Entry, count: int) -> None:
         """`count` drafts were right: they are computed tokens like any other."""

@@ -23,7 +23,7 @@ def kept_rows(sampled: Tensor, guesses: Tensor, failed: Tensor, first_row: Tenso
 
     sampled [R]: ids; guesses [R]: the draft that follows the row (anything in a request's last row); failed [R] bool: the
     logits were not usable; first_row [R] int64: the first row of the same request. A failed row counts only where it is the
-    first: further on it is computed again in the next step, and fails there.
+    first: further on it is computed again in the next step, and fails there if it has to.
     """
     wrong = ((sampled != guesses) | failed).to(torch.int32)
     before = wrong.cumsum(0) - wrong

@@ -29,7 +29,7 @@ class MemoryPlan:
     weights: int
     workspaces: int  # of attention and of the small-batch path
     activations: int  # of the largest step: max_num_batched_tokens rows
-    logits: int  # of max_num_seqs rows, with the float32 copies that processing makes
+    logits: int  # of max_num_seqs rows and the drafts, with the float32 copies that processing makes
     state: int  # slot tables and penalty counts
     reserve: int  # CUDA context, graphs, fragmentation
     kv: int
@@ -50,6 +50,7 @@ def plan_memory(
     weight_bytes: int,
     workspace_bytes: int,
     max_num_seqs: int,
+    max_draft_rows: int,
     max_num_batched_tokens: int,
     max_model_len: int,
     block_size: int,
@@ -62,7 +63,7 @@ def plan_memory(
     # the widest moment of a layer: residual, normed input, qkv, attention output, gate_up and its product
     row = 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
     activations = max_num_batched_tokens * row * item
-    logits = max_num_seqs * model.vocab_size * (item + 3 * 4)
+    logits = (max_num_seqs + max_draft_rows) * model.vocab_size * (item + 3 * 4)
     state = BatchState.bytes(max_num_seqs, max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
     block_bytes = KVCache.bytes_per_block(model, block_size, dtype)
     if device.type == "cuda":

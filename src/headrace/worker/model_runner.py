@@ -20,6 +20,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.batch import ForwardBatch
 from headrace.model.decoder import Decoder
+from headrace.speculative.proposer import Drafter
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState
 from headrace.worker.sampling import DeviceOutput, StepSampler, Tail
@@ -54,7 +55,11 @@ class StepResult:
 class ModelRunner:
     """Runs steps on one device."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, state: BatchState, graphs: DecodeGraphs | None = None):
+    def __init__(
+        self, decoder: Decoder, kv: KVCache, state: BatchState,
+        graphs: DecodeGraphs | None = None, drafter: Drafter | None = None,
+    ):  # fmt: skip
+        self.drafter = drafter
         self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
         self.device = state.device
         self.sampler = StepSampler(state, decoder.config.vocab_size)
@@ -93,6 +98,8 @@ class ModelRunner:
             return self._replay(plan, Tail.LOGITS)
         for request in self.state.apply(plan):
             self.sampler.load(request)
+        if self.drafter is not None:
+            self.drafter.placed(plan.chunks)
         if plan.num_drafts:
             self._write_drafts(plan)
         batch = self._batch(plan)
@@ -121,11 +128,13 @@ class ModelRunner:
         return StepHandle(pending, output, self.device)
 
     def _write_drafts(self, plan: StepPlan) -> None:
-        """Put the drafts that the host knows where the forward finds its ids."""
+        """Put the drafts where the forward finds its ids: those that the host knows, and then those of the drafter."""
         known = [(c.slot, c.start + 1 + i, d) for c in plan.chunks for i, d in enumerate(c.drafts)]
         if known:
             slots, positions, ids = self.state.staging.upload(np.asarray(known, np.int64).T.copy())
             self.state.token_ids.index_put_((slots, positions), ids.to(torch.int32))
+        if self.drafter is not None:
+            self.drafter.propose([c for c in plan.chunks if c.num_drafts and not c.drafts])
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         state, chunks = self.state, plan.chunks
@@ -217,11 +226,13 @@ class StepHandle:
                 i = index[id(chunk)]
                 stop = row + 1 if kept is None else row + sum(kept[row : row + chunk.num_sampled])
                 token_ids[i] = ids[row:stop]
-                if bad[row]:
+                if bad[row] and chunk.num_drafts:
+                    token_ids[i] = []  # perhaps a draft's fault: to be computed again without
+                elif bad[row]:
                     failed.add(i)
                 if chunk.request.params.logprobs is not None:
                     num_top = chunk.request.params.logprobs
-                    logprobs[i] = [self._output.logprobs_of(r, num_top) for r in range(row, stop)]
+                    logprobs[i] = [self._output.logprobs_of(r, num_top) for r in range(row, row + len(token_ids[i]))]
                 row += chunk.num_sampled
         prompt = {index[id(c)]: (i.numpy(), p.numpy(), r.numpy()) for c, i, p, r in self._prompt}
         pooled = {index[id(c)]: v.numpy() for c, v in self._pooled}

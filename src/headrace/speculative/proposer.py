@@ -1,0 +1,38 @@
+"""What a proposer of drafts must do: two kinds, one on the host and one on the device. Whatever they say, output is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.engine.plan import Chunk
+from headrace.engine.request import Request
+
+
+class HostProposer(Protocol):
+    """Guesses from the ids that the host knows, before the step is scheduled."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """Up to `most` (>= 1) ids that may follow the known ones, in order; empty if there is no guess."""
+        ...
+
+    def end(self, request_id: str) -> None:
+        """Forget what was kept for a request, if anything was."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses on the device, inside the step, after the slots' tables were brought up to date and before the forward.
+
+    A drafter with a KV cache uses the block tables of the requests: their blocks are its blocks.
+    """
+
+    cost: float  # of one draft token, relative to a decode step of the target
+
+    def placed(self, chunks: Sequence[Chunk]) -> None:
+        """These chunks got a slot or new blocks with this step: what was in them belongs to nobody."""
+        ...
+
+    def propose(self, chunks: Sequence[Chunk]) -> None:
+        """Write `num_drafts` ids of each chunk to the slots' token table, from position start + 1 on; never wait."""
+        ...

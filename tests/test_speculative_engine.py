@@ -1,0 +1,233 @@
+"""Law 1 with speculation: the same tokens, ends and logprobs, whoever guesses and however the requests are scheduled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_driver import BLOCK, Result, assert_same, complete, make_core, make_requests, run
+from headrace.engine.core import EngineCore
+from headrace.engine.messages import EngineRequest
+from headrace.engine.request import Request
+from headrace.sampling.params import SamplingParams
+from scheduler_fake import NoForecast
+from tiny_models import write_tiny
+
+SEEDS, COUNT = (1, 2), 10
+
+
+class Guesser:
+    """Guesses right with probability `p_right` for each token; 0: always wrong, 1: never."""
+
+    def __init__(self, expected: dict[str, list[int]], vocab: int, p_right: float, seed: int = 0):
+        self.expected, self.vocab, self.p_right, self.rng = expected, vocab, p_right, random.Random(seed)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        rng, known = self.rng, len(request.output_ids)
+        right = self.expected.get(request.id, [])[known : known + rng.randint(1, most)]
+        return [t if rng.random() < self.p_right else (t + rng.randint(1, self.vocab - 1)) % self.vocab for t in right]
+
+    def end(self, request_id: str) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny("qwen3", tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def vocab(model):
+    return make_core(model).vocab_size
+
+
+@pytest.fixture(scope="module")
+def alone(model, vocab):
+    """The reference: no drafts, each request by itself."""
+    core = make_core(model, enable_prefix_caching=False, async_scheduling=False)
+    known = {}
+
+    def answers(seed: int, count: int = COUNT) -> dict[str, Result]:
+        if (seed, count) not in known:
+            known[seed, count] = {r.id: run(core, [r])[r.id] for r in make_requests(seed, count, vocab)}
+        return known[seed, count]
+
+    return answers
+
+
+def drafting_core(model: str, proposer=None, **options) -> EngineCore:
+    """Drafts as many tokens as may be, whatever their worth, unless told otherwise."""
+    lookup = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4}
+    core = make_core(model, **(lookup | {"speculative_max_rows": 64} | options))
+    assert core.speculator is not None
+    core.speculator._lengths.best[:] = [core.speculator._lengths.best[-1]] * len(core.speculator._lengths.best)
+    if proposer is not None:
+        core.speculator.proposer = proposer
+    return core
+
+
+PROPOSERS = {"garbage": 0.0, "half right": 0.8, "perfect": 1.0, "ngram": None}
+SCHEDULES = {
+    "together": {},
+    "chunks of 1": {"max_num_batched_tokens": 1},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "chunks of block + 1": {"max_num_batched_tokens": BLOCK + 1},
+    "not asynchronous": {"async_scheduling": False},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "blocks of 1": {"block_size": 1, "num_kv_blocks": 1024},
+    "two slots": {"max_num_seqs": 2},
+    "few rows": {"speculative_max_rows": 9},
+    "tiny pool": {"num_kv_blocks": 12},
+    "tiny pool, chunks of 5, not asynchronous": {"num_kv_blocks": 11, "max_num_batched_tokens": 5, "async_scheduling": False},
+}
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_proposer_and_schedule_give_the_same_tokens(model, vocab, alone, schedule, proposer):
+    core = drafting_core(model, **SCHEDULES[schedule])
+    if "tiny pool" in schedule:  # whoever finds a block is admitted: preemption all the time
+        core.scheduler._admission._forecast = lambda running: NoForecast()
+    for seed in SEEDS:
+        expected = alone(seed)
+        p_right = PROPOSERS[proposer]
+        if p_right is not None:
+            core.speculator.proposer = Guesser({name: r.ids for name, r in expected.items()}, vocab, p_right)
+        results = run(core, make_requests(seed, COUNT, vocab))
+        for name, want in expected.items():
+            assert_same(results[name], want, f"{schedule}, {proposer}, seed {seed}, {name}")
+    stats = core.speculator.stats
+    if SCHEDULES[schedule].get("max_num_batched_tokens") != 1:
+        assert stats.num_draft_tokens >= stats.num_drafts > 0
+    if proposer == "garbage":
+        assert stats.num_accepted_tokens == 0
+    elif proposer == "perfect":
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+    assert stats.num_accepted_tokens == sum(stats.accepted_per_position)
+    if "tiny pool" in schedule:
+        assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
+    assert not core.speculator._rates, "something is kept of requests that have ended"
+
+
+@pytest.fixture(scope="module")
+def cores(model):
+    """Cores that live through all examples: caches get warm, slots and blocks are reused."""
+    return [
+        drafting_core(model),
+        drafting_core(model, num_kv_blocks=13, max_num_batched_tokens=9, max_num_seqs=4),
+        drafting_core(model, num_kv_blocks=20, async_scheduling=False, max_num_batched_tokens=16),
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_arrivals_and_aborts_change_nobody_else(vocab, alone, cores, data):
+    seed = data.draw(st.integers(0, 5), label="requests")
+    core = data.draw(st.sampled_from(cores), label="core")
+    requests, expected = make_requests(seed, 8, vocab), alone(seed, 8)
+    p_right = data.draw(st.sampled_from([0.5, 0.9, 1.0]), label="p_right")
+    core.speculator.proposer = Guesser({name: r.ids for name, r in expected.items()}, vocab, p_right, seed)
+    order = data.draw(st.permutations(range(8)), label="order")
+    arrivals = data.draw(st.lists(st.integers(0, 12), min_size=8, max_size=8), label="arrivals")
+    aborts = data.draw(
+        st.dictionaries(st.sampled_from([r.id for r in requests]), st.integers(0, 30), max_size=4), label="aborts"
+    )
+    results = run(core, [requests[i] for i in order], arrivals=arrivals, aborts=aborts)
+    for name, want in expected.items():
+        got = results[name]
+        if got.finish_reason == "abort":
+            assert got.ids == want.ids[: len(got.ids)]
+        else:
+            assert_same(got, want, name)
+
+
+def test_a_perfect_proposer_saves_steps(model, vocab):
+    params = complete(SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, logprobs=2))
+    request = EngineRequest("a", [5, 6, 7], params, 11)
+    plain = make_core(model)
+    want = run(plain, [request])["a"]
+    core = drafting_core(model, Guesser({"a": want.ids}, vocab, 1.0), num_speculative_tokens=4)
+    assert_same(run(core, [request])["a"], want)
+    assert core.steps < plain.steps / 2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7])
+def test_drafts_stop_at_max_tokens_and_at_the_context(model, vocab, max_tokens):
+    params = complete(SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=0))
+    prompt = list(range(10, 30))
+    want = run(make_core(model, max_model_len=64), [EngineRequest("a", prompt, params, 1)])["a"]
+    core = drafting_core(model, Guesser({"a": want.ids}, vocab, 1.0), max_model_len=64, num_speculative_tokens=7)
+    assert_same(run(core, [EngineRequest("a", prompt, params, 1)])["a"], want)
+    assert len(want.ids) == 44 and want.finish_reason == "length"
+    short = complete(SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    got = run(core, [EngineRequest("a", prompt, short, 1)])["a"]
+    assert got.ids == want.ids[:max_tokens] and got.finish_reason == "length"
+
+
+def test_a_nan_after_the_drafts_fails_as_without_them(model, vocab):
+    """The row that fails is not the first of its step: what came before it is delivered, then the request fails."""
+    bad = 77
+    params = complete(SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    want = run(make_core(model), [EngineRequest("a", [1, 2, 3], params, 1)])["a"].ids
+    at = next(i for i in range(6, 40) if want[i] not in want[:i])
+    bad = want[at]
+    results = []
+    for proposer in (None, Guesser({"a": want}, vocab, 1.0)):
+        core = drafting_core(model, proposer) if proposer else make_core(model)
+        core.runner.decoder.embedding = core.runner.decoder.embedding.clone()
+        core.runner.decoder.embedding[bad] = float("nan")
+        results.append(run(core, [EngineRequest("a", [1, 2, 3], params, 1)])["a"])
+    assert results[0].ids == results[1].ids == want[: at + 1]
+    assert results[0].finish_reason == results[1].finish_reason == "error"
+
+
+@pytest.mark.parametrize("params", [
+    dict(temperature=0.8), dict(temperature=1.0, top_p=0.8), dict(temperature=1.2, top_k=5, repetition_penalty=1.4),
+    dict(temperature=1.0, presence_penalty=1.0, frequency_penalty=0.7),
+])  # fmt: skip
+def test_the_distribution_is_the_targets(model, vocab, params):
+    """Chi-square of the third token over 6 ids, with wrong and right guesses before it, against runs without drafts."""
+    ids = [11, 60, 123, 200, 301, 407]
+    params = SamplingParams(max_tokens=4, ignore_eos=True, allowed_token_ids=ids, **params)
+    count = 1500
+    requests = [EngineRequest(f"r{i}", [3, 1, 4], complete(params), 10_000 + i) for i in range(count)]
+    rng = random.Random(4)
+    guesses = {r.id: [rng.choice(ids) for _ in range(4)] for r in requests}
+    core = drafting_core(model, Guesser(guesses, vocab, 1.0), max_num_seqs=64, speculative_max_rows=512, num_kv_blocks=512)
+    drafted = run(core, requests)
+    others = [EngineRequest(f"r{i}", [3, 1, 4], complete(params), 90_000 + i) for i in range(count)]
+    plain = run(make_core(model, max_num_seqs=64, num_kv_blocks=512), others)
+    assert 0.05 < core.speculator.stats.num_accepted_tokens / core.speculator.stats.num_draft_tokens < 0.95
+    for place in (1, 2, 3):
+        a = [sum(r.ids[place] == i for r in drafted.values()) for i in ids]
+        b = [sum(r.ids[place] == i for r in plain.values()) for i in ids]
+        chi = sum((x - y) ** 2 / (x + y) for x, y in zip(a, b, strict=True) if x + y)
+        assert chi < 20.5, f"token {place}: {a} against {b}"  # 0.001 of the distribution with 5 degrees of freedom
+
+
+def test_drafts_are_given_up_where_they_are_wrong_and_tried_again(model, vocab):
+    params = complete(SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True))
+    request = EngineRequest("a", [5], params, 11)
+    want = run(make_core(model), [request])["a"].ids
+
+    def drafted(p_right: float) -> int:
+        core = make_core(model, speculative_method="ngram", num_speculative_tokens=6)
+        core.speculator.proposer = Guesser({"a": want}, vocab, p_right)
+        assert run(core, [request])["a"].ids == want
+        return core.speculator.stats.num_draft_tokens
+
+    assert 2 <= drafted(0.0) < 30  # of 600
+    assert drafted(1.0) > 50
+
+
+def test_many_requests_switch_drafts_off(model, vocab):
+    params = complete(SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True))
+    requests = [EngineRequest(f"r{i}", [5, i], params, i) for i in range(8)]
+    expected = {r.id: run(make_core(model), [r])[r.id].ids for r in requests}
+    core = drafting_core(model, Guesser(expected, vocab, 1.0), speculative_max_rows=8)
+    results = run(core, requests)
+    assert {name: r.ids for name, r in results.items()} == expected
+    assert core.speculator.stats.num_drafts == 0
