@@ -1,0 +1,1 @@
+"""Measuring a server from the client's side: workloads, arrivals, a lean HTTP client, figures."""

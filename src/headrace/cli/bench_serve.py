@@ -1,0 +1,228 @@
+"""`headrace bench serve`: latencies and throughput of any OpenAI-compatible server under load.
+
+Option names and the keys of the JSON are those of `vllm bench serve` where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import json
+import math
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headrace.benchmark.http_client import HttpClient
+from headrace.benchmark.load import Load, Run, run_load
+from headrace.benchmark.target import ENDPOINTS, BenchmarkError, Measured, Plan, Target, first_model
+from headrace.config import api_key_from_environment
+from headrace.errors import ParameterError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("server")
+    server.add_argument("--base-url", "--url", default="http://127.0.0.1:8000", help="with or without /v1 at its end")
+    server.add_argument("--api-key", help="default: HEADRACE_API_KEY")
+    server.add_argument("--header", action="append", metavar="NAME=VALUE", help="a further HTTP header (repeatable)")
+    server.add_argument("--model", help="default: the first that the server lists")
+    server.add_argument("--endpoint", choices=tuple(ENDPOINTS), default="completions")
+    server.add_argument("--request-timeout", type=float, default=3600.0, help="seconds until a request counts as failed")
+    load = parser.add_argument_group("load")
+    load.add_argument("--num-prompts", type=int, help="requests of a run (default: 1000, or the lines of the file)")
+    load.add_argument("--request-rate", type=float, nargs="+", default=[math.inf], help="per second; several: a run each")
+    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gaps: 1 Poisson, less: bursts, more: even")
+    load.add_argument("--max-concurrency", type=int, nargs="+", help="requests in progress; several: a run each")
+    load.add_argument("--num-warmups", type=int, default=0, help="requests before the clock starts")
+    load.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    data = parser.add_argument_group("requests")
+    data.add_argument("--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random")
+    data.add_argument("--dataset-path", help="custom: a JSONL file of prompts or of lengths")
+    data.add_argument("--random-input-len", type=int, default=1024)
+    data.add_argument("--random-output-len", type=int, default=128)
+    data.add_argument("--random-prefix-len", type=int, default=0, help="tokens with which all prompts begin")
+    data.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are uniform in len * (1 +- ratio)")
+    data.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
+    data.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
+    data.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
+    data.add_argument("--prefix-repetition-output-len", type=int, default=128)
+    data.add_argument("--custom-output-len", type=int, default=256, help="where a line of the file has no output_len")
+    data.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: yes, but for files of prompts")
+    for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
+        data.add_argument(f"--{name}", type=kind)
+    data.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of every request")
+    out = parser.add_argument_group("results")
+    out.add_argument("--goodput", nargs="+", default=[], metavar="ttft:MS", help="count requests that keep these limits")
+    out.add_argument("--metric-percentiles", default="90,99")
+    out.add_argument("--save-result", metavar="FILE", help="the figures as JSON; a list of them for several loads")
+    out.add_argument("--save-detailed", action="store_true", help="with the lists of every request's times and texts")
+    out.add_argument("--plot", metavar="FILE", help="a picture of latency over load (needs matplotlib)")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+
+
+def run(args: argparse.Namespace) -> int:
+    from headrace.benchmark.plot import check_plot, plot
+    from headrace.benchmark.report import parse_goodput
+
+    loads = checked_loads(args)
+    percentiles, goodput = parse_percentiles(args.metric_percentiles), parse_goodput(args.goodput)
+    if args.plot:
+        check_plot(args.plot)
+    allow_many_connections()
+    loop = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
+    results = loop.run(measure(args, loads, percentiles, goodput))
+    if args.save_result:
+        text = json.dumps(results[0] if len(results) == 1 else results, indent=2)
+        try:
+            Path(args.save_result).write_text(text)
+        except OSError as e:
+            raise ParameterError("--save-result", args.save_result, f"a file that can be written ({e.strerror})") from None
+    if args.plot:
+        plot(args.plot, results, percentiles, f"{results[0]['model_id']}, {args.dataset_name}")
+    return 0 if all(r["failed"] == 0 for r in results) else 1
+
+
+def checked_loads(args: argparse.Namespace) -> list[Load]:
+    for name, low in (
+        ("num_prompts", 1), ("num_warmups", 0), ("random_input_len", 1), ("random_output_len", 1), ("random_prefix_len", 0),
+        ("prefix_repetition_prefix_len", 0), ("prefix_repetition_suffix_len", 1), ("prefix_repetition_num_prefixes", 1),
+        ("prefix_repetition_output_len", 1), ("custom_output_len", 1),
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and value < low:
+            raise ParameterError("--" + name.replace("_", "-"), value, f"at least {low}")
+    for name, values in (
+        ("--request-rate", args.request_rate), ("--burstiness", [args.burstiness]),
+        ("--request-timeout", [args.request_timeout]), ("--max-concurrency", args.max_concurrency or []),
+    ):  # fmt: skip
+        if not all(v > 0 for v in values):
+            raise ParameterError(name, values, "more than 0")
+    if (args.dataset_name == "custom") != (args.dataset_path is not None):
+        raise ParameterError("--dataset-path", args.dataset_path, "a file with --dataset-name custom, none without")
+    if not isinstance(args.extra_body, dict):
+        raise ParameterError("--extra-body", args.extra_body, "a JSON object")
+    return [Load(r, args.burstiness, c) for r, c in itertools.product(args.request_rate, args.max_concurrency or [None])]
+
+
+def parse_percentiles(text: str) -> list[float]:
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= v <= 100 for v in values):
+        raise ParameterError("--metric-percentiles", text, "numbers in [0, 100] with commas between")
+    return values
+
+
+def parse_headers(words: list[str] | None) -> dict[str, str]:
+    found = {}
+    for word in words or ():
+        name, mark, value = word.partition("=")
+        if not (mark and name):
+            raise ParameterError("--header", word, "NAME=VALUE")
+        found[name] = value
+    return found
+
+
+async def measure(args: argparse.Namespace, loads: list[Load], percentiles, goodput) -> list[dict[str, Any]]:
+    """Run every load, print its table, return the figures."""
+    from headrace.benchmark.report import details, summary, table
+    from headrace.benchmark.workload import prompt_maker
+
+    client = HttpClient(args.base_url, args.api_key or api_key_from_environment(), parse_headers(args.header))
+    try:
+        target = Target(
+            client, args.model or await first_model(client), args.endpoint, request_fields(args), args.request_timeout
+        )  # fmt: skip
+        await target.check()
+        wanted = workload(args)
+        prompts = await prompt_maker(target, args.seed, wanted)
+        await warm_up(target, prompts.plans(wanted[: args.num_warmups], "warm-up"))
+        results = []
+        for number, load in enumerate(loads):
+            plans = prompts.plans(wanted, f"run {number}")
+            with progress_bar(len(plans)) as on_end:
+                outcome = await run_load(target, plans, load, args.seed, on_end)
+            figures = summary(outcome, percentiles, goodput)
+            results.append({**metadata(args, target, len(plans), load), **figures})
+            if args.save_detailed:
+                results[-1] |= details(outcome)
+            print(table(outcome, figures, percentiles), flush=True)
+            warn(outcome)
+        return results
+    finally:
+        client.close()
+
+
+def workload(args: argparse.Namespace) -> list[Any]:
+    from headrace.benchmark.workload import from_file, prefix_repetition, random_lengths
+
+    if args.dataset_name == "custom":
+        return list(from_file(args.dataset_path, args.num_prompts, args.custom_output_len))
+    count = args.num_prompts or 1000
+    if args.dataset_name == "prefix_repetition":
+        return prefix_repetition(
+            args.seed, count, args.prefix_repetition_num_prefixes, args.prefix_repetition_prefix_len,
+            args.prefix_repetition_suffix_len, args.prefix_repetition_output_len,
+        )  # fmt: skip
+    return random_lengths(
+        args.seed, count, args.random_input_len, args.random_output_len, args.random_prefix_len, args.random_range_ratio
+    )
+
+
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k")
+    fields = {k: v for k in names if (v := getattr(args, k)) is not None}
+    ignore_eos = args.ignore_eos if args.ignore_eos is not None else args.dataset_name != "custom"
+    if ignore_eos:
+        fields["ignore_eos"] = True
+    return {**fields, **args.extra_body}
+
+
+async def warm_up(target: Target, plans: list[Plan]) -> None:
+    for measured in await asyncio.gather(*(target.send(plan) for plan in plans)):
+        if not measured.success:
+            raise BenchmarkError(f"a request of the warm-up failed: {measured.error}")
+
+
+def metadata(args: argparse.Namespace, target: Target, count: int, load: Load) -> dict[str, Any]:
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": "openai" if target.endpoint == "completions" else "openai-chat",
+        "model_id": target.model,
+        "dataset_name": args.dataset_name,
+        "num_prompts": count,
+        "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf",
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+    }
+
+
+def warn(outcome: Run) -> None:
+    """What makes the figures doubtful."""
+    failed = [r for r in outcome.results if not r.success]
+    for r in failed[:10]:
+        print(f"headrace: a request failed: {r.error}", file=sys.stderr)
+    if outcome.client_cpu > 0.8:
+        print("headrace: the client used most of a core: these may be its own limits, not the server's", file=sys.stderr)
+
+
+def allow_many_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[Measured], None]]:
+    """Requests that have ended, on stderr where that is a terminal."""
+    from headrace.progress import token_progress
+
+    with token_progress(total, sys.stderr.isatty()) as update:
+        yield lambda measured: update(measured.output_tokens, 1)
