@@ -12,6 +12,7 @@ from engine_driver import BLOCK, Result, assert_same, complete, make_core, make_
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.engine.request import Request
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from scheduler_fake import NoForecast
 from tiny_models import write_tiny
@@ -40,6 +41,16 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def drafts(model, tmp_path_factory):
+    """Draft models: the target itself, and one of another family with other random weights."""
+    other = str(write_tiny("llama", tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1))
+    return {
+        "same model": {"speculative_method": "draft_model", "speculative_model": model},
+        "other model": {"speculative_method": "draft_model", "speculative_model": other},
+    }
+
+
+@pytest.fixture(scope="module")
 def vocab(model):
     return make_core(model).vocab_size
 
@@ -61,15 +72,16 @@ def alone(model, vocab):
 def drafting_core(model: str, proposer=None, **options) -> EngineCore:
     """Drafts as many tokens as may be, whatever their worth, unless told otherwise."""
     lookup = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4}
-    core = make_core(model, **(lookup | {"speculative_max_rows": 64} | options))
+    options = lookup | {"speculative_max_rows": 64} | options
+    core = make_core(model, **options)
     assert core.speculator is not None
-    core.speculator._lengths.best[:] = [core.speculator._lengths.best[-1]] * len(core.speculator._lengths.best)
+    core.speculator._lengths.best[:] = [options["num_speculative_tokens"]] * len(core.speculator._lengths.best)
     if proposer is not None:
         core.speculator.proposer = proposer
     return core
 
 
-PROPOSERS = {"garbage": 0.0, "half right": 0.8, "perfect": 1.0, "ngram": None}
+PROPOSERS = {"garbage": 0.0, "half right": 0.8, "perfect": 1.0, "ngram": None, "same model": None, "other model": None}
 SCHEDULES = {
     "together": {},
     "chunks of 1": {"max_num_batched_tokens": 1},
@@ -87,8 +99,8 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_proposer_and_schedule_give_the_same_tokens(model, vocab, alone, schedule, proposer):
-    core = drafting_core(model, **SCHEDULES[schedule])
+def test_any_proposer_and_schedule_give_the_same_tokens(model, drafts, vocab, alone, schedule, proposer):
+    core = drafting_core(model, **SCHEDULES[schedule], **drafts.get(proposer, {}))
     if "tiny pool" in schedule:  # whoever finds a block is admitted: preemption all the time
         core.scheduler._admission._forecast = lambda running: NoForecast()
     for seed in SEEDS:
@@ -106,6 +118,9 @@ def test_any_proposer_and_schedule_give_the_same_tokens(model, vocab, alone, sch
         assert stats.num_accepted_tokens == 0
     elif proposer == "perfect":
         assert stats.num_accepted_tokens == stats.num_draft_tokens
+    elif proposer == "same model" and "pool" not in schedule and "chunks of 1" != schedule:
+        # wrong where penalties, biases and masks move the target, which the drafts know nothing of
+        assert stats.num_accepted_tokens > 0.3 * stats.num_draft_tokens
     assert stats.num_accepted_tokens == sum(stats.accepted_per_position)
     if "tiny pool" in schedule:
         assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
@@ -206,6 +221,26 @@ def test_the_distribution_is_the_targets(model, vocab, params):
         b = [sum(r.ids[place] == i for r in plain.values()) for i in ids]
         chi = sum((x - y) ** 2 / (x + y) for x, y in zip(a, b, strict=True) if x + y)
         assert chi < 20.5, f"token {place}: {a} against {b}"  # 0.001 of the distribution with 5 degrees of freedom
+
+
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (1.0, 1.0), (0.8, 0.7)])
+def test_the_model_itself_as_draft_model_is_always_right(model, drafts, vocab, temperature, top_p):
+    """With the target's own random numbers. Also after prefix hits, drafts refused in between, and plain steps."""
+    core = drafting_core(model, **drafts["same model"], num_kv_blocks=64)
+    params = complete(SamplingParams(temperature=temperature, top_p=top_p, max_tokens=40, ignore_eos=True, logprobs=0))
+    prompts = [list(range(40)), list(range(40)), list(range(21)), [9, 9, 9], list(range(40, 80))]
+    plain = make_core(model)
+    for i, prompt in enumerate(prompts):
+        request = EngineRequest("a", prompt, params, 100 + i)
+        assert_same(run(core, [request])["a"], run(plain, [request])["a"])
+        stats = core.speculator.stats
+        assert stats.num_accepted_tokens == stats.num_draft_tokens >= 25 * (i + 1)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(model, tmp_path):
+    other = str(write_tiny("llama", tmp_path, vocab_size=4096))
+    with pytest.raises(ParameterError, match="speculative_model"):
+        make_core(model, speculative_method="draft_model", speculative_model=other)
 
 
 def test_drafts_are_given_up_where_they_are_wrong_and_tried_again(model, vocab):

@@ -25,7 +25,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
-from headrace.speculative.setup import speculation
+from headrace.speculative.setup import draft_model, load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import plan_memory
@@ -74,12 +74,14 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     logger.info("attention: %s", why)
     decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
     fast = fast_decode(config, model, weights, dtype, device)
+    draft = load_draft(config, model, dtype, device)
     plan = plan_memory(
         model,
         device=device,
         dtype=dtype,
-        weight_bytes=weights.num_bytes,
-        workspace_bytes=attention.workspace_bytes(config.max_num_seqs) + (fast.num_bytes if fast else 0),
+        weight_bytes=weights.num_bytes + (draft.weights.num_bytes if draft else 0),
+        workspace_bytes=attention.workspace_bytes(config.max_num_seqs) * (2 if draft else 1) + (fast.num_bytes if fast else 0),
+        extra_block_bytes=KVCache.bytes_per_block(draft.model, config.block_size, dtype) if draft else 0,
         max_num_seqs=config.max_num_seqs,
         max_draft_rows=config.speculative_max_rows if config.speculative_method else 0,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -96,7 +98,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
     graphs = decode_graphs(config, decoder, fast, kv, state)
     structured = structured_output(config, model, checkpoint)
-    speculator, drafter = speculation(config, structured)
+    drafter = None if draft is None else draft_model(config, draft, weights.num_bytes, plan.num_blocks, state)
+    speculator = make_speculator(config, structured, drafter)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,

@@ -86,6 +86,10 @@ class CoreStats(msgspec.Struct, array_like=True):
     wait_seconds: float = 0.0
     settle_seconds: float = 0.0
     nan_failures: int = 0
+    drafts: int = 0  # speculation: times that a request's drafts were verified; mean accepted length = 1 + accepted / drafts
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = []
 
 
 class StepTrace(msgspec.Struct, array_like=True):

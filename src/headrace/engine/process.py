@@ -136,6 +136,11 @@ class CoreLoop:
         stats.running, stats.waiting, stats.kv_usage = now.num_running, now.num_waiting, now.kv_usage
         stats.steps, stats.preemptions = self.core.steps, now.num_preemptions
         stats.prefix_queries, stats.prefix_hits = now.prefix_query_tokens, now.prefix_hit_tokens
+        if self.core.speculator is not None:
+            seen = self.core.speculator.stats
+            stats.drafts, stats.draft_tokens = seen.num_drafts, seen.num_draft_tokens
+            stats.accepted_tokens = seen.num_accepted_tokens
+            stats.accepted_per_position = list(seen.accepted_per_position)
         return stats
 
 

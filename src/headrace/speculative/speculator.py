@@ -19,6 +19,8 @@ from headrace.speculative.draft_length import AcceptanceRate, DraftLengths
 from headrace.speculative.proposer import HostProposer
 from headrace.structured_output.manager import StructuredOutput
 
+MAX_POSITIONS = 32  # that are counted one by one
+
 
 @dataclass(slots=True)
 class SpeculationStats:
@@ -34,8 +36,8 @@ class SpeculationStats:
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         positions = self.accepted_per_position
-        positions.extend([0] * (accepted - len(positions)))
-        for i in range(accepted):
+        positions.extend([0] * (min(accepted, MAX_POSITIONS) - len(positions)))
+        for i in range(min(accepted, MAX_POSITIONS)):
             positions[i] += 1
 
 

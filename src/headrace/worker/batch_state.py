@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.cache.kv_cache import zeros
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
+from headrace.model.batch import ForwardBatch
 from headrace.worker.staging import Staging
 
 # columns of the parameter tables, one row per slot
@@ -74,6 +75,29 @@ class BatchState:
         where = [(c.slot, c.block_offset + i, b) for c in chunks for i, b in enumerate(c.new_blocks)]
         rows, columns, values = self.staging.upload(np.asarray(where, np.int64).T.copy())
         self.block_tables.index_put_((rows, columns), values.to(torch.int32))
+
+    def rows(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> ForwardBatch:
+        """The rows of sequences that compute `counts` tokens each, from positions `starts` on; all [S] int32."""
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        # row r of sequence i is at position starts[i] + (r - query_start[i])
+        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
+        up = self.staging.upload
+        row_slots, row_positions = up(np.repeat(slots, counts).astype(np.int64)), up(positions)
+        contexts = starts + counts
+        longer = np.flatnonzero(counts != 1)
+        return ForwardBatch(
+            token_ids=self.token_ids[row_slots, row_positions],
+            positions=row_positions,
+            slot_mapping=self.slot_mapping(row_slots, row_positions),
+            block_tables=self.block_tables,
+            seq_slots=up(slots),
+            query_start=up(query_start),
+            seq_lens=up(contexts),
+            num_decodes=int(longer[0]) if longer.size else len(slots),
+            query_lens=counts.tolist(),
+            context_lens=contexts.tolist(),
+        )
 
     def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Place of each row in the KV cache [T] int64."""

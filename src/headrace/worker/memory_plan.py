@@ -49,6 +49,7 @@ def plan_memory(
     dtype: torch.dtype,
     weight_bytes: int,
     workspace_bytes: int,
+    extra_block_bytes: int,
     max_num_seqs: int,
     max_draft_rows: int,
     max_num_batched_tokens: int,
@@ -65,7 +66,7 @@ def plan_memory(
     activations = max_num_batched_tokens * row * item
     logits = (max_num_seqs + max_draft_rows) * model.vocab_size * (item + 3 * 4)
     state = BatchState.bytes(max_num_seqs, max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
-    block_bytes = KVCache.bytes_per_block(model, block_size, dtype)
+    block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + extra_block_bytes  # of a draft model's cache
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget, reserve = int(total * utilization), GIB

@@ -80,6 +80,8 @@ class ModelRunner:
     def _replay(self, plan: StepPlan, tail: Tail) -> Pending:
         assert self.graphs is not None
         self.state.staging.next_step()
+        if self.drafter is not None:
+            self.drafter.placed(plan.chunks)
         chunks = plan.chunks
         numbers = np.empty((3, len(chunks)), np.int32)
         numbers[0] = [c.slot for c in chunks]
@@ -137,33 +139,11 @@ class ModelRunner:
             self.drafter.propose([c for c in plan.chunks if c.num_drafts and not c.drafts])
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
-        state, chunks = self.state, plan.chunks
+        chunks = plan.chunks
         slots = np.fromiter((c.slot for c in chunks), np.int32, len(chunks))
-        counts = np.fromiter((c.num_tokens for c in chunks), np.int32, len(chunks))
         starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
-        query_start = np.zeros(len(chunks) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        total = int(query_start[-1])
-        # row r of chunk i is at position starts[i] + (r - query_start[i])
-        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
-        up = state.staging.upload
-        row_slots, row_positions = up(np.repeat(slots, counts).astype(np.int64)), up(positions)
-        contexts = starts + counts
-        decodes = 0
-        while decodes < len(chunks) and chunks[decodes].num_tokens == 1:
-            decodes += 1
-        return ForwardBatch(
-            token_ids=state.token_ids[row_slots, row_positions],
-            positions=row_positions,
-            slot_mapping=state.slot_mapping(row_slots, row_positions),
-            block_tables=state.block_tables,
-            seq_slots=up(slots),
-            query_start=up(query_start),
-            seq_lens=up(contexts),
-            num_decodes=decodes,
-            query_lens=counts.tolist(),
-            context_lens=contexts.tolist(),
-        )
+        counts = np.fromiter((c.num_tokens for c in chunks), np.int32, len(chunks))
+        return self.state.rows(slots, starts, counts)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs of the prompt tokens that the rows of `chunk` predict (row p predicts position p + 1)."""

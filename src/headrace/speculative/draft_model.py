@@ -1,0 +1,122 @@
+"""A smaller model of the same vocabulary guesses what the larger one will say (Leviathan et al. 2023; Chen et al. 2023).
+
+It has a KV cache of its own, of the same blocks: what the scheduler says of a block holds for both caches, and prefix hits
+serve both. It does not run along: when a request is to be drafted for, it first computes, in one forward pass, all tokens
+that it has not seen. So requests that never speculate cost it nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.engine.plan import Chunk
+from headrace.model.decoder import Decoder
+from headrace.sampling.params import GREEDY_EPS
+from headrace.sampling.sampler import SampleInputs, choose
+from headrace.worker.batch_state import FLOATS, INTS, BatchState
+
+
+class DraftModel:
+    """See Drafter. A draft is sampled as the target will sample: same temperature and filters, same random number.
+
+    `vocab_size` is the target's: models of one family differ in how far they pad their vocabulary.
+    """
+
+    def __init__(
+        self, decoder: Decoder, kv: KVCache, state: BatchState, cost: float, vocab_size: int, max_num_batched_tokens: int
+    ):
+        self.decoder, self.kv, self.state, self.cost = decoder, kv, state, cost
+        self._vocab_size, self._most_rows = vocab_size, max_num_batched_tokens
+        slots = state.token_ids.shape[0]
+        self._seen = [0] * slots  # tokens from the beginning whose keys and values are in the cache
+        self._drafted = [(0, 0)] * slots  # start and number of the last drafts, until it is known how many were right
+        self._filled = np.zeros(kv.num_blocks, np.bool_)  # by block: all its tokens have been computed by this model, too
+
+    def placed(self, chunks: Sequence[Chunk]) -> None:
+        size = self.kv.block_size
+        for c in chunks:
+            start, count = self._drafted[c.slot]
+            if c.admitted:
+                hit = c.start // size  # blocks that were in the index
+                self._filled[c.new_blocks[hit:]] = False
+                known = self._filled[c.new_blocks[:hit]]
+                self._seen[c.slot] = size * (hit if known.all() else int(known.argmin()))
+            else:
+                if c.new_blocks:
+                    self._filled[c.new_blocks] = False
+                if count:  # the tokens before this chunk are those that were accepted
+                    self._seen[c.slot] = min(c.start, start + count)
+            if count:
+                self._drafted[c.slot] = (0, 0)
+
+    @torch.inference_mode()
+    def propose(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            return
+        chunks = sorted(chunks, key=lambda c: -c.num_drafts)  # those that draft longer come first
+        hidden = self._catch_up(chunks)
+        for i in range(chunks[0].num_drafts):
+            wanting = [c for c in chunks if c.num_drafts > i]
+            slots = np.fromiter((c.slot for c in wanting), np.int32, len(wanting))
+            places = np.fromiter((c.start + i for c in wanting), np.int32, len(wanting))
+            if i:
+                hidden = self.decoder.forward(self.state.rows(slots, places, np.ones_like(slots)), self.kv)
+            self._sample(hidden[: len(wanting)], slots, places)
+        for c in chunks:
+            self._drafted[c.slot] = (c.start, c.num_drafts)
+
+    def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Compute what has not been seen of each chunk's tokens up to its start: hidden states [C, H] of the last ones."""
+        pieces: list[list[tuple[int, int, int]]] = [[]]  # of each forward pass: chunk, position, number of tokens
+        room = self._most_rows
+        for i in sorted(range(len(chunks)), key=lambda i: chunks[i].start - self._seen[chunks[i].slot]):
+            place, stop = self._seen[chunks[i].slot], chunks[i].start + 1
+            while place < stop:
+                if not room:
+                    pieces.append([])
+                    room = self._most_rows
+                count = min(stop - place, room)
+                pieces[-1].append((i, place, count))
+                place, room = place + count, room - count
+        hidden = None
+        for piece in pieces:
+            index, starts, counts = np.asarray(piece, np.int32).T.copy()
+            slots = np.asarray([chunks[i].slot for i in index], np.int32)
+            rows = self.decoder.forward(self.state.rows(slots, starts, counts), self.kv)
+            if hidden is None:
+                hidden = rows.new_empty((len(chunks), rows.shape[1]))
+            where, last = self.state.staging.upload(np.stack([index, np.cumsum(counts) - 1]).astype(np.int64))
+            hidden[where] = rows[last]
+        for c in chunks:
+            size, seen = self.kv.block_size, self._seen[c.slot]
+            self._filled[c.request.block_ids[seen // size : (c.start + 1) // size]] = True
+        assert hidden is not None
+        return hidden
+
+    def _sample(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray) -> None:
+        """Write to the token table what follows the tokens at (slots, places) [R]."""
+        state = self.state
+        logits = self.decoder.logits(hidden)[:, : self._vocab_size]
+        where = state.staging.upload(np.stack([slots, places]).astype(np.int64))
+        floats, ints = state.floats[where[0]].T, state.ints[where[0]].T
+        host_floats, host_ints = state.host_floats[slots], state.host_ints[slots]
+        inputs = SampleInputs(
+            temperature=floats[FLOATS.index("temperature")].contiguous(),
+            top_k=ints[INTS.index("top_k")].int(),
+            top_p=floats[FLOATS.index("top_p")].contiguous(),
+            min_p=floats[FLOATS.index("min_p")].contiguous(),
+            seed=ints[INTS.index("seed")].contiguous(),
+            output_index=where[1] + 1 - ints[INTS.index("prompt_len")],
+            sample_index=ints[INTS.index("sample_index")].int(),
+            all_greedy=bool((host_floats[:, FLOATS.index("temperature")] < GREEDY_EPS).all()),
+            any_top_k=bool((host_ints[:, INTS.index("top_k")] > 0).any()),
+            any_top_p=bool((host_floats[:, FLOATS.index("top_p")] < 1.0).any()),
+            any_min_p=bool((host_floats[:, FLOATS.index("min_p")] > 0.0).any()),
+        )
+        token_ids, _ = choose(logits, inputs)
+        state.token_ids.index_put_((where[0], where[1] + 1), token_ids)
