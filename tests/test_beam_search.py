@@ -63,10 +63,13 @@ CASES: list[dict[str, Any]] = [
     {"beam_width": 3, "max_tokens": 12, "length_penalty": -0.5, "early_stopping": "never"},
     {"beam_width": 4, "max_tokens": 1},
     {"beam_width": 3, "max_tokens": 10, "ignore_eos": True},
+    {"beam_width": 2, "max_tokens": 25, "length_penalty": 1.0, "early_stopping": True},
+    {"beam_width": 2, "max_tokens": 25, "length_penalty": 1.0, "early_stopping": "never"},
+    {"beam_width": 2, "max_tokens": 25, "length_penalty": 1.0},
 ]
 
 
-@pytest.mark.parametrize("num_eos", [0, 1, 3])
+@pytest.mark.parametrize("num_eos", [0, 1, 12])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_those_of_transformers(pair, case, num_eos):
     ours, theirs = pair

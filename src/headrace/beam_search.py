@@ -132,18 +132,13 @@ class BeamSearch:
             elif rank < width:  # one that ends below the best is not good enough
                 child.score, child.ended = logprob / length**params.length_penalty, True
                 new.append(child)
-        self._finish(new)
+        self._finished = sorted([*self._finished, *new], key=lambda b: -b.score)[:width]
         self.running = running[:width]
         self.done = not self.running or not self._may_improve(length) or (params.early_stopping is True and self._full)
 
     @property
     def _full(self) -> bool:
         return len(self._finished) == self.params.beam_width
-
-    def _finish(self, new: list[_Beam]) -> None:
-        if self._full and self.params.early_stopping is True:
-            return
-        self._finished = sorted([*self._finished, *new], key=lambda b: -b.score)[: self.params.beam_width]
 
     def _may_improve(self, length: int) -> bool:
         """Whether the best running beam might still push out the worst finished one."""
