@@ -36,8 +36,3 @@ def sensitive(config: EngineConfig) -> Engine:
     engine = build_engine(config)
     engine.core.runner.decoder = SensitiveDecoder(engine.core.runner.decoder)
     return engine
-
-
-def broken(config: EngineConfig) -> Engine:
-    """Cannot start."""
-    raise RuntimeError("no such card")

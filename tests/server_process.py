@@ -52,17 +52,23 @@ class ServerProcess:
         return found.group(1)
 
     def wait_ready(self, seconds: float = 90) -> ServerProcess:
-        until(lambda: self.process.poll() is not None or self.http.get("/ready").status_code == 200, seconds)
+        until(lambda: self.process.poll() is not None or self.is_ready(), seconds)
         assert self.process.poll() is None, self.log()
         return self
+
+    def is_ready(self) -> bool:
+        try:
+            return self.http.get("/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
 
     def children(self) -> list[int]:
         """Process ids of cores: the running one and, after it, the one on standby."""
         return sorted(processes_of(self.process.pid))
 
     def core(self) -> int:
-        """The process that runs the engine."""
-        return self.children()[0]
+        """The process that runs the engine; 0: none does at the moment."""
+        return next(iter(self.children()), 0)
 
     def metrics(self) -> dict[str, float]:
         """name{labels without the model's} -> value."""

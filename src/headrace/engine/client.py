@@ -36,7 +36,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
-STANDBY_DELAY = 2.0  # seconds after a core is ready: its first requests have the machine for themselves
+STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ class Stream:
     """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
 
     __slots__ = (
-        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "news", "num_cached", "num_in_core", "request",
-        "sent",
+        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "news", "num_cached", "num_in_core",
+        "request", "sent",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest):
@@ -374,10 +374,16 @@ class EngineClient:
                 core = None
         core = core or await CoreProcess.spawn(self._context, *self._spawn_arguments)
         core.begin(self.config)
+        if self.restarts:  # the next death may be near
+            self._prepare_standby(0.0)
         return core
 
-    async def _stand_by(self) -> CoreProcess:
-        await asyncio.sleep(STANDBY_DELAY)
+    def _prepare_standby(self, delay: float) -> None:
+        if self.supervision.standby and self._standby is None:
+            self._standby = asyncio.create_task(self._stand_by(delay))
+
+    async def _stand_by(self, delay: float) -> CoreProcess:
+        await asyncio.sleep(delay)
         return await CoreProcess.spawn(self._context, *self._spawn_arguments)
 
     async def _serve(self, core: CoreProcess) -> str:
@@ -418,8 +424,7 @@ class EngineClient:
                 self._loaded.set()
                 if not self._probation.active or self._probation.advance():
                     self._send_rest()
-                if self.supervision.standby and self._standby is None:
-                    self._standby = asyncio.create_task(self._stand_by())
+                self._prepare_standby(STANDBY_DELAY)
 
     # ---------------------------------------------------------------- news
 

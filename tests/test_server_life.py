@@ -1,0 +1,177 @@
+"""A server's start and end: busy ports, broken engines, signals of all kinds. Nothing outlives it, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.engine.core_process import PREFIX, STALE_SECONDS, remove_stale_directories
+from server_process import SRC, ServerProcess, alive, until
+from tiny_models import write_tiny
+
+LONG = {"model": "tiny", "prompt": "The water", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+def start(model: Path, tmp: Path, *options: str, builder: str | None = None) -> ServerProcess:
+    return ServerProcess(model, "--served-model-name", "tiny", *options, builder=builder, tmp=tmp)
+
+
+def leftovers(tmp: Path) -> list[Path]:
+    return list(tmp.glob(f"{PREFIX}*"))
+
+
+class Reader(threading.Thread):
+    """Reads a long stream; `text` grows."""
+
+    def __init__(self, server: ServerProcess, **more):
+        super().__init__(daemon=True)
+        self.server, self.body, self.text, self.error = server, {**LONG, **more}, "", None
+        self.start()
+        until(lambda: self.text or self.error, 30)
+
+    def run(self) -> None:
+        try:
+            with self.server.http.stream("POST", "/v1/completions", json=self.body) as response:
+                for piece in response.iter_text():
+                    self.text += piece
+        except Exception as e:
+            self.error = e
+
+
+def test_sigterm_lets_streams_end(model, tmp_path):
+    trace = tmp_path / "trace.json"
+    with start(model, tmp_path, "--trace", str(trace), "--stats-interval", "0.5") as server:
+        assert server.http.get("/health").status_code == 200 and server.http.get("/ready").status_code == 503
+        early = server.http.post("/v1/completions", json=LONG)
+        assert early.status_code == 503 and early.json()["error"]["code"] == "loading" and early.headers["retry-after"]
+        server.wait_ready()
+        reader = Reader(server, n=4)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.http.get("/ready").status_code == 503, 5, every=0.001)
+        assert server.http.get("/health").status_code == 200
+        late = server.http.post("/v1/completions", json=LONG)
+        assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
+        reader.join(30)
+        assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 4
+        assert server.process.wait(20) == 0
+        assert not leftovers(tmp_path) and not server.children()
+        assert "draining" in server.log() and "tok/s" in server.log()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(e.get("name") == "decode" and e["ph"] == "b" for e in events) == 4
+    assert sum(e["ph"] == "X" and e["name"] == "launch" for e in events) >= 200
+
+
+def test_a_second_sigterm_ends_at_once(model, tmp_path):
+    with start(model, tmp_path) as server:
+        server.wait_ready()
+        children = server.children()
+        reader = Reader(server, n=8)
+        os.kill(server.core(), signal.SIGSTOP)  # it will never end by itself
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "draining" in server.log(), 5)
+        began = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - began < 2 and not any(map(alive, children)) and not leftovers(tmp_path)
+        reader.join(5)
+        assert '"error"' in reader.text and reader.text.count('"length"') < 8
+
+
+def test_no_core_outlives_a_killed_server(model, tmp_path):
+    with start(model, tmp_path) as server:
+        server.wait_ready()
+        children = until(lambda: len(server.children()) == 2 and server.children(), 20)
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        until(lambda: not any(map(alive, children)), 2)
+        assert not leftovers(tmp_path)
+
+
+def test_a_killed_server_that_was_loading_leaves_nothing(model, tmp_path):
+    with start(model, tmp_path) as server:
+        children = until(server.children, 20)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        until(lambda: not any(map(alive, children)), 2)
+        until(lambda: not leftovers(tmp_path), 2)
+
+
+def test_sigterm_while_loading(model, tmp_path):
+    with start(model, tmp_path) as server:
+        until(server.children, 20)
+        began = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - began < 5 and not leftovers(tmp_path)
+
+
+def test_too_many_deaths_end_the_server(model, tmp_path):
+    with start(model, tmp_path, "--max-restarts", "1") as server:
+        server.wait_ready()
+        reader = Reader(server)
+        for _ in range(2):
+            os.kill(until(server.core, 10), signal.SIGKILL)
+            time.sleep(0.05)
+            until(lambda: server.process.poll() is not None or server.is_ready(), 60)
+        assert server.process.wait(10) == 1
+        assert "2 deaths of the core" in server.log()
+        reader.join(5)
+        assert "engine" in reader.text.rpartition('"error"')[2]
+        assert not server.children() and not leftovers(tmp_path)
+
+
+def test_an_engine_that_cannot_start_ends_the_server(model, tmp_path):
+    with start(model, tmp_path, builder="broken_builder:broken") as server:
+        assert server.process.wait(120) == 1
+        assert "no such card" in server.log() and "3 starts in a row" in server.log()
+    with start(model, tmp_path, "--max-model-len", "100000") as server:  # a mistake: not tried again
+        assert server.process.wait(60) == 1
+        assert "max_model_len" in server.log() and "starts in a row" not in server.log()
+
+
+def test_a_busy_port_is_an_error_at_once(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "headrace.cli", "serve", str(model), "--port", port]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and port in done.stderr and "Address already in use" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--metrics-prefix", "a b"), ("--stats-interval", "-1"), ("--trace", "/no/such/dir/t"), ("--heartbeat-timeout", "0")]
+)  # fmt: skip
+def test_bad_options_are_refused(model, option, value):
+    command = [sys.executable, "-m", "headrace.cli", "serve", str(model), "--port", "0", option, value]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and option.lstrip("-").replace("-", "_") in done.stderr.replace("-", "_")
+
+
+def test_directories_of_the_dead_are_cleaned(tmp_path, monkeypatch):
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    old = time.time() - STALE_SECONDS - 60
+    names = {f"{PREFIX}{dead.pid}-a": False, f"{PREFIX}{os.getpid()}-b": True, f"{PREFIX}shape-c": True, "other-1-d": True}
+    for name in names:
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (old, old))
+    (tmp_path / f"{PREFIX}{dead.pid}-young").mkdir()
+    remove_stale_directories()
+    assert {n: (tmp_path / n).exists() for n in names} == names and (tmp_path / f"{PREFIX}{dead.pid}-young").exists()
