@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +16,11 @@ from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.engine.request import Request
 from headrace.errors import ParameterError
+from headrace.kernels.prepare import DecodeRows, prepare_decode, publish
+from headrace.model.batch import ForwardBatch
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.sampler import SampleInputs, choose
+from headrace.worker.sampling import Tail
 from scheduler_fake import NoForecast
 from tiny_models import write_tiny
 
@@ -125,6 +132,71 @@ def test_any_proposer_and_schedule_give_the_same_tokens(model, drafts, vocab, al
     if "tiny pool" in schedule:
         assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
     assert not core.speculator._rates, "something is kept of requests that have ended"
+
+
+class UncapturedGraphs:
+    """What captured decode steps do (worker/cuda_graphs.py), done at once and without padding."""
+
+    def __init__(self, forward, kv, state, most: int):
+        self.forward, self.kv, self.state, self.sizes = forward, kv, state, [most]
+        self.replays = 0
+
+    def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> SimpleNamespace:
+        state, count = self.state, numbers.shape[1]
+        assert numbers[1].max() < context
+        rows = DecodeRows.empty(count, state.device)
+        prepare_decode(
+            torch.from_numpy(numbers), state.token_ids, state.block_tables, state.floats, state.ints, rows,
+            block_size=state.block_size,
+        )  # fmt: skip
+        batch = ForwardBatch(
+            rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
+            torch.arange(count + 1, dtype=torch.int32), rows.seq_lens, count, [1] * count, rows.seq_lens.tolist(),
+        )  # fmt: skip
+        logits = self.forward(batch, self.kv)
+        self.replays += 1
+        if tail is Tail.LOGITS:
+            return SimpleNamespace(token_ids=None, failed=None, logits=logits)
+        token_ids, failed = choose(
+            logits,
+            SampleInputs(
+                rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
+                all_greedy=tail is Tail.GREEDY, any_top_k=tail is Tail.FILTERED, any_top_p=tail is Tail.FILTERED,
+                any_min_p=tail is Tail.FILTERED,
+            ),
+        )  # fmt: skip
+        publish(token_ids, rows, state.token_ids)
+        return SimpleNamespace(token_ids=token_ids, failed=failed, logits=None)
+
+
+@pytest.mark.parametrize("proposer", ["half right", "perfect", "other model", "same model"])
+def test_captured_steps_with_drafts_give_the_same_tokens(model, drafts, vocab, alone, proposer):
+    core = drafting_core(model, **drafts.get(proposer, {}), block_size=2, num_kv_blocks=512)
+    runner, drafter = core.runner, core.runner.drafter
+    runner.graphs = UncapturedGraphs(
+        lambda batch, kv: runner.decoder.logits(runner.decoder.forward(batch, kv)), runner.kv, runner.state, 12
+    )
+    if drafter is not None:
+        decoder = drafter.decoder
+        drafter.graphs = UncapturedGraphs(lambda b, kv: decoder.logits(decoder.forward(b, kv)), drafter.kv, runner.state, 8)
+    for seed in SEEDS:
+        expected = alone(seed)
+        if PROPOSERS[proposer] is not None:
+            right = {name: r.ids for name, r in expected.items()}
+            core.speculator.proposer = Guesser(right, vocab, PROPOSERS[proposer])
+        simple = [r for r in make_requests(seed, COUNT, vocab) if r.params.logit_bias is None]
+        for request in [*make_requests(seed, COUNT, vocab), *simple]:  # one by one and then together: all kinds of tails
+            assert_same(run(core, [request])[request.id], expected[request.id])
+        results = run(core, simple)
+        for request in simple:
+            assert_same(results[request.id], expected[request.id])
+    params = complete(SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True))
+    plain = EngineRequest("a", [4, 5, 6], params, 7)
+    want = run(make_core(model), [plain])["a"]
+    core.speculator.proposer = core.speculator.proposer and Guesser({"a": want.ids}, vocab, PROPOSERS[proposer])
+    assert_same(run(core, [plain])["a"], want)
+    assert runner.graphs.replays > 50 and core.speculator.stats.num_draft_tokens > 100
+    assert drafter is None or drafter.graphs.replays > 50
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ that it has not seen. So requests that never speculate cost it nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from headrace.model.decoder import Decoder
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.sampler import SampleInputs, choose
 from headrace.worker.batch_state import FLOATS, INTS, BatchState
+from headrace.worker.sampling import tail_of
+
+if TYPE_CHECKING:
+    from headrace.worker.cuda_graphs import DecodeGraphs
 
 
 class DraftModel:
@@ -28,8 +33,10 @@ class DraftModel:
     """
 
     def __init__(
-        self, decoder: Decoder, kv: KVCache, state: BatchState, cost: float, vocab_size: int, max_num_batched_tokens: int
-    ):
+        self, decoder: Decoder, kv: KVCache, state: BatchState, cost: float, vocab_size: int, max_num_batched_tokens: int,
+        graphs: DecodeGraphs | None = None,
+    ):  # fmt: skip
+        self.graphs = graphs  # of the draft model: capture forward, sampler and the way to the token table
         self.decoder, self.kv, self.state, self.cost = decoder, kv, state, cost
         self._vocab_size, self._most_rows = vocab_size, max_num_batched_tokens
         slots = state.token_ids.shape[0]
@@ -64,6 +71,9 @@ class DraftModel:
             wanting = [c for c in chunks if c.num_drafts > i]
             slots = np.fromiter((c.slot for c in wanting), np.int32, len(wanting))
             places = np.fromiter((c.start + i for c in wanting), np.int32, len(wanting))
+            if i and self.graphs is not None and len(wanting) <= self.graphs.sizes[-1]:
+                self._replay(slots, places)
+                continue
             if i:
                 hidden = self.decoder.forward(self.state.rows(slots, places, np.ones_like(slots)), self.kv)
             self._sample(hidden[: len(wanting)], slots, places)
@@ -97,6 +107,12 @@ class DraftModel:
             self._filled[c.request.block_ids[seen // size : (c.start + 1) // size]] = True
         assert hidden is not None
         return hidden
+
+    def _replay(self, slots: np.ndarray, places: np.ndarray) -> None:
+        """A step of one row each; the id lands in the token table."""
+        assert self.graphs is not None
+        numbers = np.stack([slots, places, np.full_like(slots, -1)])
+        self.graphs.replay(numbers, int(places.max()) + 1, tail_of(self.state, slots))
 
     def _sample(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray) -> None:
         """Write to the token table what follows the tokens at (slots, places) [R]."""

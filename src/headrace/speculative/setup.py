@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
+from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
@@ -23,6 +25,7 @@ from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 
 VERIFY_COST = 0.1  # of one more row in a step of few rows, relative to the step
+GRAPH_ROWS = 64  # requests that a captured draft step serves at most
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: models pad them to round numbers
 
 
@@ -57,7 +60,17 @@ def draft_model(config: EngineConfig, draft: Draft, target_bytes: int, num_block
     weight = draft.weights.embedding
     kv = KVCache(draft.model, num_blocks, config.block_size, weight.dtype, weight.device)
     cost = draft.weights.num_bytes / target_bytes  # what decoding costs is reading the weights
-    return DraftModel(draft.decoder, kv, state, cost, draft.vocab_size, config.max_num_batched_tokens)
+    graphs = None
+    if state.device.type == "cuda" and not config.enforce_eager:
+        from headrace.worker.cuda_graphs import DecodeGraphs
+
+        def forward(batch: ForwardBatch, cache: KVCache) -> Tensor:
+            logits = draft.decoder.logits(draft.decoder.forward(batch, cache))
+            return logits[:, : draft.vocab_size].contiguous()  # the target has no row for others
+
+        assert config.max_model_len
+        graphs = DecodeGraphs(forward, kv, state, min(config.max_num_seqs, GRAPH_ROWS), config.max_model_len)
+    return DraftModel(draft.decoder, kv, state, cost, draft.vocab_size, config.max_num_batched_tokens, graphs)
 
 
 def make_speculator(

@@ -57,7 +57,7 @@ class BatchState:
         if admitted:
             self.staging.upload_into(self.floats, self.host_floats)
             self.staging.upload_into(self.ints, self.host_ints)
-        self._append_blocks([c for c in plan.chunks if c.new_blocks and not c.admitted])
+        self.append_blocks([c for c in plan.chunks if c.new_blocks and not c.admitted])
         return admitted
 
     def _load(self, request: Request) -> None:
@@ -69,7 +69,8 @@ class BatchState:
         self.host_floats[slot] = [getattr(p, name) for name in FLOATS]
         self.host_ints[slot] = (as_int64(request.seed), p.top_k, p.sample_index, len(request.prompt_ids))
 
-    def _append_blocks(self, chunks: Sequence[Chunk]) -> None:
+    def append_blocks(self, chunks: Sequence[Chunk]) -> None:
+        """Enter the chunks' new blocks into their slots' tables."""
         if not chunks:
             return
         where = [(c.slot, c.block_offset + i, b) for c in chunks for i, b in enumerate(c.new_blocks)]

@@ -21,9 +21,10 @@ from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.batch import ForwardBatch
 from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
+from headrace.speculative.verify import kept_rows
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState
-from headrace.worker.sampling import DeviceOutput, StepSampler, Tail
+from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
 
 if TYPE_CHECKING:
     from headrace.worker.cuda_graphs import DecodeGraphs
@@ -65,7 +66,7 @@ class ModelRunner:
         self.sampler = StepSampler(state, decoder.config.vocab_size)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        if self.graphs is None or not is_decode(plan):
+        if not self._is_captured(plan):
             return self.sample(self.forward(plan))
         tail = self.sampler.tail(plan)
         pending = self._replay(plan, tail)
@@ -77,6 +78,12 @@ class ModelRunner:
         """There is nothing to run: prepare for what may come. False if there is nothing left to prepare."""
         return self.graphs is not None and self.graphs.capture_next()
 
+    def _is_captured(self, plan: StepPlan) -> bool:
+        """Whether a captured decode step does it; there every row is a sequence, of which max_num_seqs are the most."""
+        if self.graphs is None or not is_decode(plan):
+            return False
+        return not plan.num_drafts or plan.num_tokens <= self.graphs.sizes[-1]
+
     def _replay(self, plan: StepPlan, tail: Tail) -> Pending:
         assert self.graphs is not None
         self.state.staging.next_step()
@@ -86,17 +93,31 @@ class ModelRunner:
         numbers = np.empty((3, len(chunks)), np.int32)
         numbers[0] = [c.slot for c in chunks]
         numbers[1] = [c.start for c in chunks]
-        numbers[2] = [c.new_blocks[0] if c.new_blocks else -1 for c in chunks]
+        numbers[2] = [c.new_blocks[0] if c.new_blocks and not c.num_drafts else -1 for c in chunks]
+        guesses = None
+        if plan.num_drafts:
+            # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
+            self.state.append_blocks([c for c in chunks if c.num_drafts and c.new_blocks])
+            self._write_drafts(plan)
+            counts = [c.num_tokens for c in chunks]
+            ahead = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+            numbers = np.repeat(numbers, counts, axis=1)
+            numbers[1] += ahead.astype(np.int32)
+            slots, positions = self.state.staging.upload(numbers[:2].astype(np.int64))
+            guesses = self.state.token_ids[slots, positions + 1]  # before the step writes there what it samples
         captured = self.graphs.replay(numbers, int(numbers[1].max()) + 1, tail)
-        count = len(chunks)
+        count = numbers.shape[1]
         pending = Pending(plan, chunks, None if captured.logits is None else captured.logits[:count])
         if captured.token_ids is not None and captured.failed is not None:
-            pending.sampled = DeviceOutput(captured.token_ids[:count], captured.failed[:count], {})
+            token_ids, failed, kept = captured.token_ids[:count], captured.failed[:count], None
+            if guesses is not None:
+                kept = kept_rows(token_ids, guesses, failed, self.state.staging.upload(first_rows(chunks)))
+            pending.sampled = DeviceOutput(token_ids, failed, {}, kept=kept)
         return pending
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
-        if self.graphs is not None and is_decode(plan):
+        if self._is_captured(plan):
             return self._replay(plan, Tail.LOGITS)
         for request in self.state.apply(plan):
             self.sampler.load(request)
@@ -162,8 +183,10 @@ def sampled_rows(plan: StepPlan, stops: np.ndarray) -> list[int]:
 
 
 def is_decode(plan: StepPlan) -> bool:
-    """Every row samples the next token of a request whose slot the device knows already."""
-    return all(c.num_tokens == 1 and c.samples and not c.admitted and c.request.pooling is None for c in plan.chunks)
+    """Every row samples the next token, or one after drafts, of a request whose slot the device knows already."""
+    return all(
+        c.num_tokens == 1 + c.num_drafts and c.samples and not c.admitted and c.request.pooling is None for c in plan.chunks
+    )
 
 
 class StepHandle:

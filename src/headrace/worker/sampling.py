@@ -7,7 +7,7 @@ are kept while the same slots run, so that a steady decode builds nothing but it
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,11 +121,7 @@ class StepSampler:
         slots = [c.slot for c in plan.chunks]
         if self._special[slots].any():
             return Tail.LOGITS
-        floats, ints = self.state.host_floats[slots], self.state.host_ints[slots]
-        if (floats[:, FLOATS.index("temperature")] < GREEDY_EPS).all():
-            return Tail.GREEDY
-        filtered = (ints[:, INTS.index("top_k")] > 0) | (floats[:, FLOATS.index("top_p")] < 1.0)
-        return Tail.FILTERED if (filtered | (floats[:, FLOATS.index("min_p")] > 0.0)).any() else Tail.RANDOM
+        return tail_of(self.state, slots)
 
     def __call__(
         self, logits: Tensor, chunks: list[Chunk], grammar: GrammarMasks | None = None, num_drafts: int = 0
@@ -262,6 +258,15 @@ class StepSampler:
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         values = self.state.floats[device_slots][:, [FLOATS.index(n) for n in names]]
         return Penalties(self._counts, device_slots, values[:, 0], values[:, 1], values[:, 2])
+
+
+def tail_of(state: BatchState, slots: Sequence[int] | np.ndarray) -> Tail:
+    """The least sampler that does what these slots ask for, edits of their logits left aside."""
+    floats, ints = state.host_floats[slots], state.host_ints[slots]
+    if (floats[:, FLOATS.index("temperature")] < GREEDY_EPS).all():
+        return Tail.GREEDY
+    filtered = (ints[:, INTS.index("top_k")] > 0) | (floats[:, FLOATS.index("top_p")] < 1.0)
+    return Tail.FILTERED if (filtered | (floats[:, FLOATS.index("min_p")] > 0.0)).any() else Tail.RANDOM
 
 
 def first_rows(chunks: list[Chunk]) -> np.ndarray:
