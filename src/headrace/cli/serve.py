@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -40,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--chat-template", help="a jinja2 file instead of the checkpoint's template")
     server.add_argument("--tool-parser", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none")
     server.add_argument("--reasoning-parser", default="auto", help="a parser's name, auto or none")
+    server.add_argument(
+        "--override-generation-config", default="{}", metavar="JSON",
+        help='sampling parameters of requests that do not say, before the checkpoint\'s own: \'{"temperature": 0}\'',
+    )  # fmt: skip
     server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"))
     server.add_argument("--metrics-prefix", default="headrace", help="vllm: for dashboards made for vLLM")
     server.add_argument("--stats-interval", type=float, default=5.0, help="seconds between lines of statistics; 0: none")
@@ -98,6 +103,21 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def generation_defaults(text: str) -> dict[str, Any]:
+    """What stands in for the checkpoint's generation_config.json. Raises ParameterError for what is not one of its values."""
+    from headrace.sampling.params import SamplingParams
+
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or not set(given) <= set(names):
+        raise ParameterError("--override-generation-config", text, "a JSON object with some of " + ", ".join(names))
+    SamplingParams(**given)
+    return given
+
+
 def server_config(args: argparse.Namespace):
     from headrace.api.config import ServerConfig
 
@@ -152,7 +172,7 @@ class Server:
         from headrace.metrics.prometheus import PrometheusMetrics
         from headrace.metrics.trace import TraceFile
 
-        config = server_config(args)
+        config, defaults = server_config(args), generation_defaults(args.override_generation_config)
         client = EngineClient(
             EngineConfig(**engine_options(args)),
             SupervisionConfig(
@@ -162,6 +182,7 @@ class Server:
             builder=self.builder, log_level=args.log_level.upper(), on_give_up=lambda why: self.stop.set(),
             traced=args.trace is not None,
         )  # fmt: skip
+        client.generation_defaults |= defaults
         self.stage(f"{client.model_name}: tokenizer and configuration read")
         metrics = PrometheusMetrics(client, args.metrics_prefix, (config.served_model_names or (client.model_name,))[0])
         client.observers.append(metrics)
