@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
@@ -42,12 +43,15 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
     wish = policy.wish() or wish_of(body.response_format, body.structured_outputs)
     params = constrain(ctx, _parameters(ctx, body), wish)
+    beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
     ids, end = await prompt_of(ctx, _conversation(body, policy))
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     ids, params = await ctx.check_prompt(ids, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
     generation = Generation(ctx, request, answer, wish)
+    if beams is not None:
+        generation = BeamGeneration(ctx, request, answer, beams)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext, Prompt, for_sample, new_id
 from headrace.api.errors import ApiError, bad_request
@@ -32,25 +33,28 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     wish = wish_of(body.response_format, body.structured_outputs)
     params = constrain(ctx, _parameters(ctx, body), wish)
     given = prompts(body.prompt, "prompt", ctx.config.max_prompts)
-    check_fan_out(ctx, len(given) * params.n, params)
+    beams = beam_params(ctx, body, body.best_of)
+    check_fan_out(ctx, len(given) * (params.n if beams is None else beams.beam_width), params)
     special, cut = body.add_special_tokens is not False, params.truncate_prompt_tokens is not None
     answer = CompletionAnswer(ctx, body, model)
     for prompt, ids in zip(given, await ctx.tokenize(given, special=special, field="prompt", truncated=cut), strict=True):
         await answer.add_prompt(prompt, ids, params)
     generation = Generation(ctx, request, answer, wish)
+    if beams is not None:
+        generation = BeamGeneration(ctx, request, answer, beams)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 
 def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
-    if body.best_of is not None and body.best_of != n:
+    if body.best_of is not None and body.best_of != n and not body.use_beam_search:
         raise bad_request(f"best_of: got {body.best_of}, allowed: the value of n ({n}).", "best_of", "invalid_value")
     if body.logprobs is not None and not 0 <= body.logprobs <= ctx.config.max_logprobs:
         text = f"logprobs: got {body.logprobs}, allowed: an integer in [0, {ctx.config.max_logprobs}]"
         raise bad_request(text, "logprobs", "invalid_value")
     changes: dict[str, Any] = {"logprobs": body.logprobs}
     if body.max_tokens == 0:
-        if not body.echo:
+        if not body.echo or body.use_beam_search:
             raise bad_request("max_tokens: 0 is allowed with echo only (to score the prompt).", "max_tokens", "invalid_value")
         changes["max_tokens"] = 1  # the engine samples one token, which the answer leaves out
         changes["min_tokens"] = 0

@@ -22,7 +22,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (), "function_call": ("none",), "audio": (), "modalities": (["text"],), "web_search_options": (),
     "moderation": (), "suffix": ("",),
     # vLLM
-    "use_beam_search": (False,), "length_penalty": (1.0,), "logprob_token_ids": (), "repetition_detection": (),
+    "logprob_token_ids": (), "repetition_detection": (),
     "thinking_token_budget": (), "stream_interval": (1,), "kv_transfer_params": (), "vllm_xargs": (), "prompt_embeds": (),
     "documents": (), "mm_processor_kwargs": (), "media_io_kwargs": (), "return_prompt_text": (False,), "session_id": (),
     "chat_template": (),
@@ -103,8 +103,8 @@ class GenerationFields(SamplingFields, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None  # with use_beam_search
     logprob_token_ids: Any = None
     repetition_detection: Any = None
     thinking_token_budget: Any = None

@@ -1,0 +1,118 @@
+"""`use_beam_search` over HTTP: what the search finds is what is answered, whole or streamed; what it cannot do is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from api_client import Api, error_of
+from fake_engine import EOS, IM_END, FakeEngine, fake_logprobs
+from headrace.beam_search import BeamSearch, BeamSearchParams
+
+PROMPT = list(b"once upon")
+
+
+@pytest.fixture
+def api():
+    api = Api(FakeEngine(bursts=1))
+    yield api
+    api.close()
+
+
+def searched(engine: FakeEngine, prompt: list[int], max_tokens: int, **params: Any):
+    """The search driven by hand over what the fake engine says."""
+    search = BeamSearch(prompt, BeamSearchParams(max_tokens=max_tokens, **params), [EOS, IM_END])
+    while not search.done:
+        found = []
+        for ids in search.prompts():
+            entry = fake_logprobs(engine.sample(ids, search.step_params())[0][0], search.num_candidates)
+            found.append((entry.ids[1:], entry.logprobs[1:]))
+        search.advance(found)
+    return search.results()
+
+
+def shown(engine: FakeEngine, result) -> str:
+    return engine.tokenizer.decode(result.token_ids[:-1] if result.finish_reason == "stop" else result.token_ids)
+
+
+def test_completions_answer_with_the_best_sequences(api):
+    body = {"prompt": PROMPT, "use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 6, "length_penalty": 0.5}
+    answer = api.ok("/v1/completions", {**body, "return_token_ids": True})
+    want = searched(api.engine, PROMPT, 6, beam_width=4, num_return_sequences=2, length_penalty=0.5)
+    assert [c["token_ids"] for c in answer["choices"]] == [r.token_ids for r in want]
+    assert [c["text"] for c in answer["choices"]] == [shown(api.engine, r) for r in want]
+    assert [c["finish_reason"] for c in answer["choices"]] == [r.finish_reason for r in want]
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+    assert answer["usage"]["completion_tokens"] == sum(len(r.token_ids) for r in want)
+    assert not api.engine.active and not api.engine.aborted
+
+
+def test_several_prompts_and_echo(api):
+    body = {"prompt": [PROMPT, list(b"twice")], "use_beam_search": True, "n": 3, "max_tokens": 4, "echo": True}
+    answer = api.ok("/v1/completions", body)
+    texts = []
+    for prompt in body["prompt"]:
+        results = searched(api.engine, prompt, 4, beam_width=3)
+        texts += [bytes(prompt).decode() + shown(api.engine, r) for r in results]
+    assert [c["text"] for c in answer["choices"]] == texts
+    assert [c["index"] for c in answer["choices"]] == list(range(6))
+
+
+def test_chat_streams_the_same(api):
+    body = {"messages": [{"role": "user", "content": "hi"}], "use_beam_search": True, "n": 2, "max_tokens": 5}
+    whole = api.ok("/v1/chat/completions", body)
+    streamed = {0: "", 1: ""}
+    for event in api.events("/v1/chat/completions", body):
+        for choice in event["choices"]:
+            streamed[choice["index"]] += choice["delta"].get("content") or ""
+    assert [c["message"]["content"] for c in whole["choices"]] == list(streamed.values())
+    prompt = api.engine.prompts[0]
+    want = searched(api.engine, prompt, 5, beam_width=2)
+    assert list(streamed.values()) == [shown(api.engine, r) for r in want]
+
+
+def test_ignore_eos(api):
+    body = {"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    answer = api.ok("/v1/completions", body)
+    want = searched(api.engine, PROMPT, 6, beam_width=2, ignore_eos=True)
+    assert [c["token_ids"] for c in answer["choices"]] == [r.token_ids for r in want]
+    assert {c["finish_reason"] for c in answer["choices"]} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"temperature": 0.7}, "temperature"), ({"top_k": 5}, "top_k"), ({"stop": ["x"]}, "stop"), ({"logprobs": 1}, "logprobs"),
+        ({"min_tokens": 2}, "min_tokens"), ({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 60}, "best_of"),
+        ({"best_of": 40}, "best_of"), ({"length_penalty": 1000}, "length_penalty"), ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"max_tokens": 0, "echo": True}, "max_tokens"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"), ({"use_beam_search": 3}, "use_beam_search"),
+    ],
+)  # fmt: skip
+def test_what_a_search_cannot_do_is_refused(api, extra, param):
+    response = api.post("/v1/completions", {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 4, **extra})
+    assert response.status_code == 400, response.text[:500]
+    assert error_of(response)["param"].startswith(param), response.text[:500]
+    assert not api.engine.params, "something reached the engine"
+
+
+def test_neutral_values_are_taken(api):
+    body = {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 3, "temperature": 0, "top_p": 1, "stop": [], "seed": 5}
+    assert api.ok("/v1/completions", body)["choices"]
+
+
+def test_an_engine_that_fails_is_an_error(api):
+    api.engine.fail = lambda n: "error"
+    response = api.post("/v1/completions", {"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 3})
+    assert response.status_code == 500
+    assert not api.engine.active
+
+
+def test_the_fan_out_counts_beams():
+    api = Api(FakeEngine(), max_samples=10)
+    body = {"prompt": [PROMPT] * 3, "use_beam_search": True, "n": 1, "max_tokens": 2}
+    assert api.post("/v1/completions", {**body, "best_of": 3}).status_code == 200
+    response = api.post("/v1/completions", {**body, "best_of": 4})
+    assert (response.status_code, error_of(response)["param"]) == (400, "n")
+    api.close()
