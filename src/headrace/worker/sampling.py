@@ -76,7 +76,7 @@ class DeviceOutput:
     def to_host(self, host: Host) -> DeviceOutput:
         logprobs = None if self.logprobs is None else tuple(host(t) for t in self.logprobs)
         kept = None if self.kept is None else host(self.kept)
-        return DeviceOutput(host(self.token_ids), host(self.failed), self.logprob_rows, logprobs, kept)
+        return DeviceOutput(host(self.token_ids), host(self.failed), self.logprob_rows, logprobs, kept)  # type: ignore[arg-type]
 
     def logprobs_of(self, row: int, num_top: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Ids and logprobs of a row's token and its `num_top` likeliest (-1: all), and the token's rank."""
