@@ -153,15 +153,3 @@ def test_a_stream_that_was_cut_off_goes_on(model, vocab, cut):
         got = run(fresh, [rest])[request.id]
         assert whole.ids[:cut] + got.ids == whole.ids
         assert got.finish_reason == whole.finish_reason
-
-
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "phi3"])
-def test_rows_in_parts_give_the_same_tokens(tmp_path, family):
-    """Large steps take the matrices between two attentions part by part on some devices; here on all."""
-    path = str(write_tiny(family, tmp_path))
-    whole, parted = make_core(path), make_core(path)
-    parted.runner.decoder.part_rows = 3
-    requests = make_requests(9, 6, whole.vocab_size)
-    want, got = run(whole, requests), run(parted, requests)
-    for request in requests:
-        assert_same(got[request.id], want[request.id], request.id)

@@ -75,6 +75,11 @@ def test_prompt_logprobs_equal_transformers(llm, witness):
         )
 
 
+def test_prompt_logprobs_of_one_token(llm):
+    output = llm.generate([[5]], SamplingParams(max_tokens=3, prompt_logprobs=1, **GREEDY), use_tqdm=False)[0]
+    assert output.prompt_logprobs == [None]
+
+
 def test_a_logprob_for_every_token_of_the_vocabulary(llm):
     output = llm.generate([[5, 6]], SamplingParams(max_tokens=1, logprobs=-1, **GREEDY), use_tqdm=False)[0].outputs[0]
     assert len(output.logprobs[0]) == llm.engine.model.vocab_size

@@ -50,7 +50,7 @@ class LLM:
         checkpoint = self.engine.checkpoint
         self.inputs = InputProcessor(
             self.tokenizer,
-            checkpoint.generation_defaults,
+            dict(checkpoint.generation_defaults),
             end_token_ids(checkpoint, self.tokenizer),
             self.engine.model.vocab_size,
             self.config.max_model_len or 0,

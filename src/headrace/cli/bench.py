@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -161,7 +162,7 @@ class Bench:
 
 
 class HostTimes:
-    """What the host does per step of a core: schedule, launch and settle, without the wait for the device."""
+    """The median of what the host does in a step of a core: schedule, launch and settle, without the wait for the device."""
 
     def __init__(self, core):
         self._core, self._step = core, core.step
@@ -169,17 +170,16 @@ class HostTimes:
         self.reset()
 
     def reset(self) -> None:
-        self._seconds, self._steps = 0.0, 0
+        self._seconds: list[float] = []
 
     def _timed_step(self):
         news = self._step()
         times = self._core.times
-        self._seconds += times.schedule + times.launch + times.settle
-        self._steps += 1
+        self._seconds.append(times.schedule + times.launch + times.settle)
         return news
 
     def milliseconds_per_step(self) -> float:
-        return 1e3 * self._seconds / max(self._steps, 1)
+        return 1e3 * statistics.median(self._seconds or [0.0])
 
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:

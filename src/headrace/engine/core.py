@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.engine.inputs import check_token_ids
 from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes, TokenLogprobs
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
@@ -81,10 +82,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ParameterError or CapacityError if it can never run."""
         request.params.check_vocabulary(self.vocab_size)
-        ids = request.prompt_ids
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise ParameterError("prompt", wrong, f"token ids in [0, {self.vocab_size - 1}]")
+        check_token_ids(request.prompt_ids, self.vocab_size)
         wish = request.params.structured_outputs
         if wish is None:
             self.scheduler.add(self._request(request))
@@ -212,8 +210,8 @@ class EngineCore:
         began = time.perf_counter()
         result = handle.result()
         waited = time.perf_counter()
-        for i, (ids, logprobs, ranks) in result.prompt_logprobs.items():
-            self._keep_prompt_logprobs(plan.chunks[i], ids, logprobs, ranks)
+        for i, found in result.prompt_logprobs.items():
+            self._keep_prompt_logprobs(plan.chunks[i], *found)
         for i, vector in result.pooled.items():
             self._keep_pooled(plan.chunks[i], vector)
         chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)} if result.logprobs else {}
@@ -248,9 +246,12 @@ class EngineCore:
         out = EngineOutput(request.id, ids, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
         out.num_cached_tokens = request.num_cached
         if result is not None and ids and chunk in result.logprobs:
-            found = result.logprobs[chunk][: len(ids)]
-            out.logprobs = [TokenLogprobs(top_ids.tolist(), top.tolist(), int(rank)) for top_ids, top, rank in found]
-        out.prompt_logprobs = self._prompt_logprobs.pop(request.id, None) if ids or request.finish_reason else None
+            rows = result.logprobs[chunk][: len(ids)]
+            out.logprobs = [TokenLogprobs(top_ids.tolist(), top.tolist(), int(rank)) for top_ids, top, rank in rows]
+        if request.params.prompt_logprobs is not None and (request.finish_reason or len(request.output_ids) <= len(ids)):
+            found = self._prompt_logprobs.pop(request.id, None)
+            if len(request.output_ids) == len(ids) > 0:
+                out.prompt_logprobs = found or [None]  # a prompt of one token has no other
         if request.finish_reason is not None:
             first = request.first_token or now
             queue = (request.first_scheduled or now) - request.arrival

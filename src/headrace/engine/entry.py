@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import chain
 
 from headrace.cache.radix_tree import ID_BYTES, Node
 from headrace.engine.plan import Chunk
@@ -50,7 +49,7 @@ class Entry:
         request = self.request
         try:
             # int32 bytes of the known ids: the keys of the prefix index, made once and not again in each step of waiting
-            self.ids = array("i", chain(request.prompt_ids, request.output_ids)).tobytes()
+            self.ids = (array("i", request.prompt_ids) + array("i", request.output_ids)).tobytes()
         except (TypeError, OverflowError):
             raise ParameterError("prompt_ids", request.prompt_ids, "token ids: integers in [0, 2^31)") from None
         self.path: list[Node] = []  # where the index agrees with ids, while waiting

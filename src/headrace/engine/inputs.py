@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
@@ -18,6 +20,18 @@ def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[
     """All ids that end a text: of the configs, and the tokenizer's own where they name none."""
     own = None if tokenizer is None or checkpoint.eos_token_ids else tokenizer.eos_token_id
     return tuple(checkpoint.eos_token_ids) if own is None else (own,)
+
+
+def check_token_ids(ids: list[int], vocab_size: int) -> None:
+    """Raises ParameterError unless all are integers in [0, vocab_size). Long prompts come here: no loop in Python."""
+    try:
+        packed = np.frombuffer(array("i", ids), np.int32)
+        good = set(map(type, ids)) <= {int} and (packed.size == 0 or 0 <= packed.min() <= packed.max() < vocab_size)
+    except (TypeError, OverflowError):
+        good = False
+    if not good:
+        wrong = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
+        raise ParameterError("prompt", wrong, f"token ids in [0, {vocab_size - 1}]")
 
 
 class InputProcessor:
@@ -55,9 +69,7 @@ class InputProcessor:
         """Raises ParameterError."""
         if not ids:
             raise ParameterError("prompt", "an empty prompt", "at least one token")
-        if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = next(i for i in ids if type(i) is not int or not 0 <= i < self.vocab_size)
-            raise ParameterError("prompt", wrong, f"token ids in [0, {self.vocab_size - 1}]")
+        check_token_ids(ids, self.vocab_size)
 
     def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""

@@ -19,8 +19,6 @@ from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.linear import Linear, make_linear
 from headrace.model.rope import rope_tables
 
-MAX_ROWS = 1 << 30  # more than any step has
-
 
 @dataclass(slots=True)
 class LayerWeights:
@@ -90,17 +88,6 @@ class _Layer:
         self.q_norm, self.k_norm = w.q_norm, w.k_norm
 
 
-def part_rows(config: ModelConfig, like: Tensor) -> int:
-    """Rows of a large step that go through the matrices between two attentions at a time.
-
-    On a GPU so many that gate and up stay within half of a 50 MB L2 cache: the memory-bound kernels between the products
-    then run from it. Not for narrow models, whose products need thousands of rows to be fast.
-    """
-    if not like.is_cuda or config.hidden_size < 2048:
-        return MAX_ROWS
-    return max(512, (24 << 20) // (2 * config.intermediate_size * like.itemsize) // 256 * 256)
-
-
 class Decoder:
     """Runs a model. Keeps no reference to `weights`: where linears are repacked, the caller's copy can be freed.
 
@@ -122,7 +109,6 @@ class Decoder:
         kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
         self.layer_rope = kinds
-        self.part_rows = part_rows(config, self.embedding)
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`."""
@@ -137,50 +123,22 @@ class Decoder:
         normed = residual
         if layers[0].input_norm is not None:
             normed = rms_norm(residual, layers[0].input_norm, config.norm_eps, self.norm_offset)
-        qkv = layers[0].qkv(normed)
-        residuals = list(residual.split(self.part_rows))
-        for index in range(config.num_layers):
+        for index, layer in enumerate(layers):
             cos, sin = tables[self.layer_rope[index]]
             q = qkv_rope_write(
-                qkv, positions, cos, sin, kv, index, batch.slot_mapping,
+                layer.qkv(normed), positions, cos, sin, kv, index, batch.slot_mapping,
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                q_norm=layers[index].q_norm, k_norm=layers[index].k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
+                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
             )  # fmt: skip
             attended = self.attention.attend(
                 q, index, kv, batch,
                 scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap,
             )  # fmt: skip
-            if len(residuals) == 1:
-                normed, residuals[0] = self._between(index, attended, residuals[0])
-                qkv = layers[index + 1].qkv(normed) if index + 1 < len(layers) else normed
-            else:
-                qkv = self._between_in_parts(index, attended, residuals, qkv)
-        return qkv
-
-    def _between(self, index: int, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """From one attention's output to the normed input of the next layer (after the last one: of the head)."""
-        layer = self.layers[index]
-        following = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.final_norm
-        normed, residual = self._add(layer.o(attended), residual, layer.post_attn_norm, layer.mlp_norm)
-        inner = layer.down(act_mul(layer.gate_up(normed), self.config.activation))
-        return self._add(inner, residual, layer.post_mlp_norm, following)
-
-    def _between_in_parts(self, index: int, attended: Tensor, residuals: list[Tensor], qkv: Tensor) -> Tensor:
-        """All between two attentions is row by row: a part of the rows at a time, what lies between the products stays in
-        the cache. Returns the next qkv, in the place of the last one (read by now), or the hidden states after the last layer.
-        """
-        last = index + 1 == len(self.layers)
-        normed_parts = []
-        start = 0
-        for i, residual in enumerate(residuals):
-            rows = slice(start, start + residual.shape[0])
-            normed, residuals[i] = self._between(index, attended[rows], residual)
-            if last:
-                normed_parts.append(normed)
-            else:
-                self.layers[index + 1].qkv(normed, out=qkv[rows])
-            start = rows.stop
-        return torch.cat(normed_parts) if last else qkv
+            normed, residual = self._add(layer.o(attended), residual, layer.post_attn_norm, layer.mlp_norm)
+            inner = layer.down(act_mul(layer.gate_up(normed), config.activation))
+            following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
+            normed, residual = self._add(inner, residual, layer.post_mlp_norm, following)
+        return normed
 
     def _add(self, part: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
         """Close a part: norm its output (`post`), add it to the residual, norm that for the next part (`following`)."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Linear(Protocol):
-    """x [T, in] -> [T, out], into `out` if that is given."""
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
-
-
+Linear = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out]
 
 # Rows that oneDNN lays the packed weight out for. Eight is right for 1 to 128 (measured); prefill gains nothing elsewhere.
 _PACK_FOR_ROWS = 8
@@ -29,21 +23,10 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
             return _packed(weight, bias)
         if weight.dtype == torch.float32 and weight.shape[0] >= _PACK_FLOAT32_ROWS:
             return _packed(weight, bias)
-
-    def multiply(x: Tensor, out: Tensor | None = None) -> Tensor:
-        if out is None:
-            return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-    return multiply
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
-    linear = torch.ops.mkldnn._linear_pointwise
-
-    def multiply(x: Tensor, out: Tensor | None = None) -> Tensor:
-        result = linear(x, packed, bias, "none", [], "")
-        return result if out is None else out.copy_(result)
-
-    return multiply
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda x: multiply(x, packed, bias, "none", [], "")

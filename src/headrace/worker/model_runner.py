@@ -171,7 +171,9 @@ class ModelRunner:
         stop = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
         targets = self.state.token_ids[chunk.slot, chunk.start + 1 : stop + 1].to(torch.int64)
         hidden = hidden[: stop - chunk.start]
-        return self.sampler.prompt_logprobs(self.decoder.logits, hidden, targets, chunk.request.params.prompt_logprobs)
+        num_top = chunk.request.params.prompt_logprobs
+        assert num_top is not None
+        return self.sampler.prompt_logprobs(self.decoder.logits, hidden, targets, num_top)
 
 
 def sampled_rows(plan: StepPlan, stops: np.ndarray) -> list[int]:
