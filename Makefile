@@ -1,5 +1,9 @@
-# make run    own venv, install, fetch the embedded model, generate from it
-# make test   own venv, install, lint, types, all tests
+# make run          own venv, install, fetch the embedded model, serve it
+# make generate     the same, and generate from a prompt instead of serving
+# make test         own venv, install, lint, types, all tests
+# make test-gpu     the tests that need a card, on a machine that has one
+# make bench-gpu    the benchmarks of the README on a card
+# make conformance  the judges of the HTTP surface (installs them into a venv of their own)
 PYTHON ?= python3
 VENV   ?= .venv
 # The build of torch: on a machine with a GPU any recent one is kept (TORCH=torch takes the newest CUDA build).
@@ -7,7 +11,7 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
-.PHONY: run test lint test-gpu bench-gpu clean
+.PHONY: run generate test lint test-gpu bench-gpu conformance clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +33,9 @@ $(VENV)/.test: pyproject.toml $(VENV)/.run
 	touch $@
 
 run: $(VENV)/.run
+	$(BIN)/headrace serve
+
+generate: $(VENV)/.run
 	$(BIN)/headrace generate --prompt "The capital of France is" --max-tokens 48 --show-stats
 
 lint: $(VENV)/.test
@@ -37,6 +44,17 @@ lint: $(VENV)/.test
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.test
+	$(BIN)/python -m pytest -m gpu
+
+bench-gpu: $(VENV)/.run
+	for shape in qwen3-0.6b qwen3-8b; do \
+	  $(BIN)/headrace bench all --config benchmarks/shapes/$$shape.json --out benchmarks/results/$$shape.json || exit 1; \
+	done
+
+conformance: $(VENV)/.run
+	VENV=$(abspath $(VENV)) bash tests/conformance/run.sh
 
 clean:
 	rm -rf $(VENV)
