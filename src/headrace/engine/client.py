@@ -26,7 +26,7 @@ import zmq.asyncio
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
-from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, News, Ready, StepTrace
+from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready, StepTrace
 from headrace.engine.probation import Probation
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
@@ -388,22 +388,22 @@ class EngineClient:
 
     async def _serve(self, core: CoreProcess) -> str:
         """Take what the core says until it dies; returns why it did."""
-        receiver = asyncio.create_task(self._receive(core))
+        core.listen(self._heard)
         exited = asyncio.create_task(core.process.wait())
+        signs: list[asyncio.Future[Any]] = [core.broken, exited]
         try:
             while True:
-                await asyncio.wait({receiver, exited}, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(signs, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done():
-                    await asyncio.wait({receiver}, timeout=0.05)  # its last words
+                    await asyncio.sleep(0.05)  # its last words
                     return core.fatal.error if core.fatal else f"exit code {exited.result()}"
-                if receiver.done():
-                    return f"unreadable message ({receiver.exception()!r})"
+                if core.broken.done():
+                    return f"a message that was not understood ({core.broken.exception()!r})"
                 if fault := self._fault(core):
                     return fault
                 self._advance()
         finally:
-            for task in (receiver, exited):
-                task.cancel()
+            exited.cancel()
 
     def _fault(self, core: CoreProcess) -> str | None:
         """What is wrong with a process that still lives."""
@@ -414,17 +414,15 @@ class EngineClient:
             return f"one step takes {core.busy_seconds:.0f} s"
         return None
 
-    async def _receive(self, core: CoreProcess) -> None:
-        while True:
-            message = await core.receive()
-            if isinstance(message, News):
-                self._take(message)
-            elif isinstance(message, Ready):
-                self.info = message
-                self._loaded.set()
-                if not self._probation.active or self._probation.advance():
-                    self._send_rest()
-                self._prepare_standby(STANDBY_DELAY)
+    def _heard(self, message: FromCore) -> None:
+        if isinstance(message, News):
+            self._take(message)
+        elif isinstance(message, Ready):
+            self.info = message
+            self._loaded.set()
+            if not self._probation.active or self._probation.advance():
+                self._send_rest()
+            self._prepare_standby(STANDBY_DELAY)
 
     # ---------------------------------------------------------------- news
 

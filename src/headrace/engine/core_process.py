@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,19 @@ from headrace.engine.messages import Fatal, FromCore, Heartbeat, Ready, Shutdown
 
 PREFIX = "headrace-"
 STALE_SECONDS = 600.0
-LOAD_SILENCE = 120.0  # seconds without a sign of a process that still loads
+TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
 
 
 class CoreProcess:
     """A process that has imported everything and waits for its options, or runs an engine once it has got them."""
 
-    def __init__(self, process: asyncio.subprocess.Process, inbox: zmq.asyncio.Socket, outbox: zmq.asyncio.Socket, home: Path):
+    def __init__(self, process: asyncio.subprocess.Process, inbox: zmq.asyncio.Socket, outbox: zmq.Socket, home: Path):
         self.process, self.home = process, home
         self._inbox, self._outbox = inbox, outbox
+        self._loop = asyncio.get_running_loop()
+        self._handler: Callable[[Any], None] | None = None
+        self._again = False  # reading goes on in the loop's next turn
+        self.broken: asyncio.Future[None] = self._loop.create_future()  # gets what the handler raises
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self.last_sign = self._looked = time.monotonic()
@@ -41,7 +46,7 @@ class CoreProcess:
     async def spawn(cls, context: zmq.asyncio.Context, builder: str, log_level: str, traced: bool) -> CoreProcess:
         """Start a process. It connects, removes the directory of the sockets and imports; `begin` gives it its task."""
         home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
-        inbox, outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
         try:
             for socket in (inbox, outbox):
                 socket.set_hwm(0)
@@ -74,9 +79,37 @@ class CoreProcess:
         with contextlib.suppress(zmq.ZMQError):  # a dying core: its death is handled where it is noticed
             self._inbox.send(self._encoder.encode(message))
 
-    async def receive(self) -> Any:
-        """The next message; notes the signs of life in it."""
-        message = self._decoder.decode(await self._outbox.recv())
+    def listen(self, handler: Callable[[Any], None]) -> None:
+        """From now on `handler` gets every message. Read without zmq.asyncio, whose futures cost more than the messages."""
+        self._handler = handler
+        self._loop.add_reader(self._outbox.fileno(), self._read)
+        self._read()
+
+    def _read(self) -> None:
+        """Take what there is, until the others in the loop must have a turn: a core may say more than they can keep up with."""
+        self._again = False
+        end = time.perf_counter() + TURN_SECONDS
+        try:
+            while self._handler is not None:
+                self._handler(self._noted(self._outbox.recv(zmq.NOBLOCK)))
+                if time.perf_counter() > end:
+                    self._read_again()
+                    return
+        except zmq.Again:
+            pass
+        except Exception as e:
+            self._handler = None
+            if not self.broken.done():
+                self.broken.set_exception(e)
+
+    def _read_again(self) -> None:
+        if not self._again:
+            self._again = True
+            self._loop.call_soon(self._read)
+
+    def _noted(self, data: bytes) -> Any:
+        """The message; notes the signs of life in it."""
+        message = self._decoder.decode(data)
         self.last_sign = time.monotonic()
         if isinstance(message, Heartbeat):
             self.busy_seconds = message.busy_seconds
@@ -106,8 +139,12 @@ class CoreProcess:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
-        self._inbox.close(linger=0)
-        self._outbox.close(linger=0)
+        if self._handler is not None:
+            self._loop.remove_reader(self._outbox.fileno())
+            self._handler = None
+        if not self._outbox.closed:
+            self._inbox.close(linger=0)
+            self._outbox.close(linger=0)
         shutil.rmtree(self.home, ignore_errors=True)
 
 

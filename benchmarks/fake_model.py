@@ -1,0 +1,60 @@
+"""A builder for EngineClient: the real scheduler and core over a model of zero cost, which recites a text."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from headrace.config import EngineConfig
+from headrace.engine.build import Engine, resolve
+from headrace.engine.core import EngineCore
+from headrace.engine.plan import StepPlan
+from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.model.tokenizer import Tokenizer
+from headrace.worker.model_runner import StepResult
+
+TEXT = "A headrace is the channel that leads water onto a mill wheel; nothing is lost on the way, and it never stands still. "
+
+
+class Recited:
+    def __init__(self, result: StepResult):
+        self._result = result
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+class Reciter:
+    """A runner: the n-th output token of every request is the n-th of the text."""
+
+    def __init__(self, ids: list[int]):
+        self._ids = [[i] for i in ids]
+
+    def launch(self, plan: StepPlan) -> Recited:
+        ids, count = self._ids, len(self._ids)
+        tokens = [ids[c.output_index % count] if c.samples else [] for c in plan.chunks]
+        return Recited(StepResult(tokens, frozenset(), {}, {}, {}))
+
+    def idle(self) -> bool:
+        return False
+
+
+def build_fake(config: EngineConfig) -> Engine:
+    began = time.perf_counter()
+    checkpoint = resolve_checkpoint(config)
+    model, device = model_config_from_hf(checkpoint.config), torch.device("cpu")
+    config = resolve(config, model, device)
+    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len, block_size=config.block_size,
+            num_blocks=config.max_num_seqs * -(-config.max_model_len // config.block_size),
+        )
+    )  # fmt: skip
+    reciter = Reciter(Tokenizer.from_checkpoint(checkpoint).encode(TEXT * 4, add_special_tokens=False))
+    core = EngineCore(scheduler, reciter, vocab_size=model.vocab_size)  # type: ignore[arg-type]
+    return Engine(core, config, model, checkpoint, device, torch.float32, time.perf_counter() - began)

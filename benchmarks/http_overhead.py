@@ -1,0 +1,234 @@
+"""What HTTP costs: tokens per second through streams with a model of zero cost, beside a bare uvicorn endpoint.
+
+    python benchmarks/http_overhead.py                 1, 64 and 512 streams; the limit is measured in the same run
+    python benchmarks/http_overhead.py --model-run     SmolLM2 on the CPU, 32 clients: HTTP against the offline API
+
+The limit is a raw ASGI application that writes one constant chunk of the same size for each token and yields in between.
+Client, server and core share the machine; the client reads bytes and counts, nothing else. CPU is that of the server's
+processes: seconds for 1,000 tokens, which is the share of one CPU that 1,000 tokens/s take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+HERE = Path(__file__).parent
+SRC = HERE.parent / "src"
+CHUNK = b'data: {"id":"cmpl-0a8c8b5ce1df4288a7a0b473fb64079d","object":"text_completion","created":1795833734,"model":"m","choices":[{"index":0,"text":" water","logprobs":null,"finish_reason":null}]}\n\n'  # noqa: E501
+BARE = """
+import asyncio, sys, uvicorn
+CHUNK = {chunk!r}
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    count = int(scope["query_string"] or 0)
+    await send({{"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}})
+    for _ in range(count):
+        await send({{"type": "http.response.body", "body": CHUNK, "more_body": True}})
+        await asyncio.sleep(0)
+    await send({{"type": "http.response.body", "body": b"data: [DONE]\\n\\n"}})
+uvicorn.run(app, port=0, log_level="info", access_log=False, loop="uvloop", http="httptools", lifespan="off")
+"""
+
+
+class Reader(asyncio.Protocol):
+    """One request; reads to its end."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[None]):
+        self.request, self.done, self.bytes, self.first = request, done, 0, 0.0
+        self.tail = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.bytes and not data.startswith(b"HTTP/1.1 200"):
+            self.done.set_exception(RuntimeError(data[:500].decode()))
+        self.first = self.first or time.perf_counter()
+        self.bytes += len(data)
+        self.tail = self.tail[-16:] + data[-32:]
+        if self.tail.endswith(b"\r\n0\r\n\r\n") and not self.done.done():
+            self.done.set_result(None)
+            self.transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(f"the connection was lost: {error}"))
+
+
+async def load(port: int, requests: list[bytes]) -> tuple[float, int]:
+    """Send all at once; seconds until the last has ended, and bytes."""
+    loop = asyncio.get_running_loop()
+    began = time.perf_counter()
+    readers, ends = [], []
+    for request in requests:
+        done = loop.create_future()
+        _, reader = await loop.create_connection(lambda r=request, d=done: Reader(r, d), "127.0.0.1", port)
+        readers.append(reader)
+        ends.append(done)
+    await asyncio.gather(*ends)
+    return time.perf_counter() - began, sum(r.bytes for r in readers)
+
+
+def http_request(path: str, body: dict[str, Any] | None = None) -> bytes:
+    data = b"" if body is None else json.dumps(body).encode()
+    method = "GET" if body is None else "POST"
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """Of a process and its children so far."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(entry.name) == pid or int(fields[1]) == pid:
+            name = "http" if int(entry.name) == pid else f"core {entry.name}"
+            found[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+class Process:
+    """A server; `port` is read from what it prints."""
+
+    def __init__(self, command: list[str], marker: str):
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": f"{SRC}:{HERE}"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+        assert self.process.stderr is not None
+        self.seen = ""
+        for line in self.process.stderr:
+            self.seen += line
+            if marker in line:
+                break
+        else:
+            raise RuntimeError(self.seen)
+        self.port = int(self.seen.rpartition("http://127.0.0.1:")[2].split("/")[0].split()[0])
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def measure(self, requests: list[bytes], tokens: int) -> dict[str, Any]:
+        before = cpu_seconds(self.process.pid)
+        seconds, size = uvloop.run(load(self.port, requests))
+        cpu = {k: v - before.get(k, 0.0) for k, v in cpu_seconds(self.process.pid).items()}
+        http, core = cpu.pop("http"), sum(cpu.values())
+        return {
+            "tokens_per_second": tokens / seconds, "http_cpu_per_1000_tokens": 1000 * http / tokens,
+            "core_cpu_per_1000_tokens": 1000 * core / tokens, "bytes_per_token": size / tokens,
+        }  # fmt: skip
+
+
+def serve_command(builder: str | None, *options: str) -> list[str]:
+    code = (
+        "import argparse, sys; from headrace.cli import serve; p = argparse.ArgumentParser(); serve.add_arguments(p); "
+        f"sys.exit(serve.run(p.parse_args(sys.argv[1:]), {f'builder={builder!r}' if builder else ''}))"
+    )
+    return [sys.executable, "-c", code, "--port", "0", "--stats-interval", "0", "--no-standby", *options]
+
+
+def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Headrace and the limit in turn, the best of several rounds of each: the machine may be busy otherwise."""
+    results = []
+    options = ["--max-num-seqs", "512", "--max-model-len", "2048", "--served-model-name", "m"]
+    bare_command = [sys.executable, "-c", BARE.format(chunk=CHUNK)]
+    bodies = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    }
+    common = {"model": "m", "stream": True, "ignore_eos": True, "temperature": 0.0}
+    fake_command = serve_command("fake_model:build_fake", *options)
+    with Process(fake_command, "Ready") as ours, Process(bare_command, "running on") as bare:
+        for streams in args.streams:
+            each = max(64, min(1500, args.tokens // streams))
+            runs: dict[str, list[dict[str, Any]]] = {"bare": []}
+            for _ in range(args.rounds):
+                runs["bare"].append(bare.measure([http_request(f"/?{each}")] * streams, each * streams))
+                for path, body in bodies.items():
+                    request = http_request(path, {**common, **body, "max_tokens": each})
+                    runs.setdefault(path, []).append(ours.measure([request] * streams, each * streams))
+            best = {name: max(found, key=lambda r: r["tokens_per_second"]) for name, found in runs.items()}
+            for name, result in best.items():
+                share = result["tokens_per_second"] / best["bare"]["tokens_per_second"]
+                results.append({"what": name, "streams": streams, "tokens_each": each, **result, "share_of_limit": share})
+                print(
+                    f"{streams:4d} streams  {name:22s} {result['tokens_per_second']:9.0f} tok/s  {share:6.1%} of the limit   "
+                    f"CPU s per 1000 tokens: HTTP {result['http_cpu_per_1000_tokens']:.4f}, "
+                    f"core {result['core_cpu_per_1000_tokens']:.4f}   {result['bytes_per_token']:.0f} B/token", flush=True,
+                )  # fmt: skip
+    return results
+
+
+PROMPTS = ["The capital of France is", "Water flows", "Write a story about a mill", "Once upon a time", "In 1850 the", "Why is"]
+
+
+def model_run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same prompts through the offline API in a process of its own, and through HTTP by `--clients` clients."""
+    offline = (
+        "import json, sys, time; from headrace import LLM, SamplingParams; prompts = json.loads(sys.argv[1]); "
+        "llm = LLM(device='cpu', max_num_seqs=64, max_model_len=1024); "
+        "p = SamplingParams(max_tokens=int(sys.argv[2]), temperature=0.0, ignore_eos=True); llm.generate(prompts[:2], p); "
+        "t = time.perf_counter(); out = llm.generate(prompts, p); t = time.perf_counter() - t; "
+        "print(sum(len(o.outputs[0].token_ids) for o in out) / t)"
+    )
+    prompts = [f"{PROMPTS[i % len(PROMPTS)]} {i}" for i in range(args.clients)]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": str(args.threads)}
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    options = ["--device", "cpu", "--max-num-seqs", "64", "--max-model-len", "1024", "--served-model-name", "m"]
+    body = {"model": "m", "stream": True, "ignore_eos": True, "temperature": 0.0, "max_tokens": args.each}
+    requests = [http_request("/v1/completions", {**body, "prompt": p}) for p in prompts]
+    rates: dict[str, list[float]] = {"offline": [], "http": []}
+    for _ in range(args.rounds):
+        command = [sys.executable, "-c", offline, json.dumps(prompts), str(args.each)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        rates["offline"].append(float(done.stdout.split()[-1]))
+        with Process(serve_command(None, *options), "Ready") as server:
+            server.measure(requests[:2], 2 * args.each)  # as the offline API
+            result = server.measure(requests, args.clients * args.each)
+        rates["http"].append(result["tokens_per_second"])
+        print(f"offline {rates['offline'][-1]:.1f} tok/s, HTTP {rates['http'][-1]:.1f} tok/s", flush=True)
+    best = {k: max(v) for k, v in rates.items()}
+    share = best["http"] / best["offline"]
+    print(f"SmolLM2-135M, {args.clients} clients: HTTP {best['http']:.1f} of {best['offline']:.1f} tok/s: {share:.1%}")
+    return [{"what": "smollm2", "clients": args.clients, "runs": rates, "share": share}]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
+    parser.add_argument("--tokens", type=int, default=100_000, help="in all, for each number of streams")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model-run", action="store_true")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--each", type=int, default=64, help="model run: tokens of each client")
+    parser.add_argument("--threads", type=int, default=1, help="model run: OpenMP threads")
+    parser.add_argument("--out", help="write the results to this JSON file")
+    args = parser.parse_args()
+    results = model_run(args) if args.model_run else overhead(args)
+    if args.out:
+        machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}
+        Path(args.out).write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
