@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fast_decode_cases import CONFIGS, PLAIN, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
+from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.epilogues import runs_triton
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.skinny_gemm import GemmTile
-from headrace.model.decode_tiles import StepTiles, default_table, from_json, to_json, tune
+from headrace.model.decode_tiles import StepTiles, candidates, default_table, from_json, product_shapes, to_json, tune
 from headrace.model.decoder import Decoder
 from headrace.model.fast_decode import FastDecode
 
@@ -30,6 +31,12 @@ GEMM = StepTiles(
     down=GemmTile(32, 64, 2, 4, 2), lm_head=GemmTile(64, 64, 1, 4, 2), attention=AttentionTile(block_n=64, min_tiles=2),
     attention_programs=20,
 )  # fmt: skip
+WIDE = StepTiles(
+    qkv=GemmTile(64, 64, 2, 4, 2, block_m=64), o=GemmTile(32, 32, 2, 4, 2, block_m=64),
+    gate_up=GemmTile(64, 64, 1, 4, 2), down=GemmTile(64, 32, 3, 4, 2, prefetch=1, block_m=128),
+    lm_head=GemmTile(64, 64, 1, 4, 2, block_m=128), attention=AttentionTile(block_n=64, heads_first=True),
+)  # fmt: skip
+TWO_KERNELS = replace(WIDE, qkv=GemmTile(64, 64, 1, 4, 2), o=GemmTile(64, 64, 1, 4, 2), attention=SplitTile(64))
 TABLES = {"gemv": {4: GEMV}, "gemm": {16: GEMM}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
@@ -55,6 +62,49 @@ def test_equals_the_decoder(name: str, table: str) -> None:
     fast = FastDecode(config, weights, 4, CPU, TABLES[table])
     assert_close(fast.forward(batch, kv), expected)
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("tiles", [WIDE, TWO_KERNELS], ids=["fused attention", "attention in two kernels"])
+@pytest.mark.parametrize(("name", "rows"), [("qwen2, window in one layer", 70), ("qwen3", 130), ("granite", 256)])
+def test_many_rows_equal_the_decoder(name: str, rows: int, tiles: StepTiles) -> None:
+    """Rows past the first tile of them, and a last tile that is not full."""
+    config = replace(CONFIGS[name], hidden_size=80, num_heads=2, num_kv_heads=1, num_layers=2 if rows == 70 else 1)
+    weights = random_weights(config)
+    lengths = [1 + 7 * i % 40 for i in range(rows)]
+    lengths[-1] = 90
+    batch, kv = decode_batch(config, lengths, 64)
+    _, kv_expected = decode_batch(config, lengths, 64)
+    decoder = Decoder(config, weights, TorchAttention())
+    expected = decoder.logits(decoder.forward(batch, kv_expected))
+    fast = FastDecode(config, weights, rows, CPU, {256: tiles})
+    for buffer in (fast.qkv, fast.attended, fast.inner, fast.split_space.partials, fast.merge_space.partials):
+        buffer.fill_(float("nan"))
+    assert_close(fast.forward(batch, kv), expected)
+    for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
+        assert_close(ours, theirs)
+    assert not fast.split_space.tickets.any()
+    assert not fast.merge_space.tickets.any()
+
+
+@pytest.mark.parametrize("tiles", [WIDE, TWO_KERNELS], ids=["fused attention", "attention in two kernels"])
+def test_many_padded_rows_touch_nothing(tiles: StepTiles) -> None:
+    """As `test_padded_rows_touch_nothing`, with a tile of rows that is nothing but padding."""
+    config, real, padding = replace(PLAIN, num_heads=2, num_kv_heads=1, num_layers=1), 66, 64
+    fast = FastDecode(config, random_weights(config), 256, CPU, {256: tiles})
+    lengths = [1 + 5 * i % 30 for i in range(real)] + [0] * padding
+    results = []
+    for rows in (real + padding, real):
+        batch, kv = decode_batch(config, lengths, 16)
+        for name in ("token_ids", "positions", "slot_mapping", "seq_slots", "seq_lens"):
+            setattr(batch, name, getattr(batch, name)[:rows])
+        batch.query_start, batch.num_decodes, batch.query_lens = batch.query_start[: rows + 1], rows, [1] * rows
+        batch.context_lens = batch.context_lens[:rows]
+        logits = fast.forward(batch, kv)
+        assert logits.isfinite().all()
+        results.append((logits[:real].clone(), kv))
+    assert_close(results[1][0], results[0][0])  # two tiles of rows or three: other shapes, other rounding on the CPU
+    for ours, theirs in zip((*results[0][1].k, *results[0][1].v), (*results[1][1].k, *results[1][1].v), strict=True):
         assert_close(ours, theirs)
 
 
@@ -90,7 +140,7 @@ def test_what_is_not_supported() -> None:
 
 
 def test_tables_survive_json() -> None:
-    table = {**default_table(PLAIN), 8: GEMV, 16: GEMM}
+    table = {**default_table(PLAIN), 8: GEMV, 16: GEMM, 128: TWO_KERNELS, 256: WIDE}
     assert from_json(to_json(table)) == table
 
 
@@ -107,6 +157,7 @@ def test_tune_finds_the_fastest_candidate() -> None:
         products = (tiles.qkv, tiles.o, tiles.gate_up, tiles.down, tiles.lm_head)
         return sum(abs(t.block_n - 32) + t.num_warps for t in products) + tiles.attention_programs / 1e4
 
+    assert all(candidates(shape, 256) for shape in product_shapes(config).values())
     start = replace(default_table(config)[8], o=GemmTile(64, 128, 8, 4, 3))
     best, took = tune(start, config, 8, cost, seconds=60)
     assert {t.block_n for t in (best.qkv, best.o, best.gate_up, best.down)} == {32}

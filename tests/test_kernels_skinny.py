@@ -95,6 +95,37 @@ def test_residual(tile, rows, columns, width):
     close(sumsq.sum(1, keepdim=True), expected[2], 1e-5)
 
 
+WIDE_TILES = [GemmTile(64, 32, 1, 4, 2), GemmTile(32, 32, 2, 4, 2, 1, 64), GemmTile(64, 64, 3, 8, 2, 0, 128)]
+
+
+@pytest.mark.parametrize("rows", [65, 130, 256])
+@pytest.mark.parametrize("tile", WIDE_TILES, ids=str)
+def test_many_rows(tile, rows):
+    """Several tiles of rows: each has partial sums and tickets of its own, and the last one's missing rows are not stored."""
+    columns, width = 100, 96
+    x, w, norm = random(rows, width), random(columns, width, seed=1), random(columns, seed=3)
+    sumsq = random(rows, 37, seed=5).square() * width  # more than are added at a time
+    out = torch.full((tile.splits + 1, rows, columns), NAN, device=DEVICE)
+    skinny_project(x, w, out[:-1], tile, sumsq=sumsq, eps=1e-5)
+    close(out[:-1].sum(0), project_reference(x, w, sumsq, 1e-5, None, 1.0, 0.0), 1e-5)
+    assert out[-1].isnan().all()
+    if tile.splits == 1:
+        gated, wg = torch.full((rows + 1, columns), NAN, device=DEVICE), random(2 * columns, width, seed=6)
+        skinny_glu(x, wg, gated[:-1], tile, sumsq=sumsq, eps=1e-5)
+        close(gated[:-1], glu_reference(x, wg, sumsq, 1e-5, "silu"), 1e-5)
+        assert gated[-1].isnan().all()
+    residual, tiles = random(rows, columns, seed=4), -(-columns // tile.block_n)
+    expected = residual_reference(x, w, residual, norm, 0.0, 0.5, None)
+    normed, sums = torch.full((rows, columns), NAN, device=DEVICE), torch.full((rows, tiles), NAN, device=DEVICE)
+    space = SplitSpace(tile.partial_elements(rows, columns), tiles * tile.row_tiles(rows), torch.device(DEVICE))
+    space.partials.fill_(NAN)
+    skinny_residual(x, w, residual, normed, sums, norm, tile, space, scale=0.5)
+    close(residual, expected[0], 1e-5)
+    close(normed, expected[1], 1e-5)
+    close(sums.sum(1, keepdim=True), expected[2], 1e-5)
+    assert not space.tickets.any()
+
+
 def test_padded_rows_stay_alone():
     """Rows past M, which the tensor-core kernel computes and drops, reach neither the output nor its neighbours."""
     tile = GemmTile(16, 32, 1, 4, 2)

@@ -27,6 +27,8 @@ class AttentionTile:
     """block_n tokens a step; a split has at least `min_tiles` of them, so a short sequence is split less or not at all.
 
     `early`: the next kernel may start (and load its weights) while this one reads the cache; else when it is about to end.
+    `heads_first`: programs that run side by side read the KV heads of one sequence, which lie together in memory, rather than
+    one head of many sequences.
     """
 
     block_n: int = 64
@@ -34,6 +36,7 @@ class AttentionTile:
     num_stages: int = 3
     min_tiles: int = 1
     early: bool = False
+    heads_first: bool = False
 
 
 class MergeSpace:
@@ -120,12 +123,17 @@ def _decode_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, HEADS_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    b = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    if HEADS_FIRST:
+        head = tl.program_id(0)
+        split = tl.program_id(1)
+        b = tl.program_id(2)
+    else:
+        b = tl.program_id(0)
+        head = tl.program_id(1)
+        split = tl.program_id(2)
     rg = tl.arange(0, GROUP_BLOCK)
     rd = tl.arange(0, DIM_BLOCK)
     rn = tl.arange(0, BLOCK_N)
@@ -270,7 +278,8 @@ def decode_attention(
     dim_block = max(16, next_power_of_2(heads.head_dim))
     merge_group = next_power_of_2(group)
     merge_splits = max(1, min(next_power_of_2(num_splits), MERGE_ELEMENTS // (merge_group * dim_block)))
-    _decode_attention_kernel[(rows, heads.num_kv_heads, num_splits)](
+    grid = (heads.num_kv_heads, num_splits, rows) if tile.heads_first else (rows, heads.num_kv_heads, num_splits)
+    _decode_attention_kernel[grid](
         qkv, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
         out, space.partials, space.lse, space.tickets,
         qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window,
@@ -278,7 +287,7 @@ def decode_attention(
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, DIM_BLOCK=dim_block, HALF=cos.shape[1],
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
-        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early,
+        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early, HEADS_FIRST=tile.heads_first,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Matrix products of 2 to 64 rows on the tensor cores: the weights stream, the rows stay.
+"""Matrix products of 2 to 256 rows on the tensor cores: the weights stream, the rows stay.
 
 The operands are swapped: a tile of the weight [BLOCK_N, BLOCK_K] is the left one, the few rows of x the right one, so all rows
-of a weight tile are used at once and the weight is read exactly once. Where N is too small to fill the card the sum over K is
+of a weight tile are used at once and the weight is read exactly once. Many rows may be cut into tiles of `block_m`: programs
+that run side by side then share a weight tile through the L2 cache. Where N is too small to fill the card the sum over K is
 split between programs: each stores its partial sums and the last one to finish (an integer ticket says which) adds all
 of them in the order of the splits. So the result does not depend on who was last: replays are bit-identical.
 The epilogues are those of `gemv.py`.
@@ -28,12 +29,15 @@ from headrace.kernels.epilogues import (
 )
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 
-MAX_ROWS = 64
+MAX_ROWS = 256
+SUMSQ_STEP = 16  # partial sums of squares that a tile of many rows adds at a time: all at once would not fit its registers
 
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
     """One program's work: block_n columns over 1 / splits of K in steps of block_k, `num_stages` steps in flight.
+
+    It takes all rows, or `block_m` (a power of two) of them if there are more.
 
     The first `prefetch` steps' weights are loaded into shared memory before the wait for the previous kernel, and the next
     kernel may start to do the same with its own at once.
@@ -45,6 +49,20 @@ class GemmTile:
     num_warps: int
     num_stages: int
     prefetch: int = 0
+    block_m: int = MAX_ROWS
+
+    def row_block(self, rows: int) -> int:
+        """Rows of a program's tile when there are `rows`, those past the last included."""
+        return min(self.block_m, max(16, next_power_of_2(rows)))
+
+    def row_tiles(self, rows: int) -> int:
+        return -(-rows // self.row_block(rows))
+
+    def partial_elements(self, rows: int, columns: int) -> int:
+        """Floats of partial sums that a residual product of this tile keeps."""
+        if self.splits == 1:
+            return 0
+        return self.row_tiles(rows) * self.row_block(rows) * -(-columns // self.block_n) * self.block_n * self.splits
 
 
 class SplitSpace:
@@ -70,10 +88,18 @@ def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
 
 
 @jit
-def _rms_factor(sumsq_ptr, tiles, rm, K, eps, BLOCK: tl.constexpr):
-    rs = tl.arange(0, BLOCK)
-    parts = tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
-    return tl.rsqrt(tl.sum(parts, 1) / K + eps)
+def _rms_factor(sumsq_ptr, tiles, rm, K, eps, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
+    if BLOCK_M <= 64:
+        rs = tl.arange(0, BLOCK)
+        parts = tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
+        total = tl.sum(parts, 1)
+    else:
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for s0 in range(0, tiles, BLOCK):
+            rs = s0 + tl.arange(0, BLOCK)
+            parts = tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
+            total += tl.sum(parts, 1)
+    return tl.rsqrt(total / K + eps)
 
 
 @jit
@@ -101,7 +127,7 @@ def _skinny_kernel(
     split = tl.program_id(1)
     rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
-    rm = tl.arange(0, BLOCK_M)
+    rm = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     column_ok = rn < N
     row_ok = rm < M
     k_start = split * k_split
@@ -145,7 +171,7 @@ def _skinny_kernel(
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     if SUMSQ_BLOCK > 0:
-        factor = _rms_factor(sumsq_ptr, sumsq_tiles, tl.minimum(rm, M - 1), K, eps, SUMSQ_BLOCK)
+        factor = _rms_factor(sumsq_ptr, sumsq_tiles, tl.minimum(rm, M - 1), K, eps, BLOCK_M, SUMSQ_BLOCK)
         acc = acc * factor[None, :]
         if MODE == "glu":
             up_acc = up_acc * factor[None, :]
@@ -163,16 +189,17 @@ def _skinny_kernel(
                          scale)  # fmt: skip
     else:
         # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + rm[None, :]
-        slab = partials_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + inner
+        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        whole = tl.program_id(2) * tl.num_programs(0) + tile
+        slab = partials_ptr + whole * (SPLITS * BLOCK_N * BLOCK_M) + inner
         tl.store(slab + split * (BLOCK_N * BLOCK_M), acc)
         tl.debug_barrier()  # all threads' stores before the one thread's release
-        ticket = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel")
+        ticket = tl.atomic_add(tickets_ptr + whole, 1, sem="acq_rel")
         if ticket == SPLITS - 1:
             total = tl.load(slab, cache_modifier=".cg")
             for s in tl.static_range(1, SPLITS):
                 total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(tickets_ptr + tile, 0)
+            tl.store(tickets_ptr + whole, 0)
             _update_residual(total, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
                              row_ok, scale)  # fmt: skip
 
@@ -186,17 +213,17 @@ def _launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
-    block_m = max(16, next_power_of_2(rows))
+    block_m = tile.row_block(rows)
     k_split = split_width(width, tile)
     prefetch = min(tile.prefetch, k_split // tile.block_k)
-    _skinny_kernel[(-(-columns // tile.block_n), tile.splits)](
+    _skinny_kernel[(-(-columns // tile.block_n), tile.splits, tile.row_tiles(rows))](
         x, weight, bias, sumsq, out, residual, norm, sumsq_out,
         None if space is None else space.partials, None if space is None else space.tickets,
         rows, columns, width, k_split, 0 if sumsq is None else sumsq.shape[1],
         0 if sumsq_out is None else sumsq_out.shape[1], eps, scale, softcap, norm_offset,
         BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode,
-        SUMSQ_BLOCK=sumsq_block(sumsq, 64),
+        SUMSQ_BLOCK=sumsq_block(sumsq, 64) if sumsq is None or block_m <= 64 else SUMSQ_STEP,
         ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
         EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
@@ -212,7 +239,7 @@ def skinny_project(
     x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, sumsq: Tensor | None = None, eps: float = 0.0,
     bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
 ) -> None:  # fmt: skip
-    """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias), M <= 64.
+    """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias), M <= 256.
 
     With one split also soft-capped. sumsq [M, tiles] float32 as in `gemv_project`.
     """

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.gemv import MAX_ROWS as GEMV_MAX_ROWS
 from headrace.kernels.gemv import GemvTile
@@ -18,7 +19,8 @@ from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile
 from headrace.model.config import ModelConfig
 
-ROW_STEPS = (1, 2, 4, 8, 16, 32, 64)  # a table has an entry for each
+ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a table has an entry for each
+FEW_ROWS = 64  # above, a product's time is also its arithmetic, and reading x again for every weight tile
 GEMV_ROWS = 4  # up to here the defaults use GEMVs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
@@ -27,15 +29,23 @@ FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 @dataclass(frozen=True, slots=True)
 class StepTiles:
-    """The tiles of one decode step. `attention_programs`: splits are chosen so that about that many programs run."""
+    """The tiles of one decode step. `attention_programs`: splits are chosen so that about that many programs run.
+
+    A SplitTile stands for two kernels, rotation with the cache write and attention over the cache, that choose splits
+    themselves; the QKV product is then not split.
+    """
 
     qkv: GemvTile | GemmTile
     o: GemvTile | GemmTile
     gate_up: GemvTile | GemmTile
     down: GemvTile | GemmTile
     lm_head: GemvTile | GemmTile
-    attention: AttentionTile = AttentionTile()
+    attention: AttentionTile | SplitTile = AttentionTile()
     attention_programs: int = 4 * FILL
+
+    def __post_init__(self) -> None:
+        if isinstance(self.attention, SplitTile) and isinstance(self.qkv, GemmTile) and self.qkv.splits > 1:
+            raise ValueError("attention in two kernels takes no partial QKV sums")
 
 
 TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
@@ -66,7 +76,7 @@ def default_tiles(config: ModelConfig, rows: int) -> StepTiles:
     """Good guesses for H100 and H200 from the shapes alone."""
     kind = gemv_tile if rows <= GEMV_ROWS else gemm_tile
     products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
-    attention = AttentionTile(early=rows <= GEMV_ROWS)
+    attention = AttentionTile(early=rows <= GEMV_ROWS, heads_first=rows > FEW_ROWS)
     return StepTiles(**products, attention=attention, attention_programs=default_programs(rows))
 
 
@@ -96,6 +106,8 @@ def _prefetch(shape: Shape, block_n: int, block_k: int, threads: int, registers:
 
 def gemm_tile(shape: Shape, rows: int) -> GemmTile:
     """About FILL programs by splitting K where it may be split, by narrower tiles where it may not."""
+    if rows > FEW_ROWS:
+        return wide_tile(shape, rows)
     if shape.splittable:
         block_n = 64 if shape.columns >= 32 * FILL else 32
         splits = 1
@@ -106,6 +118,33 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
         block_n = 64 if shape.columns >= 64 * FILL else 32 if shape.columns >= 24 * FILL and rows <= 16 else 16
         return GemmTile(block_n, 128, 1, 4, 3 if block_n > 16 else 4)
     return GemmTile(64, 128, 1, 4, 4)
+
+
+def wide_tile(shape: Shape, rows: int) -> GemmTile:
+    """For more than FEW_ROWS rows: the largest tile that still makes about FILL programs, with splits if it must.
+
+    A product of M rows reads 2 N M K (1 / weight rows of a tile + 1 / block_m) bytes from the L2 cache, several times what it
+    reads from memory. A residual's splits stay few and its tiles small: the last program to end reads all partial sums.
+    """
+    halves = 2 if shape.gated else 1
+    for weight_rows, block_m in ((128, 256), (128, 128), (64, 128)) if shape.columns > 2048 else ((64, 128),):
+        if block_m > max(128, next_power_of_2(rows)):
+            continue
+        programs = -(-shape.columns * halves // weight_rows) * -(-rows // block_m)
+        if programs >= 0.7 * FILL and weight_rows // halves >= 64:
+            return _wide(weight_rows // halves, block_m, 1, shape.gated)
+    splits = 1
+    programs = -(-shape.columns // 64) * -(-rows // 128)
+    while shape.splittable and programs * splits < 0.7 * FILL and splits < 8 and shape.width // (2 * splits) >= 256:
+        splits *= 2
+    return _wide(64, 128, splits, shape.gated)
+
+
+def _wide(block_n: int, block_m: int, splits: int, gated: bool, prefetch: int = 0) -> GemmTile:
+    """A tile in steps of 64 with 64 to 128 accumulators a thread, 4 steps in flight where they fit."""
+    weight_rows = block_n * (2 if gated else 1)
+    warps = 8 if weight_rows * block_m >= 128 * 128 else 4
+    return GemmTile(block_n, 64, splits, warps, 4 if weight_rows + block_m <= 384 else 3, prefetch, block_m)
 
 
 def ahead_tile(shape: Shape, rows: int) -> GemmTile:
@@ -127,6 +166,8 @@ def _ahead(shape: Shape, rows: int, block_n: int, splits: int, warps: int) -> Ge
 
 def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
     """What `tune` tries for one product: about twenty tiles."""
+    if rows > FEW_ROWS:
+        return wide_candidates(shape, rows)
     found: list[GemvTile | GemmTile] = []
     if rows <= GEMV_MAX_ROWS:
         wide = ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1))
@@ -148,8 +189,36 @@ def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
     return found
 
 
-def attention_candidates(rows: int) -> list[tuple[AttentionTile, int]]:
+def wide_candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
+    """For more than FEW_ROWS rows: tiles of 64 or 128 weight rows (256 gated), one to four tiles of rows, splits to fill."""
+    found: list[GemvTile | GemmTile] = []
+    blocks = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
+    for block_n, block_m in blocks:
+        if block_m > next_power_of_2(rows) or (shape.gated and block_n * block_m > 128 * 128):
+            continue
+        for splits in (1, 2, 4, 8):
+            programs = -(-shape.columns // block_n) * -(-rows // block_m) * splits
+            if splits > 1 and (not shape.splittable or programs > 2 * FILL or shape.width < 256 * splits):
+                continue
+            if programs < 0.45 * FILL and (shape.splittable and splits < 8):
+                continue
+            found.append(_wide(block_n, block_m, splits, shape.gated))
+            if block_n * block_m <= 64 * 128:
+                found.append(_wide(block_n, block_m, splits, shape.gated, prefetch=2))
+    return found
+
+
+def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int]]:
     """(tile, programs) pairs that `tune` tries."""
+    if rows > FEW_ROWS:
+        fused = [
+            AttentionTile(block_n, warps, stages, 1, False, heads_first)
+            for block_n, warps, stages in ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 3), (32, 2, 4), (64, 8, 3))
+            for heads_first in ((True, False) if (block_n, stages) == (64, 3) else (True,))
+        ]
+        pairs: list[tuple[AttentionTile | SplitTile, int]] = [(tile, 4 * FILL) for tile in fused]
+        pairs += [(fused[0], 16 * FILL), (fused[0], 32 * FILL)]
+        return pairs + [(SplitTile(64, warps, 3), 4 * FILL) for warps in (4, 2)]
     return [
         (AttentionTile(block_n, 4, 3, 1, early), programs)
         for early in (True, False)
@@ -182,7 +251,10 @@ def tune(
         if time.monotonic() > deadline:
             say("time is up")
             break
-        trial = replace(best, **change)
+        try:
+            trial = replace(best, **change)
+        except ValueError:  # two choices that exclude each other
+            continue
         if trial == best:
             continue
         try:
@@ -201,6 +273,7 @@ def to_json(table: TileTable) -> str:
     out: dict[str, dict] = {}
     for rows, tiles in sorted(table.items()):
         entry: dict = {"attention": asdict(tiles.attention), "attention_programs": tiles.attention_programs}
+        entry["attention_kernels"] = 2 if isinstance(tiles.attention, SplitTile) else 1
         for name in PRODUCTS:
             tile = getattr(tiles, name)
             entry[name] = {"kind": "gemv" if isinstance(tile, GemvTile) else "gemm", **asdict(tile)}
@@ -215,9 +288,10 @@ def from_json(text: str) -> dict[int, StepTiles]:
         products = {}
         for name in PRODUCTS:
             values = dict(entry[name])
-            kind = {"gemv": GemvTile, "gemm": GemmTile}[values.pop("kind")]
-            products[name] = kind(**values)
-        attention = AttentionTile(**entry["attention"])
+            product = {"gemv": GemvTile, "gemm": GemmTile}[values.pop("kind")]
+            products[name] = product(**values)
+        kind = SplitTile if entry.get("attention_kernels", 1) == 2 else AttentionTile
+        attention = kind(**entry["attention"])
         table[int(rows)] = StepTiles(**products, attention=attention, attention_programs=entry["attention_programs"])
     if max(table, default=0) > MAX_ROWS:
         raise ValueError(f"a table serves at most {MAX_ROWS} rows")

@@ -14,22 +14,27 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.attention_decode_fused import HeadShape, MergeSpace, decode_attention
+from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
+from headrace.kernels.attention_decode_fused import AttentionTile, HeadShape, MergeSpace, decode_attention
 from headrace.kernels.embed_residual import embed_residual
+from headrace.kernels.epilogues import runs_triton
 from headrace.kernels.gemv import GemvTile, gemv_glu, gemv_project, gemv_residual
-from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
+from headrace.kernels.qkv import qkv_rope_write_triton
+from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
+from headrace.kernels.skinny_gemm import GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import StepTiles, TileTable, default_table
 from headrace.model.decoder import DecoderWeights, LayerWeights
 from headrace.model.rope import rope_tables
 
+MAX_ROWS = 64  # that an engine gives to this path; it can run up to GEMM_MAX_ROWS
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
 
 
 class FastDecode:
-    """Runs decode steps of up to `max_rows` <= 64 sequences of a model that `supports` accepts.
+    """Runs decode steps of up to `max_rows` <= 256 sequences of a model that `supports` accepts.
 
     `tiles`: a table found by `decode_tiles.tune`; None: the defaults. Workspaces are sized for the tables' tiles and
     `max_model_len` tokens a sequence.
@@ -40,7 +45,7 @@ class FastDecode:
         tiles: TileTable | None = None, *, max_model_len: int | None = None, logits_dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         dtype = weights.embedding.dtype
-        if not self.supports(config, dtype) or not 1 <= max_rows <= MAX_ROWS:
+        if not self.supports(config, dtype) or not 1 <= max_rows <= GEMM_MAX_ROWS:
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
         self.config, self.weights, self.max_rows = config, weights, max_rows
         self.tiles = dict(default_table(config) if tiles is None else tiles)
@@ -75,9 +80,9 @@ class FastDecode:
 
     def _allocate(self, dtype: torch.dtype, logits_dtype: torch.dtype, device: torch.device, max_context: int) -> None:
         config, rows = self.config, self.max_rows
-        steps = [self.tiles_for(n) for n in range(1, rows + 1)]
-        products = [(t, n) for step in steps for t, n in ((step.o, config.hidden_size), (step.down, config.hidden_size))]
-        row_tiles = max(-(-n // tile.block_n) for tile, n in products)
+        hidden, steps = config.hidden_size, {n: self.tiles_for(n) for n in range(1, rows + 1)}
+        residuals = [(n, tile) for n, step in steps.items() for tile in (step.o, step.down)]
+        column_tiles = max(-(-hidden // tile.block_n) for _, tile in residuals)
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -85,27 +90,35 @@ class FastDecode:
         f32 = torch.float32
         self.residual = empty(rows, config.hidden_size, dtype=f32)
         self.normed = empty(rows, config.hidden_size)
-        self.sumsq_o, self.sumsq_down = (empty(rows * row_tiles, dtype=f32) for _ in range(2))
-        slabs = max(step.qkv.splits if isinstance(step.qkv, GemmTile) else 1 for step in steps)
+        self.sumsq_o, self.sumsq_down = (empty(rows * column_tiles, dtype=f32) for _ in range(2))
+        slabs = max(step.qkv.splits if isinstance(step.qkv, GemmTile) else 1 for step in steps.values())
         self.qkv = empty(slabs * rows * (config.q_size + 2 * config.kv_size), dtype=f32)
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, dtype=logits_dtype)
-        partials = [
-            -(-n // t.block_n) * t.block_n * t.splits * MAX_ROWS
-            for t, n in products if isinstance(t, GemmTile) and t.splits > 1
-        ]  # fmt: skip
-        self.split_space = SplitSpace(max(partials, default=0), row_tiles, device)
+        split = [(n, tile) for n, tile in residuals if isinstance(tile, GemmTile) and tile.splits > 1]
+        self.split_space = SplitSpace(
+            max((tile.partial_elements(n, hidden) for n, tile in split), default=0),
+            max((tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split), default=0), device,
+        )  # fmt: skip
         row_splits = max(n * self._num_splits(n, max_context) for n in range(1, rows + 1))
         self.merge_space = MergeSpace(
             rows, row_splits, config.num_heads, config.num_kv_heads, config.head_dim, device
         )  # fmt: skip
+        self.two_kernels: SplitWorkspace | None = None
+        if any(isinstance(step.attention, SplitTile) for step in steps.values()):
+            self.two_kernels = SplitWorkspace.allocate(
+                rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+            )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the workspaces and rope tables."""
         tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        tensors += [self.split_space.partials, self.merge_space.partials, self.merge_space.lse]
+        for space in (self.split_space, self.merge_space):
+            tensors += vars(space).values()
+        if self.two_kernels is not None:
+            tensors += [self.two_kernels.partial, self.two_kernels.lse, self.two_kernels.counters]
         tensors += [t for pair in self.rope.values() for t in pair]
         return sum(t.numel() * t.itemsize for t in tensors)
 
@@ -117,7 +130,8 @@ class FastDecode:
         tiles = self.tiles_for(rows)
         fill = min(MAX_SPLITS, max(1, tiles.attention_programs // (rows * self.config.num_kv_heads)))
         needed = -(-context // MAX_SPLIT_TOKENS)
-        return min(max(fill, needed), max(1, -(-context // tiles.attention.block_n)))
+        step = tiles.attention.keys if isinstance(tiles.attention, SplitTile) else tiles.attention.block_n
+        return min(max(fill, needed), max(1, -(-context // step)))
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [rows, V] of a batch whose sequences have one row each; writes the rows' keys and values to `kv`.
@@ -139,13 +153,15 @@ class FastDecode:
         splits = self._num_splits(rows, max(batch.context_lens))
         offset, layers = weights.norm_offset, weights.layers
         norms = self.norms
+        # attention in two kernels takes queries in the model's dtype
+        qkv_buffer = self.qkv.view(normed.dtype) if isinstance(tiles.attention, SplitTile) else self.qkv
         embed_residual(
             batch.token_ids, weights.embedding, residual, normed, sumsq_down, norms[0],
             scale=self.embed_scale, norm_offset=offset,
         )  # fmt: skip
         for index, layer in enumerate(layers):
-            qkv = self._project(normed, layer.qkv, self.qkv, tiles.qkv, sumsq_down, layer.qkv_bias)
-            self._attend(qkv, batch, kv, index, layer, splits, tiles)
+            qkv = self._project(normed, layer.qkv, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
+            self._attend(qkv, batch, kv, index, layer, splits, tiles.attention)
             scale = config.residual_scale
             self._add(self.attended[:rows], layer.o, layer.o_bias, sumsq_o, norms[2 * index + 1], tiles.o, scale)
             inner = self._glu(normed, layer.gate_up, tiles.gate_up, sumsq_o)
@@ -179,14 +195,38 @@ class FastDecode:
         return inner
 
     def _attend(
-        self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int, tiles: StepTiles
-    ) -> None:
+        self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int,
+        tile: AttentionTile | SplitTile,
+    ) -> None:  # fmt: skip
+        if isinstance(tile, SplitTile):
+            if runs_triton(qkv):
+                self._attend_in_two(qkv[0], batch, kv, index, layer, tile)
+                return
+            tile = AttentionTile()  # of no meaning to the reference
         cos, sin = self.rope[self.layer_rope[index]]
         decode_attention(
             qkv, self.attended[: qkv.shape[1]], kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
             k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
-            tile=tiles.attention, space=self.merge_space,
+            tile=tile, space=self.merge_space,
+        )  # fmt: skip
+
+    def _attend_in_two(
+        self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, tile: SplitTile
+    ) -> None:
+        """`_attend` as one kernel that rotates and writes the cache and one that reads it; qkv [rows, q + 2 kv]."""
+        assert self.two_kernels is not None
+        config, rows = self.config, qkv.shape[0]
+        cos, sin = self.rope[self.layer_rope[index]]
+        q = qkv_rope_write_triton(
+            qkv, batch.positions, cos, sin, kv, index, batch.slot_mapping, num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, q_norm=layer.q_norm, k_norm=layer.k_norm,
+            eps=config.norm_eps, norm_offset=self.weights.norm_offset,
+        )  # fmt: skip
+        split_attention(
+            q, kv.k[index], kv.v[index], self.attended[:rows], batch.block_tables, batch.seq_slots, batch.query_start,
+            batch.seq_lens, self.two_kernels, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
+            scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, tile=tile,
         )  # fmt: skip
 
     def _add(
