@@ -41,7 +41,7 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
     policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
-    wish = policy.wish() or wish_of(body.response_format, body.structured_outputs)
+    wish = policy.joined(wish_of(body.response_format, body.structured_outputs))
     params = constrain(ctx, _parameters(ctx, body), wish)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)

@@ -95,6 +95,9 @@ class ApiContext:
     def template_knows_developers(self) -> bool:
         return "developer" in (self._template_source or "")
 
+    def template_mentions(self, text: str) -> bool:
+        return text in (self._template_source or "")
+
     @property
     def _template_source(self) -> str | None:
         try:

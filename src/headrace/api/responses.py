@@ -45,7 +45,7 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
     check_tools(tools, choice)
     policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
-    wish = policy.wish() or structure(body.text)
+    wish = policy.joined(structure(body.text))
     params = constrain(ctx, _parameters(ctx, body), wish)
     check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import msgspec
 
 from headrace.api.answer import AnswerParser
 from headrace.api.context import ApiContext
-from headrace.api.errors import unsupported
+from headrace.api.errors import bad_request, unsupported
 from headrace.api.events import CallArguments, CallBegin, Event, Text
 from headrace.api.protocol import NamedTool, Tool
 from headrace.api.structured import Structure
+from headrace.api.tool_grammar import JSON_FORMATS, forced_calls, free_calls
 from headrace.api.tools import JsonListParser, NamedCallParser
 from headrace.sampling.params import SamplingParams
 
@@ -25,20 +26,40 @@ class ToolPolicy:
         self.tools = (tools or []) if self.choice != "none" else []  # those that the model is told of
         self.named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
         self.forced = self.named is not None or self.choice == "required"
+        self.strict = not self.forced and any(t.function.strict for t in self.tools)
         if self.tools and not self.forced and ctx.answer_format.tools is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
     def wish(self) -> Structure | None:
-        """A required or named call is forced by its schema."""
-        if not self.forced:
-            return None
+        """What the output is constrained to: a required or named call by its schema, strict tools by theirs."""
+        form, many = self.ctx.answer_format.tools, self.parallel and self.named is None
+        args_tags = self.ctx.template_mentions("[ARGS]")
         if self.named is not None:
-            tool = next(t for t in self.tools if t.function.name == self.named)
-            schema: dict[str, Any] = tool.function.parameters or {"type": "object"}
-        else:
-            most = {} if self.parallel else {"maxItems": 1}
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": [_call_schema(t) for t in self.tools]}, **most}
-        return Structure("json", schema, "tool_choice")
+            tools = [t for t in self.tools if t.function.name == self.named]
+            if form not in JSON_FORMATS:
+                return Structure("json", tools[0].function.parameters or {"type": "object"}, "tool_choice")
+            return Structure("grammar", forced_calls(form, tools, many, self._special, args_tags=args_tags), "tool_choice")
+        if self.forced:
+            return Structure("grammar", forced_calls(form, self.tools, many, self._special, args_tags=args_tags), "tool_choice")
+        if not self.strict:
+            return None
+        if form not in JSON_FORMATS:
+            raise unsupported("tools", f"strict tools are not supported in the format of this model's calls ({form})")
+        tools = [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
+        return Structure("grammar", free_calls(str(form), tools, many, self._special, args_tags=args_tags), "tools")
+
+    def joined(self, other: Structure | None) -> Structure | None:
+        """The constraint of a request that asks for another one too. Raises ApiError where both cannot be had."""
+        own = self.wish()
+        if own is not None and other is not None:
+            raise bad_request(f"{other.field} cannot be had together with {own.field}.", other.field, "invalid_value")
+        return own or other
+
+    def _special(self, marker: str) -> str:
+        """A marker in a grammar: as the special token that it is, or as a text."""
+        ids = self.ctx.engine.tokenizer.encode(marker, add_special_tokens=False)
+        special = len(ids) == 1 and ids[0] in self.ctx.engine.tokenizer.special_ids
+        return f"<[{ids[0]}]>" if special else json.dumps(marker)
 
     def finish_reason(self, reason: str, num_calls: int) -> str:
         """A call that was cut stays `length`; a named call ends with `stop`, as at OpenAI."""
@@ -47,18 +68,22 @@ class ToolPolicy:
     def with_special_tokens(self, params: SamplingParams) -> SamplingParams:
         """Some markers are special tokens, which the text must then contain."""
         form = self.ctx.answer_format
-        if not params.skip_special_tokens or self.forced or not form.needs_special_tokens(tools=bool(self.tools)):
+        tools = bool(self.tools) and (not self.forced or form.tools in JSON_FORMATS)
+        if not params.skip_special_tokens or not form.needs_special_tokens(not self.forced, tools):
             return params
         return msgspec.structs.replace(params, skip_special_tokens=False)
 
     def reader(self, prompt_end: str, *, structured: bool = False) -> AnswerReader:
-        """`structured`: the output is constrained from its first token on, so it does not begin with reasoning."""
+        """`structured`: the output is constrained from its first token on, so it does not begin with reasoning (but for
+        strict tools, beside which any text may stand)."""
+        form = self.ctx.answer_format
+        if self.forced and form.tools in JSON_FORMATS:
+            return AnswerReader(self, form.parser(prompt_end, reasoning=False))
         if self.named is not None:
             return AnswerReader(self, AnswerParser(None, NamedCallParser(self.named)))
         if self.forced:
             return AnswerReader(self, AnswerParser(None, JsonListParser()))
-        form = self.ctx.answer_format
-        plain = structured or form.reasoning is None
+        plain = (structured and not self.strict) or form.reasoning is None
         if plain and not self.tools:
             return AnswerReader(self, None)
         return AnswerReader(self, form.parser(prompt_end, reasoning=not plain, tools=bool(self.tools)))
@@ -93,13 +118,6 @@ class AnswerReader:
         return [e for e in events if not (isinstance(e, CallBegin | CallArguments) and e.index)]
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": tool.function.name},
-            "parameters": tool.function.parameters or {"type": "object"},
-        },
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
+def _of_any_arguments(tool: Tool) -> Tool:
+    function = msgspec.structs.replace(tool.function, parameters={"type": "object"})
+    return msgspec.structs.replace(tool, function=function)

@@ -1,0 +1,210 @@
+"""Grammars of tool calls in each format: what a random model writes under them is read as calls that obey their schemas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from api_client import Api, error_of
+from engine_driver import make_core, run
+from fake_engine import TEMPLATE, FakeEngine
+from headrace.api.events import CallArguments, CallBegin, Text
+from headrace.api.protocol import FunctionDef, Tool
+from headrace.api.tool_grammar import forced_calls, free_calls
+from headrace.api.tools import TOOL_PARSERS, JsonListParser, ToolParser
+from structured_driver import EOS, compiled, decode, encode, takes
+from test_structured_generation import constrained
+from tiny_models import write_tiny
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TREE = {
+    "type": "object",
+    "properties": {"leaf": {"$ref": "#/$defs/leaf"}, "inner": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["leaf", "inner"],
+    "additionalProperties": False,
+    "$defs": {"leaf": {"enum": ["#/x", 1], "description": "::= not GBNF"}},
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": CITY,
+    "plant.tree": TREE,
+    "now": {"type": "object", "additionalProperties": False},
+}
+TOOLS = [Tool(function=FunctionDef(name=n, parameters=s)) for n, s in SCHEMAS.items()]
+FORMATS = ["hermes", "llama3_json", "mistral", "mistral 11", "pythonic", None]
+
+
+def text(marker: str) -> str:
+    return json.dumps(marker)
+
+
+def grammar(make, form: str | None, many: bool, tools=TOOLS) -> str:
+    return make(form and form.split()[0], tools, many, text, args_tags=form == "mistral 11")
+
+
+def reader(form: str | None) -> ToolParser:
+    return JsonListParser() if form in ("pythonic", None) else TOOL_PARSERS[form.split()[0]]()
+
+
+def read(form: str | None, answer: str) -> tuple[list[tuple[str, Any]], str]:
+    """Calls, and the text beside them."""
+    parser = reader(form)
+    events = parser.push(answer) + parser.finish()
+    names = [e.name for e in events if isinstance(e, CallBegin)]
+    arguments = ["".join(a.text for a in events if isinstance(a, CallArguments) and a.index == i) for i in range(len(names))]
+    plain = "".join(e.text for e in events if isinstance(e, Text))
+    return list(zip(names, map(json.loads, arguments), strict=True)), plain
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    core = make_core(str(write_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)), max_model_len=500)
+    yield core
+    core.close()
+
+
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("form", FORMATS)
+def test_forced_calls_are_calls(core, form, many):
+    wish = {"grammar": grammar(forced_calls, form, many)}
+    requests = [constrained(f"r{i}", wish, seed=i, max_tokens=300, logit_bias={EOS: 6.0}) for i in range(5)]
+    ended = 0
+    for result in run(core, requests).values():
+        if result.finish_reason == "stop":
+            ended += 1
+            calls, plain = read(form, decode(result.ids[:-1]))
+            assert calls and plain == ""
+            assert many or len(calls) == 1
+            for name, arguments in calls:
+                jsonschema.Draft202012Validator(SCHEMAS[name]).validate(arguments)
+    assert ended >= 2
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 3}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Köln", "days": 3}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
+    "mistral 11": '[TOOL_CALLS]weather[ARGS]{"city": "Köln", "days": 3}',
+    None: '[{"name": "weather", "parameters": {"city": "Köln", "days": 3}}]',
+}
+BETWEEN = {"hermes": "\n", "llama3_json": "; ", "mistral 11": ""}
+
+
+@pytest.mark.parametrize("form", list(WRITTEN))
+def test_what_models_write_is_taken(form):
+    one, several = (compiled(grammar=grammar(forced_calls, form, many)) for many in (False, True))
+    call = WRITTEN[form]
+    assert takes(one, call) and takes(several, call)
+    wrong = (
+        call.replace("3", '"3"'),
+        call.replace("weather", "wether"),
+        call.replace('"days"', '"dais"'),
+        "no call",
+        call[:-1],
+        "",
+    )
+    assert [w for w in wrong if takes(one, w) or takes(several, w)] == []
+    if form in BETWEEN:
+        assert takes(several, call + BETWEEN[form] + call) and not takes(one, call + BETWEEN[form] + call)
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+def test_strict_calls_stand_beside_any_text(form):
+    matcher = compiled(grammar=grammar(free_calls, form, True))
+    call = WRITTEN[form]
+    for answer in ("", "hello", "é 漢字 \n < 3 [1] }", call, call + BETWEEN[form] + call):
+        assert takes(matcher, answer), answer
+    assert not takes(matcher, call.replace("3", '"3"'))
+    assert not takes(matcher, call.replace("weather", "wether"))
+    if form == "hermes":
+        assert takes(matcher, f"Let me see.\n{call}\nDone.") and takes(matcher, "<tool_cal")
+        assert not takes(matcher, "a <tool_call> b")
+
+
+def test_special_tokens_are_markers():
+    """With a token for each marker: text cannot hold it, and what follows it is a call."""
+    tokens = {"[TOOL_CALLS]": 3, "[ARGS]": 4}
+    lark = free_calls("mistral", TOOLS, True, lambda m: f"<[{tokens[m]}]>", args_tags=True)
+    matcher = compiled(grammar=lark)
+    call = [3, *encode("weather"), 4, *encode('{"city": "x", "days": 1}')]
+    for ids, good in (
+        (encode("hello"), True),
+        ([*encode("hello"), *call, *call], True),
+        ([*call, *encode("text")], False),
+        ([3, *encode("wether"), 4], False),
+        ([4], False),
+    ):
+        copy = matcher.fork()
+        assert (copy.accept(ids) and copy.complete) == good, ids
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# through the server
+
+HI = [{"role": "user", "content": "hi"}]
+BODY_TOOLS = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
+TEMPLATES = {
+    "hermes": TEMPLATE + "{# <tool_call> </think> #}",
+    "llama3_json": TEMPLATE + "{# <|python_tag|> #}",
+    "mistral": TEMPLATE + "{# [TOOL_CALLS] #}",
+    "mistral 11": TEMPLATE + "{# [TOOL_CALLS] [ARGS] #}",
+    None: TEMPLATE.replace("tools", "tulls"),
+}
+
+
+def api_of(form: str | None, answer: str) -> Api:
+    engine = FakeEngine(script=lambda ids, params: answer, supports_structured=True)
+    engine.tokenizer.chat_templates = {"default": TEMPLATES[form]}
+    return Api(engine, tool_parser="auto")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral", "mistral 11"])
+def test_calls_are_forced_in_the_format_of_the_model(form, choice):
+    api = api_of(form, WRITTEN[form])
+    answer = api.ok("/v1/chat/completions", {"messages": HI, "tools": BODY_TOOLS, "tool_choice": choice})["choices"][0]
+    call = answer["message"]["tool_calls"][0]["function"]
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": "Köln", "days": 3})
+    assert answer["message"]["content"] is None
+    assert answer["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+    wish = api.engine.params[-1].structured_outputs
+    assert wish.kind == "grammar"
+    matcher = compiled(grammar=wish.grammar)
+    assert takes(matcher, WRITTEN[form])
+    other = WRITTEN[form].replace("weather", "now").replace('{"city": "Köln", "days": 3}', "{}")
+    assert takes(matcher, other) == (choice == "required")
+    api.close()
+
+
+def test_strict_tools_are_constrained_and_the_others_are_not():
+    api = api_of("hermes", f"<think>hm</think>So.\n{WRITTEN['hermes']}")
+    tools = [{"type": "function", "function": {**BODY_TOOLS[0]["function"], "strict": True}}, *BODY_TOOLS[1:]]
+    answer = api.ok("/v1/chat/completions", {"messages": HI, "tools": tools})["choices"][0]
+    assert answer["message"]["reasoning"] == "hm" and answer["message"]["content"] == "So."
+    assert answer["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+    assert takes(matcher, WRITTEN["hermes"]) and takes(matcher, "only text")
+    assert not takes(matcher, WRITTEN["hermes"].replace("3", '"3"'))
+    assert takes(matcher, '<tool_call>\n{"name": "now", "arguments": {"anything": [1]}}\n</tool_call>')
+    api.ok("/v1/chat/completions", {"messages": HI, "tools": BODY_TOOLS})
+    assert api.engine.params[-1].structured_outputs is None
+    error = error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": tools, "structured_outputs": {"regex": "a"}}))
+    assert error["param"] == "structured_outputs"
+    api.close()
+
+
+def test_without_grammars_strict_and_forced_tools_are_refused():
+    api = api_of("hermes", "x")
+    api.engine.supports_structured = False
+    strict = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    assert error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": strict}))["param"] == "tools"
+    body = {"messages": HI, "tools": BODY_TOOLS, "tool_choice": "required"}
+    assert error_of(api.post("/v1/chat/completions", body))["param"] == "tool_choice"
+    api.close()
