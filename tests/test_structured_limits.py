@@ -56,7 +56,7 @@ def core(tmp_path_factory):
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 1.5)
+    monkeypatch.setattr(trial, "SECONDS", 1)
 
 
 def refusal(core, wish: dict[str, Any], name: str = "bad") -> tuple[str, str, str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # for (row) [Q] int64: bits [Q, ceil(V / 32)] int32, and the rows after which only the end may follow
 GrammarMasks = tuple[np.ndarray, np.ndarray, set[int]]
-COMPILE_SECONDS = 15.0  # of one that has been tried, so that it is done in much less
+COMPILE_SECONDS = 60.0  # with the trial, which has a limit of its own
 CACHE_BYTES = 8 << 20
 CACHE_GRAMMARS = 256
 THREADS = 2

@@ -10,6 +10,7 @@ tokens, by a child that can be killed.
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 import threading
@@ -20,7 +21,8 @@ import msgspec
 from headrace.errors import ParameterError
 from headrace.structured_output.params import StructuredOutputsParams
 
-SECONDS = 5.0
+SECONDS = 5  # of the processor: on a busy machine the clock says nothing about a grammar
+WALL_SECONDS = 30.0
 START_SECONDS = 60.0  # to load a large vocabulary on a busy machine
 MEMORY_BYTES = 4 << 30  # of addresses
 STACK_BYTES = 4 << 20  # half of what the engine's threads have
@@ -37,10 +39,10 @@ class Trial:
         """Raises ParameterError with the reason why this wish cannot be had."""
         if self._child is None:
             self._start()
-        reply = self._ask(wish, SECONDS)
+        reply = self._ask((SECONDS, wish), WALL_SECONDS)
         if reply is None:
             self.close()
-            raise _refused(wish, f"it takes longer than {SECONDS:g} s, too much memory, or ends the compiler")
+            raise _refused(wish, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
         if reply:
             raise _refused(wish, reply)
 
@@ -94,6 +96,16 @@ def _refused(wish: StructuredOutputsParams, why: str) -> ParameterError:
     return ParameterError(f"structured_outputs.{wish.kind}", getattr(wish, wish.kind), f"what can be compiled ({why})")
 
 
+def limit_processor(seconds: int) -> None:
+    """End this process when it has used as much more processor time (rounded up)."""
+    if sys.platform != "win32":
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = math.ceil(used.ru_utime + used.ru_stime + seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
 def main() -> None:
     """Until standard input ends. No output but the replies: llguidance's messages go to standard error."""
     from headrace.structured_output.llguidance_backend import BackendSpec, LLGuidance
@@ -108,7 +120,9 @@ def main() -> None:
     write_message(pipe_out, "")
 
     def serve() -> None:
-        while (wish := read_message(pipe_in, StructuredOutputsParams)) is not None:
+        while (message := read_message(pipe_in, tuple[int, StructuredOutputsParams])) is not None:
+            seconds, wish = message
+            limit_processor(seconds)
             try:
                 backend.trial(wish)
                 reply = ""
