@@ -37,6 +37,7 @@ from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decode_tiles import ROW_STEPS, StepTiles
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.fast_decode import FastDecode
+from headrace.model.tile_store import tile_file_name
 
 BF16 = torch.bfloat16
 BLOCK = 64
@@ -404,10 +405,17 @@ class Bench:
 
 
 def table_file(folder: str | None, name: str) -> Path | None:
-    if folder is None:
-        return None
-    card = torch.cuda.get_device_name(0).lower().replace(" ", "-")
-    return Path(folder) / f"{card}-{name}.json"
+    """Where the engine looks for the table too, if `folder` is `tiles` in Headrace's cache directory."""
+    return None if folder is None else Path(folder) / tile_file_name(torch.cuda.get_device_name(0), MODELS[name])
+
+
+def worthwhile(table: dict[int, StepTiles], times: list[dict]) -> dict[int, StepTiles]:
+    """The table up to the largest rows at which it was measured faster than cuBLAS; at least up to 64."""
+    measured = [r for r in times if "table" in r and "cublas" in r]
+    if not measured:
+        return table
+    last = max([64, *(r["rows"] for r in measured if r["table"] < r["cublas"])])
+    return {rows: tiles for rows, tiles in table.items() if rows <= last}
 
 
 def print_table(results: list[dict], gbs: float, paths: list[str]) -> None:
@@ -481,10 +489,10 @@ def run_model(
                 part()
         except Exception:
             traceback.print_exc()
-    tiles = decode_tiles.to_json(bench.table)
+    tiles = decode_tiles.to_json(worthwhile(bench.table, [r for r in results if r["kind"] == "time" and r["model"] == name]))
     results.append({"kind": "table", "model": name, "tiles": json.loads(tiles)})
     saved = table_file(args.tables, name)
-    if saved is not None and args.tune:
+    if saved is not None:
         saved.parent.mkdir(parents=True, exist_ok=True)
         saved.write_text(tiles + "\n")
 

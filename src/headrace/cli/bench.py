@@ -74,8 +74,9 @@ class Bench:
         self.llm, self.limits = llm, limits
         self._random = random.Random(12345)
         self._host = HostTimes(llm.engine.core)
-        for count in (1, 2):  # first launches, compiled kernels; then all graphs of the default kind of sampling
-            self._timed(self._prompts(count, 64), [4] * count, 0.6)
+        # first launches, compiled kernels; then all graphs of the default kind of sampling
+        for length in (64, 600):
+            self._timed(self._prompts(2, length), [4, 8], 0.6)
         while llm.engine.core.idle():
             pass
 

@@ -150,12 +150,14 @@ def fast_decode(
     if device.type != "cuda":
         return None
     from headrace.model.fast_decode import MAX_ROWS, FastDecode
+    from headrace.model.tile_store import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
         return None
-    rows = min(config.max_num_seqs, MAX_ROWS)
-    return FastDecode(model, weights, rows, device, max_model_len=config.max_model_len, logits_dtype=dtype)
+    tiles = load_tiles(model, device)
+    rows = min(config.max_num_seqs, MAX_ROWS if tiles is None else max(tiles))
+    return FastDecode(model, weights, rows, device, tiles, max_model_len=config.max_model_len, logits_dtype=dtype)
 
 
 def decode_graphs(

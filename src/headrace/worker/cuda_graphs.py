@@ -29,7 +29,7 @@ from headrace.worker.batch_state import BatchState
 from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
-FIRST_BUCKET = 2048  # tokens of context; further ones are four times as long
+SHORT_CONTEXT, SHORT_ROWS = 512, 16  # tokens of the first context bucket, and the rows that it is for
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
 
 
@@ -50,7 +50,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def context_buckets(max_model_len: int) -> list[int]:
-    buckets = [FIRST_BUCKET]
+    """Each four times the one before; the last is max_model_len."""
+    buckets = [SHORT_CONTEXT]
     while buckets[-1] < max_model_len:
         buckets.append(4 * buckets[-1])
     return [b for b in buckets[:-1] if b < max_model_len] + [max_model_len]
@@ -77,13 +78,15 @@ class DecodeGraphs:
     def size_for(self, rows: int) -> int:
         return next(s for s in self.sizes if s >= rows)
 
-    def bucket_for(self, context: int) -> int:
-        return next(b for b in self.buckets if b >= context)
+    def bucket_for(self, context: int, size: int) -> int:
+        """Only a small batch gains by a graph for short contexts: there attention's split of them shows."""
+        fitting = [b for b in self.buckets if b >= context]
+        return fitting[1] if fitting[0] == SHORT_CONTEXT and size > SHORT_ROWS and len(fitting) > 1 else fitting[0]
 
     def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> Captured:
         """Launch the step of the rows `numbers` [3, R] int32 (slot, position, new block or -1), contexts up to `context`."""
         count = numbers.shape[1]
-        size, bucket = self.size_for(count), self.bucket_for(context)
+        size, bucket = self.size_for(count), self.bucket_for(context, self.size_for(count))
         captured = self._graphs.get((size, bucket, tail)) or self.capture(size, bucket, tail)
         padded = np.full((3, size), -1, np.int32)
         padded[0] = self.state.dummy_slot
@@ -93,7 +96,8 @@ class DecodeGraphs:
         if (bucket, tail) not in self._wanted:
             self._wanted.add((bucket, tail))
             below = [s for s in reversed(self.sizes) if s < size]
-            self._todo += [(s, bucket, tail) for s in below + [s for s in self.sizes if s > size]]
+            others = below + [s for s in self.sizes if s > size]
+            self._todo += [(s, bucket, tail) for s in others if self.bucket_for(context, s) == bucket]
         return captured
 
     def capture_next(self) -> bool:
