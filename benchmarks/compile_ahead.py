@@ -9,6 +9,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
 from headrace.kernels import attention_decode_fused, embed_residual, gemv, launch, skinny_gemm
+from headrace.model import fast_decode
 
 
 class StandIn(DriverBase):
@@ -44,7 +45,7 @@ def install(capability: int) -> None:
     """From now on every launch in this process only compiles, for sm_<capability>."""
     driver.set_active(StandIn(capability))
     launch.capability = lambda device: divmod(capability, 10)
-    for module in (attention_decode_fused, embed_residual, gemv, skinny_gemm):
+    for module in (attention_decode_fused, embed_residual, fast_decode, gemv, skinny_gemm):
         module.runs_triton = lambda tensor: True
     original = triton.JITFunction.run
 

@@ -4,7 +4,8 @@
         [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32]
 
 Random weights and cache of a Qwen3 shape, bfloat16, CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with
-GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), and with
+GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit; above 64
+rows `two` with attention in two kernels, `strided` with programs that run side by side on one head of many sequences), and with
 the table in use (`table`): the defaults, what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys
 and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes ahead of their use
 (--compile-only does just that, without a card, into Triton's cache).
@@ -31,6 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.kernels.attention_decode import SplitTile
+from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.model import decode_tiles
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
@@ -91,6 +94,7 @@ class Cache(KVCache):
 
     def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, BLOCK
+        self.keep_rows, self.rows = False, None
         shape = (num_blocks, BLOCK, config.num_kv_heads, config.head_dim)
         self.k, self.v = ([torch.empty(shape, dtype=BF16, device=device) for _ in range(config.num_layers)] for _ in range(2))
         if device.type != "meta":
@@ -170,10 +174,14 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
 # ------------------------------------------------------------------------------------------------ paths
 
 
+MANY_ROWS = [n for n in ROW_STEPS if n > decode_tiles.FEW_ROWS]
+ATTENTION = {"two": SplitTile(), "strided": AttentionTile(heads_first=False)}  # path -> what it has instead of the default
 KINDS = {  # path -> (tile of a shape, numbers of rows)
     "gemv": (decode_tiles.gemv_tile, [n for n in ROW_STEPS if n <= 8]),
     "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if n > 1]),
-    "ahead": (decode_tiles.ahead_tile, [n for n in ROW_STEPS if n > 1]),
+    "ahead": (decode_tiles.ahead_tile, [n for n in ROW_STEPS if 1 < n <= decode_tiles.FEW_ROWS]),
+    "two": (decode_tiles.gemm_tile, MANY_ROWS),
+    "strided": (decode_tiles.gemm_tile, MANY_ROWS),
 }
 
 
@@ -181,7 +189,9 @@ def forced(config: ModelConfig, kind: str) -> dict[int, StepTiles]:
     """A table with one kind of tiles only."""
     make, steps = KINDS[kind]
     shapes = decode_tiles.product_shapes(config).items()
-    tiles = {rows: {name: make(shape, rows) for name, shape in shapes} for rows in steps}
+    tiles: dict[int, dict] = {rows: {name: make(shape, rows) for name, shape in shapes} for rows in steps}
+    if kind in ATTENTION:
+        tiles = {rows: {**tiles[rows], "attention": ATTENTION[kind]} for rows in steps}
     return {rows: replace(decode_tiles.default_tiles(config, rows), **tiles[rows]) for rows in steps}
 
 
@@ -308,7 +318,7 @@ class Bench:
     def check(self) -> None:
         """Every path against float32 on ragged batches with padding; the new keys in the cache; nothing else changed."""
         context = min(max(self.args.contexts), 700)
-        for rows in (n for n in (1, 3, 8, 24, 64) if n <= max(self.args.batches)):
+        for rows in check_rows(self.args.batches):
             lengths = [context - 37 * i % (context - 1) for i in range(rows)]
             if rows > 3:
                 lengths[1], lengths[-1], lengths[2] = 1, 0, 65
@@ -316,7 +326,8 @@ class Bench:
             expected, keys = reference(self.config, self.weights, batch, self.kv)
             live = [i for i, n in enumerate(lengths) if n]
             places = batch.slot_mapping[live]
-            saved = [(k.clone(), v.clone()) for k, v in zip(self.kv.k, self.kv.v, strict=True)] if rows == 8 else []
+            copied = rows in (8, 100) and 2 * self.config.num_layers * self.kv.k[0].nbytes < 12e9
+            saved = [(k.clone(), v.clone()) for k, v in zip(self.kv.k, self.kv.v, strict=True)] if copied else []
             for path, step in self.paths(rows, self.args.paths).items():
                 for k in self.kv.k:
                     k.view(-1, *k.shape[2:])[places] = float("nan")
@@ -340,7 +351,7 @@ class Bench:
 
     def repeat(self, rows: int, replays: int) -> None:
         """All replays of a graph give the same bits."""
-        batch = self.input.batch([max(self.args.contexts) - 5 * i for i in range(rows)])
+        batch = self.input.batch([max(self.args.contexts) - 5 * i % max(self.args.contexts) for i in range(rows)])
         for path, step in self.paths(rows, self.args.paths).items():
             graph, out = capture(lambda step=step: step(batch, self.kv))
             first, different = out.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
@@ -390,10 +401,12 @@ class Bench:
                 graph.replay()
             torch.cuda.synchronize()
         events = sorted((e for e in trace.events() if "kernel" in e.name), key=lambda e: e.time_range.end)
-        per_step = 2 + 5 * self.config.num_layers
+        two = isinstance(self.table[min(n for n in self.table if n >= rows)].attention, SplitTile)
+        layer = ["qkv", *(["rope"] if two else []), "attention", "o", "gate_up", "down"]
+        names = ["embed", *(layer * self.config.num_layers), "lm_head"]
+        per_step = len(names)
         events = events[-per_step:]
         added: dict[str, list[float]] = {}
-        names = ["embed", *(["qkv", "attention", "o", "gate_up", "down"] * self.config.num_layers), "lm_head"]
         if len(events) != per_step:
             say(f"profile: {len(events)} kernels, expected {per_step}")
             return
@@ -428,6 +441,15 @@ def print_table(results: list[dict], gbs: float, paths: list[str]) -> None:
         print(f"{shape} {r['limit_ms']:6.3f} {cells}   {gbs * r['limit_ms'] / best:6.0f}")
 
 
+def check_rows(batches: list[int]) -> list[int]:
+    """How many rows the checks have: around those that are timed."""
+    return [n for n in (1, 3, 8, 24, 64, 100, 256) if min(batches) / 2 <= n <= max(batches)]
+
+
+def repeat_rows(batches: list[int]) -> list[int]:
+    return [n for n in (1, 8, 32, 256) if min(batches) / 2 <= n <= max(batches)]
+
+
 def numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n]
 
@@ -437,7 +459,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=lambda s: s.split(","), default=["0.6b", "8b"])
     parser.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--contexts", type=numbers, default=[384, 1024], help="tiles are searched at the first")
-    parser.add_argument("--paths", type=lambda s: s.split(","), default=["cublas", "gemv", "gemm", "ahead", "table"])
+    parser.add_argument("--paths", type=lambda s: s.split(","), default=["cublas", *KINDS, "table"])
     parser.add_argument("--tune", type=numbers, default=[], help="rows to search tiles for")
     parser.add_argument("--tune-seconds", type=float, default=20.0, help="of each search")
     parser.add_argument("--profile", type=numbers, default=[])
@@ -459,7 +481,7 @@ def compile_jobs(args: argparse.Namespace) -> list[tuple[tuple[str, bool], list]
     for name in args.models:
         tables = [decode_tiles.default_table(MODELS[name])]
         tables += [forced(MODELS[name], path) for path in KINDS if path in args.paths]
-        sizes = dict.fromkeys([*args.batches, *(n for n in (1, 3, 8, 24, 32) if n <= max(args.batches))])
+        sizes = dict.fromkeys([*args.batches, *check_rows(args.batches), *repeat_rows(args.batches)])
         needed = [(name, n, args.contexts[0], table) for n in sizes for table in tables if min(table) <= n <= max(table)]
         groups.append(((name, False), needed))
         groups.append(((name, True), [job for rows in args.tune for job in tuning_jobs(name, rows, args.contexts[0])]))
@@ -474,7 +496,7 @@ def run_model(
     bench = Bench(name, args, gbs, results)
     compiled(name, False)
     parts: list[Callable[[], None]] = [bench.check]
-    parts += [partial(bench.repeat, rows, args.replays) for rows in (1, 8, 32) if rows <= max(args.batches)]
+    parts += [partial(bench.repeat, rows, args.replays) for rows in repeat_rows(args.batches)]
     search = min(args.tune_seconds, seconds / 2 / max(1, len(args.tune)))
     parts += [partial(compiled, name, True)] if args.tune else []
     parts += [partial(bench.tune, rows, search) for rows in args.tune]

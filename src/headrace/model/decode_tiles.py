@@ -24,6 +24,7 @@ FEW_ROWS = 64  # above, a product's time is also its arithmetic, and reading x a
 GEMV_ROWS = 4  # up to here the defaults use GEMVs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
+MERGE_ELEMENTS = 32768  # partial sums of a tile, 128 KB: about a microsecond for the program that adds them
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 
@@ -53,21 +54,25 @@ TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """columns [N] and width [K] of a product; a gated one has 2 N weight rows."""
+    """columns [N] and width [K] of a product; a gated one has 2 N weight rows.
+
+    `splittable`: partial sums are allowed; `merged`: the program that ends last adds them up, else the next kernel does.
+    """
 
     columns: int
     width: int
     gated: bool = False
-    splittable: bool = True  # partial sums are allowed
+    splittable: bool = True
+    merged: bool = False
 
 
 def product_shapes(config: ModelConfig) -> dict[str, Shape]:
     hidden, inner = config.hidden_size, config.intermediate_size
     return {
         "qkv": Shape(config.q_size + 2 * config.kv_size, hidden),
-        "o": Shape(hidden, config.q_size),
+        "o": Shape(hidden, config.q_size, merged=True),
         "gate_up": Shape(inner, hidden, gated=True, splittable=False),
-        "down": Shape(hidden, inner),
+        "down": Shape(hidden, inner, merged=True),
         "lm_head": Shape(config.vocab_size, hidden, splittable=False),
     }
 
@@ -121,30 +126,29 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
 
 
 def wide_tile(shape: Shape, rows: int) -> GemmTile:
-    """For more than FEW_ROWS rows: the largest tile that still makes about FILL programs, with splits if it must.
+    """For more than FEW_ROWS rows: the largest tile that makes about FILL programs, a residual's with splits.
 
     A product of M rows reads 2 N M K (1 / weight rows of a tile + 1 / block_m) bytes from the L2 cache, several times what it
-    reads from memory. A residual's splits stay few and its tiles small: the last program to end reads all partial sums.
+    reads from memory. What the last program of a residual's tile has to read alone is bounded by MERGE_ELEMENTS.
     """
-    halves = 2 if shape.gated else 1
-    for weight_rows, block_m in ((128, 256), (128, 128), (64, 128)) if shape.columns > 2048 else ((64, 128),):
-        if block_m > max(128, next_power_of_2(rows)):
+    for block_n, block_m in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)):
+        halves = 2 if shape.gated else 1
+        if block_m > next_power_of_2(rows) or halves * block_n * block_m > 128 * 256:
             continue
-        programs = -(-shape.columns * halves // weight_rows) * -(-rows // block_m)
-        if programs >= 0.7 * FILL and weight_rows // halves >= 64:
-            return _wide(weight_rows // halves, block_m, 1, shape.gated)
-    splits = 1
-    programs = -(-shape.columns // 64) * -(-rows // 128)
-    while shape.splittable and programs * splits < 0.7 * FILL and splits < 8 and shape.width // (2 * splits) >= 256:
-        splits *= 2
-    return _wide(64, 128, splits, shape.gated)
+        programs = -(-shape.columns // block_n) * -(-rows // block_m)
+        splits = 1
+        while shape.merged and programs * splits < 0.7 * FILL and splits < 8 and shape.width // (2 * splits) >= 256:
+            splits *= 2
+        if programs * splits >= 0.7 * FILL and (splits == 1 or splits * block_n * block_m <= MERGE_ELEMENTS):
+            return _wide(shape, block_n, block_m, splits)
+    return _wide(shape, 64, 64, splits)
 
 
-def _wide(block_n: int, block_m: int, splits: int, gated: bool, prefetch: int = 0) -> GemmTile:
-    """A tile in steps of 64 with 64 to 128 accumulators a thread, 4 steps in flight where they fit."""
-    weight_rows = block_n * (2 if gated else 1)
-    warps = 8 if weight_rows * block_m >= 128 * 128 else 4
-    return GemmTile(block_n, 64, splits, warps, 4 if weight_rows + block_m <= 384 else 3, prefetch, block_m)
+def _wide(shape: Shape, block_n: int, block_m: int, splits: int, prefetch: int = 0) -> GemmTile:
+    """A tile in four steps of 64 (192 KB at most), with as many warps as keep accumulators and merges in registers."""
+    size = block_n * block_m * (2 if shape.gated else 1)
+    warps = 8 if size >= 128 * 128 or (shape.merged and splits > 1 and size >= 64 * 128) else 4
+    return GemmTile(block_n, 64, splits, warps, 4, prefetch, block_m)
 
 
 def ahead_tile(shape: Shape, rows: int) -> GemmTile:
@@ -192,19 +196,21 @@ def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
 def wide_candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
     """For more than FEW_ROWS rows: tiles of 64 or 128 weight rows (256 gated), one to four tiles of rows, splits to fill."""
     found: list[GemvTile | GemmTile] = []
-    blocks = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256))
-    for block_n, block_m in blocks:
+    for block_n, block_m in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)):
         if block_m > next_power_of_2(rows) or (shape.gated and block_n * block_m > 128 * 128):
             continue
+        most = MERGE_ELEMENTS if block_m == 256 else 2 * MERGE_ELEMENTS  # or it would spill registers
         for splits in (1, 2, 4, 8):
             programs = -(-shape.columns // block_n) * -(-rows // block_m) * splits
             if splits > 1 and (not shape.splittable or programs > 2 * FILL or shape.width < 256 * splits):
                 continue
-            if programs < 0.45 * FILL and (shape.splittable and splits < 8):
+            if splits > 1 and shape.merged and splits * block_n * block_m > most:
                 continue
-            found.append(_wide(block_n, block_m, splits, shape.gated))
+            if programs < 0.35 * FILL:
+                continue
+            found.append(_wide(shape, block_n, block_m, splits))
             if block_n * block_m <= 64 * 128:
-                found.append(_wide(block_n, block_m, splits, shape.gated, prefetch=2))
+                found.append(_wide(shape, block_n, block_m, splits, prefetch=2))
     return found
 
 
@@ -244,7 +250,10 @@ def tune(
         for name in ("gate_up", "down", "qkv", "o"):
             yield from ((name, {name: tile}) for tile in candidates(shapes[name], rows))
         for tile, programs in attention_candidates(rows):
-            yield "attention", {"attention": tile, "attention_programs": programs}
+            change = {"attention": tile, "attention_programs": programs}
+            yield "attention", change
+            if isinstance(tile, SplitTile):  # which the best QKV tile may exclude
+                yield "attention", {**change, "qkv": gemm_tile(shapes["qkv"], rows)}
         yield from (("lm_head", {"lm_head": tile}) for tile in candidates(shapes["lm_head"], rows))
 
     for name, change in trials():
