@@ -24,7 +24,7 @@ from headrace.worker.sampling import Tail
 from scheduler_fake import NoForecast
 from tiny_models import write_tiny
 
-SEEDS, COUNT = (1, 2), 10
+SEEDS, COUNT = (1, 2), 8
 
 
 class Guesser:
@@ -68,10 +68,10 @@ def alone(model, vocab):
     core = make_core(model, enable_prefix_caching=False, async_scheduling=False)
     known = {}
 
-    def answers(seed: int, count: int = COUNT) -> dict[str, Result]:
-        if (seed, count) not in known:
-            known[seed, count] = {r.id: run(core, [r])[r.id] for r in make_requests(seed, count, vocab)}
-        return known[seed, count]
+    def answers(seed: int) -> dict[str, Result]:
+        if seed not in known:
+            known[seed] = {r.id: run(core, [r])[r.id] for r in make_requests(seed, COUNT, vocab)}
+        return known[seed]
 
     return answers
 
@@ -104,13 +104,17 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# every proposer under the schedules that are hardest for it, and two kinds of them under all others
+HARD = ("together", "tiny pool, chunks of 5, not asynchronous")
+CASES = [(s, p) for s in SCHEDULES for p in PROPOSERS if s in HARD or p in ("half right", "other model")]
+
+
+@pytest.mark.parametrize("schedule, proposer", CASES)
 def test_any_proposer_and_schedule_give_the_same_tokens(model, drafts, vocab, alone, schedule, proposer):
     core = drafting_core(model, **SCHEDULES[schedule], **drafts.get(proposer, {}))
     if "tiny pool" in schedule:  # whoever finds a block is admitted: preemption all the time
         core.scheduler._admission._forecast = lambda running: NoForecast()
-    for seed in SEEDS:
+    for seed in SEEDS if schedule in HARD else SEEDS[:1]:
         expected = alone(seed)
         p_right = PROPOSERS[proposer]
         if p_right is not None:
@@ -169,34 +173,30 @@ class UncapturedGraphs:
         return SimpleNamespace(token_ids=token_ids, failed=failed, logits=None)
 
 
-@pytest.mark.parametrize("proposer", ["half right", "perfect", "other model", "same model"])
+@pytest.mark.parametrize("proposer", ["half right", "same model"])
 def test_captured_steps_with_drafts_give_the_same_tokens(model, drafts, vocab, alone, proposer):
     core = drafting_core(model, **drafts.get(proposer, {}), block_size=2, num_kv_blocks=512)
     runner, drafter = core.runner, core.runner.drafter
     runner.graphs = UncapturedGraphs(
-        lambda batch, kv: runner.decoder.logits(runner.decoder.forward(batch, kv)), runner.kv, runner.state, 12
+        lambda batch, kv: runner.decoder.logits(runner.decoder.forward(batch, kv)), runner.kv, runner.state, 40
     )
     if drafter is not None:
         decoder = drafter.decoder
         drafter.graphs = UncapturedGraphs(lambda b, kv: decoder.logits(decoder.forward(b, kv)), drafter.kv, runner.state, 8)
-    for seed in SEEDS:
-        expected = alone(seed)
-        if PROPOSERS[proposer] is not None:
-            right = {name: r.ids for name, r in expected.items()}
-            core.speculator.proposer = Guesser(right, vocab, PROPOSERS[proposer])
-        simple = [r for r in make_requests(seed, COUNT, vocab) if r.params.logit_bias is None]
-        for request in [*make_requests(seed, COUNT, vocab), *simple]:  # one by one and then together: all kinds of tails
-            assert_same(run(core, [request])[request.id], expected[request.id])
-        results = run(core, simple)
-        for request in simple:
-            assert_same(results[request.id], expected[request.id])
+    expected = alone(1)
+    if PROPOSERS[proposer] is not None:
+        right = {name: r.ids for name, r in expected.items()}
+        core.speculator.proposer = Guesser(right, vocab, PROPOSERS[proposer])
+    results = run(core, make_requests(1, COUNT, vocab))
+    for name, want in expected.items():
+        assert_same(results[name], want, name)
     params = complete(SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True))
     plain = EngineRequest("a", [4, 5, 6], params, 7)
     want = run(make_core(model), [plain])["a"]
     core.speculator.proposer = core.speculator.proposer and Guesser({"a": want.ids}, vocab, PROPOSERS[proposer])
     assert_same(run(core, [plain])["a"], want)
-    assert runner.graphs.replays > 50 and core.speculator.stats.num_draft_tokens > 100
-    assert drafter is None or drafter.graphs.replays > 50
+    assert runner.graphs.replays > 15 and core.speculator.stats.num_draft_tokens > 50
+    assert drafter is None or drafter.graphs.replays > 15
 
 
 @pytest.fixture(scope="module")
@@ -209,12 +209,12 @@ def cores(model):
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_arrivals_and_aborts_change_nobody_else(vocab, alone, cores, data):
-    seed = data.draw(st.integers(0, 5), label="requests")
+    seed = data.draw(st.integers(0, 3), label="requests")
     core = data.draw(st.sampled_from(cores), label="core")
-    requests, expected = make_requests(seed, 8, vocab), alone(seed, 8)
+    requests, expected = make_requests(seed, COUNT, vocab), alone(seed)
     p_right = data.draw(st.sampled_from([0.5, 0.9, 1.0]), label="p_right")
     core.speculator.proposer = Guesser({name: r.ids for name, r in expected.items()}, vocab, p_right, seed)
     order = data.draw(st.permutations(range(8)), label="order")
@@ -272,14 +272,13 @@ def test_a_nan_after_the_drafts_fails_as_without_them(model, vocab):
 
 
 @pytest.mark.parametrize("params", [
-    dict(temperature=0.8), dict(temperature=1.0, top_p=0.8), dict(temperature=1.2, top_k=5, repetition_penalty=1.4),
-    dict(temperature=1.0, presence_penalty=1.0, frequency_penalty=0.7),
+    dict(temperature=1.0, top_p=0.8), dict(temperature=1.2, top_k=5, presence_penalty=1.0, frequency_penalty=0.7),
 ])  # fmt: skip
 def test_the_distribution_is_the_targets(model, vocab, params):
     """Chi-square of the third token over 6 ids, with wrong and right guesses before it, against runs without drafts."""
     ids = [11, 60, 123, 200, 301, 407]
     params = SamplingParams(max_tokens=4, ignore_eos=True, allowed_token_ids=ids, **params)
-    count = 1500
+    count = 1000
     requests = [EngineRequest(f"r{i}", [3, 1, 4], complete(params), 10_000 + i) for i in range(count)]
     rng = random.Random(4)
     guesses = {r.id: [rng.choice(ids) for _ in range(4)] for r in requests}
