@@ -83,7 +83,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         workspace_bytes=attention.workspace_bytes(config.max_num_seqs) * (2 if draft else 1) + (fast.num_bytes if fast else 0),
         extra_block_bytes=KVCache.bytes_per_block(draft.model, config.block_size, dtype) if draft else 0,
         max_num_seqs=config.max_num_seqs,
-        max_draft_rows=config.speculative_max_rows if config.speculative_method else 0,
+        max_draft_rows=(config.speculative_max_rows or 0) if config.speculative_method else 0,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
@@ -94,6 +94,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     plan.log()
     if config.num_kv_blocks is None and plan.num_blocks * config.block_size < config.max_model_len:
         config = fit_context(config, asked, plan.num_blocks * config.block_size)
+    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
     graphs = decode_graphs(config, decoder, fast, kv, state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_BYTE_RUN = 64  # byte-fallback tokens held at most before what is whole of them is released
@@ -22,7 +22,7 @@ class TextTokenizer(Protocol):
 
     byte_level: bool  # decode(ids) is the UTF-8 text of all token_bytes, invalid bytes replaced
     special_ids: frozenset[int]  # dropped by decode() when skip_special_tokens
-    byte_fallback: Mapping[int, int]  # id -> byte, of the <0xNN> tokens of a decoder that joins runs of them
+    byte_fallback: dict[int, int]  # id -> byte, of the <0xNN> tokens of a decoder that joins runs of them
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...

@@ -67,7 +67,7 @@ class BatchState:
         blocks = np.asarray(request.block_ids, np.int32)
         self.staging.upload_into(self.block_tables[slot, : blocks.size], blocks)
         self.host_floats[slot] = [getattr(p, name) for name in FLOATS]
-        self.host_ints[slot] = (as_int64(request.seed), p.top_k, p.sample_index, len(request.prompt_ids))
+        self.host_ints[slot] = (as_int64(request.seed), p.top_k or 0, p.sample_index, len(request.prompt_ids))
 
     def append_blocks(self, chunks: Sequence[Chunk]) -> None:
         """Enter the chunks' new blocks into their slots' tables."""

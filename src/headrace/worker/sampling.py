@@ -226,7 +226,8 @@ class StepSampler:
             edits.masks.append(TokenMask(stacked, upload(np.asarray([r for r, _ in masked]))))
         bans = [(r, t) for r, c, e in rows for t in (*e.banned, *(() if r in must_end else self._early(c, e)))]
         if bans:
-            edits.banned = tuple(upload(np.asarray(bans, np.int64).T.copy()))  # type: ignore[assignment]
+            banned_rows, banned_ids = upload(np.asarray(bans, np.int64).T.copy())
+            edits.banned = (banned_rows, banned_ids)
         bias = [(r, t, v) for r, _, e in rows for t, v in e.bias.items()]
         if bias:
             where = upload(np.asarray([b[:2] for b in bias], np.int64).T.copy())
