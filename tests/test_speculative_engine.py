@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from engine_driver import BLOCK, Result, assert_same, complete, make_core, make_requests, run
 from headrace.engine.core import EngineCore
@@ -25,6 +28,31 @@ from scheduler_fake import NoForecast
 from tiny_models import write_tiny
 
 SEEDS, COUNT = (1, 2), 8
+
+
+def write_eagle(path: Path, target: str, width: int = 96, guesses: int = 300) -> str:
+    """A random EAGLE-3 head in the published layout, for a tiny target."""
+    hidden = json.loads((Path(target) / "config.json").read_text())["hidden_size"]
+    torch.manual_seed(5)
+    shapes = {
+        "fc": (width, 3 * hidden), "midlayer.self_attn.q_proj": (4 * 16, 2 * width), "midlayer.self_attn.k_proj": (2 * 16, 2 * width),
+        "midlayer.self_attn.v_proj": (2 * 16, 2 * width), "midlayer.self_attn.o_proj": (width, 4 * 16),
+        "midlayer.mlp.gate_proj": (128, width), "midlayer.mlp.up_proj": (128, width), "midlayer.mlp.down_proj": (width, 128),
+        "midlayer.input_layernorm": (width,), "midlayer.hidden_norm": (width,), "midlayer.post_attention_layernorm": (width,),
+        "norm": (width,), "lm_head": (guesses, width),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    ids = torch.randperm(512)[:guesses].sort().values
+    tensors |= {"d2t": ids - torch.arange(guesses), "t2d": torch.isin(torch.arange(512), ids)}
+    save_file(tensors, path / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": width, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 512,
+        "draft_vocab_size": guesses, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
 
 
 class Guesser:
@@ -51,7 +79,9 @@ def model(tmp_path_factory):
 def drafts(model, tmp_path_factory):
     """Draft models: the target itself, and one of another family with other random weights."""
     other = str(write_tiny("llama", tmp_path_factory.mktemp("draft"), seed=1, num_hidden_layers=1))
+    head = write_eagle(tmp_path_factory.mktemp("eagle"), model)
     return {
+        "eagle": {"speculative_method": "eagle3", "speculative_model": head},
         "same model": {"speculative_method": "draft_model", "speculative_model": model},
         "other model": {"speculative_method": "draft_model", "speculative_model": other},
     }
@@ -88,7 +118,7 @@ def drafting_core(model: str, proposer=None, **options) -> EngineCore:
     return core
 
 
-PROPOSERS = {"garbage": 0.0, "half right": 0.8, "perfect": 1.0, "ngram": None, "same model": None, "other model": None}
+PROPOSERS = {"garbage": 0.0, "half right": 0.8, "perfect": 1.0, "ngram": None, "same model": None, "other model": None, "eagle": None}
 SCHEDULES = {
     "together": {},
     "chunks of 1": {"max_num_batched_tokens": 1},
@@ -106,7 +136,7 @@ SCHEDULES = {
 
 # every proposer under the schedules that are hardest for it, and two kinds of them under all others
 HARD = ("together", "tiny pool, chunks of 5, not asynchronous")
-CASES = [(s, p) for s in SCHEDULES for p in PROPOSERS if s in HARD or p in ("half right", "other model")]
+CASES = [(s, p) for s in SCHEDULES for p in PROPOSERS if s in HARD or p in ("half right", "other model", "eagle")]
 
 
 @pytest.mark.parametrize("schedule, proposer", CASES)

@@ -39,8 +39,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     enforce_eager: bool = False  # no CUDA graphs
     tensor_parallel_size: int = 1
-    speculative_method: Literal["ngram", "draft_model"] | None = None  # None: one token per step and request
-    speculative_model: str | None = None  # of draft_model: as `model`, with the same vocabulary
+    speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = None  # None: one token per step and request
+    speculative_model: str | None = None  # as `model`: a draft model of the same vocabulary, or an EAGLE-3 head
     num_speculative_tokens: int = 6  # drafts per request and step at most; fewer where they prove wrong
     prompt_lookup_min: int = 2  # of ngram: the last tokens must have stood before, at least so many
     prompt_lookup_max: int = 8  # more need not be compared
@@ -63,14 +63,13 @@ class EngineConfig:
         for name, allowed in (
             ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda", "mps")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
-            ("speculative_method", (None, "ngram", "draft_model")),
+            ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
-        if (self.speculative_method == "draft_model") != (self.speculative_model is not None):
-            raise ParameterError(
-                "speculative_model", self.speculative_model, "a model with speculative_method draft_model, none without"
-            )
+        if (self.speculative_method in ("draft_model", "eagle3")) != (self.speculative_model is not None):
+            allowed = "a model with speculative_method draft_model or eagle3, none otherwise"
+            raise ParameterError("speculative_model", self.speculative_model, allowed)
 
 
 def hub_offline() -> bool:

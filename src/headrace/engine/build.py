@@ -25,7 +25,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
-from headrace.speculative.setup import draft_model, load_draft, make_speculator
+from headrace.speculative.setup import load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import plan_memory
@@ -79,9 +79,9 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         model,
         device=device,
         dtype=dtype,
-        weight_bytes=weights.num_bytes + (draft.weights.num_bytes if draft else 0),
+        weight_bytes=weights.num_bytes + (draft.num_bytes if draft else 0),
         workspace_bytes=attention.workspace_bytes(config.max_num_seqs) * (2 if draft else 1) + (fast.num_bytes if fast else 0),
-        extra_block_bytes=KVCache.bytes_per_block(draft.model, config.block_size, dtype) if draft else 0,
+        extra_block_bytes=draft.block_bytes(config.block_size, dtype) if draft else 0,
         max_num_seqs=config.max_num_seqs,
         max_draft_rows=(config.speculative_max_rows or 0) if config.speculative_method else 0,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -99,8 +99,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
     graphs = decode_graphs(config, decoder, fast, kv, state)
     structured = structured_output(config, model, checkpoint)
-    drafter = None if draft is None else draft_model(config, draft, weights.num_bytes, plan.num_blocks, state)
-    speculator = make_speculator(config, structured, drafter)
+    drafter = None if draft is None else draft.drafter(config, decoder, weights.num_bytes, plan.num_blocks, state)
+    speculator = make_speculator(config, structured, drafter, device)
     scheduler = Scheduler(
         SchedulerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -148,7 +148,7 @@ def fast_decode(
     config: EngineConfig, model: ModelConfig, weights: DecoderWeights, dtype: torch.dtype, device: torch.device
 ) -> FastDecode | None:
     """The small-batch path, where there is a card and it can run the model."""
-    if device.type != "cuda":
+    if device.type != "cuda" or config.speculative_method == "eagle3":  # whose head reads the decoder's inside
         return None
     from headrace.model.fast_decode import MAX_ROWS, FastDecode
     from headrace.model.tile_store import load_tiles

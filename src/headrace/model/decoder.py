@@ -109,6 +109,8 @@ class Decoder:
         kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
         self.layer_rope = kinds
+        # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
+        self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`."""
@@ -124,6 +126,8 @@ class Decoder:
         if layers[0].input_norm is not None:
             normed = rms_norm(residual, layers[0].input_norm, config.norm_eps, self.norm_offset)
         for index, layer in enumerate(layers):
+            if self.tap is not None:
+                self.tap(index, residual, batch)
             cos, sin = tables[self.layer_rope[index]]
             q = qkv_rope_write(
                 layer.qkv(normed), positions, cos, sin, kv, index, batch.slot_mapping,

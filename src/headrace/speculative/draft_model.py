@@ -74,18 +74,46 @@ class DraftModel:
             if i and self.graphs is not None and len(wanting) <= self.graphs.sizes[-1]:
                 self._replay(slots, places)
                 continue
+            hidden = hidden[: len(wanting)]
             if i:
-                hidden = self.decoder.forward(self.state.rows(slots, places, np.ones_like(slots)), self.kv)
-            self._sample(hidden[: len(wanting)], slots, places)
+                hidden = self._step(hidden, slots, places)
+            self._sample(hidden, slots, places)
         for c in chunks:
-            self._drafted[c.slot] = (c.start, c.num_drafts)
+            self._note(c)
+
+    # ---- what other drafters do otherwise
+
+    def _stop(self, chunk: Chunk) -> int:
+        """The rows of a chunk's request that can be computed before the first draft: those before this position."""
+        return chunk.start + 1
+
+    def _forward(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Known rows: hidden states [T, H]."""
+        return self.decoder.forward(self.state.rows(slots, starts, counts), self.kv)
+
+    def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray) -> Tensor:
+        """One row each, of the drafts at `places`; `hidden` [R, H] is what the row before it gave."""
+        return self._forward(slots, places, np.ones_like(slots))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden)[:, : self._vocab_size]
+
+    def _target_ids(self, token_ids: Tensor) -> Tensor:
+        return token_ids
+
+    def _note(self, chunk: Chunk) -> None:
+        """These drafts are in the cache, as far as they were rows; whether they are right is known when it goes on."""
+        self._drafted[chunk.slot] = (chunk.start, chunk.num_drafts)
+
+    # ---- pieces
 
     def _catch_up(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute what has not been seen of each chunk's tokens up to its start: hidden states [C, H] of the last ones."""
         pieces: list[list[tuple[int, int, int]]] = [[]]  # of each forward pass: chunk, position, number of tokens
         room = self._most_rows
         for i in sorted(range(len(chunks)), key=lambda i: chunks[i].start - self._seen[chunks[i].slot]):
-            place, stop = self._seen[chunks[i].slot], chunks[i].start + 1
+            stop = self._stop(chunks[i])
+            place = min(self._seen[chunks[i].slot], stop - 1)
             while place < stop:
                 if not room:
                     pieces.append([])
@@ -97,14 +125,14 @@ class DraftModel:
         for piece in pieces:
             index, starts, counts = np.asarray(piece, np.int32).T.copy()
             slots = np.asarray([chunks[i].slot for i in index], np.int32)
-            rows = self.decoder.forward(self.state.rows(slots, starts, counts), self.kv)
+            rows = self._forward(slots, starts, counts)
             if hidden is None:
                 hidden = rows.new_empty((len(chunks), rows.shape[1]))
             where, last = self.state.staging.upload(np.stack([index, np.cumsum(counts) - 1]).astype(np.int64))
             hidden[where] = rows[last]
         for c in chunks:
             size, seen = self.kv.block_size, self._seen[c.slot]
-            self._filled[c.request.block_ids[seen // size : (c.start + 1) // size]] = True
+            self._filled[c.request.block_ids[seen // size : self._stop(c) // size]] = True
         assert hidden is not None
         return hidden
 
@@ -117,7 +145,7 @@ class DraftModel:
     def _sample(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray) -> None:
         """Write to the token table what follows the tokens at (slots, places) [R]."""
         state = self.state
-        logits = self.decoder.logits(hidden)[:, : self._vocab_size]
+        logits = self._logits(hidden)
         where = state.staging.upload(np.stack([slots, places]).astype(np.int64))
         floats, ints = state.floats[where[0]].T, state.ints[where[0]].T
         host_floats, host_ints = state.host_floats[slots], state.host_ints[slots]
@@ -135,4 +163,4 @@ class DraftModel:
             any_min_p=bool((host_floats[:, FLOATS.index("min_p")] > 0.0).any()),
         )
         token_ids, _ = choose(logits, inputs)
-        state.token_ids.index_put_((where[0], where[1] + 1), token_ids)
+        state.token_ids.index_put_((where[0], where[1] + 1), self._target_ids(token_ids))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace.attention import AttentionBackend
 from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
@@ -18,13 +19,15 @@ from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.speculative.draft_model import DraftModel
+from headrace.speculative.eagle import EagleHead, EagleWeights, load_eagle, tapped_layers
 from headrace.speculative.ngram import NGramProposer
 from headrace.speculative.proposer import Drafter
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 
-VERIFY_COST = 0.1  # of one more row in a step of few rows, relative to the step
+# of one more row in a step of few rows, relative to the step: a GPU waits for the weights, a CPU computes as well (measured)
+VERIFY_COST = {"cuda": 0.03, "cpu": 0.15}
 GRAPH_ROWS = 64  # requests that a captured draft step serves at most
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: models pad them to round numbers
 
@@ -38,12 +41,74 @@ class Draft:
     decoder: Decoder
     vocab_size: int  # ids that both models have
 
+    @property
+    def num_bytes(self) -> int:
+        return self.weights.num_bytes
 
-def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Draft | None:
-    """The draft model, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        return KVCache.bytes_per_block(self.model, block_size, dtype)
+
+    def drafter(
+        self, config: EngineConfig, target: Decoder, target_bytes: int, num_blocks: int, state: BatchState
+    ) -> DraftModel:
+        """`config` is resolved."""
+        assert config.block_size and config.max_num_batched_tokens and config.max_model_len
+        weight = self.weights.embedding
+        kv = KVCache(self.model, num_blocks, config.block_size, weight.dtype, weight.device)
+        cost = self.num_bytes / target_bytes  # what decoding costs is reading the weights
+        graphs = None
+        if state.device.type == "cuda" and not config.enforce_eager:
+            from headrace.worker.cuda_graphs import DecodeGraphs
+
+            graphs = DecodeGraphs(self._forward, kv, state, min(config.max_num_seqs, GRAPH_ROWS), config.max_model_len)
+        return DraftModel(self.decoder, kv, state, cost, self.vocab_size, config.max_num_batched_tokens, graphs)
+
+    def _forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        logits = self.decoder.logits(self.decoder.forward(batch, kv))
+        return logits[:, : self.vocab_size].contiguous()  # the target has no row for others
+
+
+@dataclass(slots=True)
+class Head:
+    """An EAGLE-3 head that has been loaded."""
+
+    model: ModelConfig
+    weights: EagleWeights
+    attention: AttentionBackend
+    taps: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weights.num_bytes
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        return EagleHead.bytes_per_block(self.model, block_size, dtype)
+
+    def drafter(
+        self, config: EngineConfig, target: Decoder, target_bytes: int, num_blocks: int, state: BatchState
+    ) -> DraftModel:
+        """`config` is resolved."""
+        assert config.block_size and config.max_num_batched_tokens and config.max_model_len
+        weight = self.weights.fc
+        kv = KVCache(self.model, num_blocks, config.block_size, weight.dtype, weight.device)
+        return EagleHead(
+            self.weights, self.model, self.attention, target, kv, state, self.num_bytes / target_bytes, self.taps,
+            max_model_len=config.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens,
+        )  # fmt: skip
+
+
+def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Draft | Head | None:
+    """The draft model or head, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
     if config.speculative_model is None:
         return None
     checkpoint = resolve_checkpoint(replace(config, model=config.speculative_model, revision=None, tokenizer=None))
+    if config.speculative_method == "eagle3":
+        # the head's layer is Llama's, whatever it is called
+        like_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+        model = model_config_from_hf(checkpoint.config | like_llama)
+        attention, _ = select_attention(config.attention_backend, model, device)
+        taps = tapped_layers(checkpoint.config, target.num_layers)
+        return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps)
     model = model_config_from_hf(checkpoint.config)
     if abs(model.vocab_size - target.vocab_size) > PADDING:
         allowed = f"a model with the vocabulary of the target ({target.vocab_size} tokens, not {model.vocab_size})"
@@ -54,33 +119,14 @@ def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, de
     return Draft(model, weights, decoder, min(model.vocab_size, target.vocab_size))
 
 
-def draft_model(config: EngineConfig, draft: Draft, target_bytes: int, num_blocks: int, state: BatchState) -> DraftModel:
-    """The drafter; `config` is resolved."""
-    assert config.block_size and config.max_num_batched_tokens
-    weight = draft.weights.embedding
-    kv = KVCache(draft.model, num_blocks, config.block_size, weight.dtype, weight.device)
-    cost = draft.weights.num_bytes / target_bytes  # what decoding costs is reading the weights
-    graphs = None
-    if state.device.type == "cuda" and not config.enforce_eager:
-        from headrace.worker.cuda_graphs import DecodeGraphs
-
-        def forward(batch: ForwardBatch, cache: KVCache) -> Tensor:
-            logits = draft.decoder.logits(draft.decoder.forward(batch, cache))
-            return logits[:, : draft.vocab_size].contiguous()  # the target has no row for others
-
-        assert config.max_model_len
-        graphs = DecodeGraphs(forward, kv, state, min(config.max_num_seqs, GRAPH_ROWS), config.max_model_len)
-    return DraftModel(draft.decoder, kv, state, cost, draft.vocab_size, config.max_num_batched_tokens, graphs)
-
-
 def make_speculator(
-    config: EngineConfig, structured: StructuredOutput | None, drafter: Drafter | None
+    config: EngineConfig, structured: StructuredOutput | None, drafter: Drafter | None, device: torch.device
 ) -> Speculator | None:
     """The core's part, if speculation is wished; `config` is resolved."""
     if config.speculative_method is None:
         return None
     assert config.speculative_max_rows
-    proposer, cost = None, VERIFY_COST
+    proposer, cost = None, VERIFY_COST.get(device.type, 0.1)
     if drafter is not None:
         cost += drafter.cost
     else:
