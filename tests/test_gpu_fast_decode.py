@@ -50,7 +50,7 @@ def forced(config, make):
 
 def check(config, card, rows: int, table=None, block_size: int = 64) -> None:
     """Logits and cache against the float32 decoder on the CPU with the same (bfloat16) weights and older cache."""
-    lengths = (LENGTHS * 8)[:rows]
+    lengths = (LENGTHS * 32)[:rows]
     weights = random_weights(config, dtype=BF16)
     batch, kv = decode_batch(config, lengths, block_size, BF16)
     on_card, kv_card = moved(batch, card), moved(kv, card)
@@ -70,7 +70,7 @@ def test_families(name: str, rows: int, card) -> None:
     check(replace(CONFIGS[name], max_position=512), card, rows, block_size=16)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 16, 17, 32, 64])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 16, 17, 32, 64, 65, 130, 256])
 def test_rows(rows: int, card) -> None:
     check(WIDE, card, rows)
 
@@ -91,11 +91,11 @@ def test_head_shapes(head_dim: int, kv_heads: int, group: int, card) -> None:
         check(config, card, rows, block_size=16 if head_dim == 80 else 64)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 256])
 def test_replays_are_bit_identical(rows: int, card) -> None:
     config = replace(WIDE, num_layers=4)
     weights = moved(random_weights(config, dtype=BF16), card)
-    batch, kv = decode_batch(config, (LENGTHS * 8)[:rows], 64, BF16)
+    batch, kv = decode_batch(config, (LENGTHS * 32)[:rows], 64, BF16)
     batch, kv = moved(batch, card), moved(kv, card)
     for table in (default_table(config), forced(config, ahead_tile)):
         fast = FastDecode(config, weights, rows, card, table)
