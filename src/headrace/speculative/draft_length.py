@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LEVELS = 64  # of the acceptance rate, for which the best length is known beforehand
-MEMORY = 24.0  # drafts over which a rate forgets
+MEMORY = 16.0  # drafts over which a rate forgets
 RECOVERY = 0.99  # of the evidence is kept each step in which nothing was drafted: who was switched off is tried again
 PRIOR_RIGHT, PRIOR_ALL = 0.7, 1.0  # a new request is taken for one that repeats itself
 

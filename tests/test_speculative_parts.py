@@ -1,0 +1,202 @@
+"""The parts of speculation by themselves: prompt lookup, draft lengths, and which rows of a verified step count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.config import EngineConfig
+from headrace.engine.request import Request
+from headrace.errors import ParameterError
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.penalties import load_counts
+from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, best_length
+from headrace.speculative.ngram import TOKENS_PER_CALL, NGramProposer
+from headrace.speculative.speculator import SpeculationStats, Speculator
+from headrace.speculative.verify import counts_with_drafts, kept_rows
+
+# ---- prompt lookup
+
+
+def request(prompt: list[int], output: list[int] | None = None, name: str = "a") -> Request:
+    return Request(id=name, prompt_ids=prompt, params=SamplingParams(), seed=0, output_ids=output or [])
+
+
+def matches(ids: list[int], least: int, most: int) -> dict[int, int]:
+    """Place -> length of the match of the last tokens with those that end there (at least `least`, at most `most`)."""
+    found = {}
+    for place in range(len(ids) - 1):
+        length = 0
+        while length < most and length <= place and ids[place - length] == ids[len(ids) - 1 - length]:
+            length += 1
+        if length >= least:
+            found[place] = length
+    return found
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3), st.integers(0, 4), st.integers(1, 12))
+def test_lookup_finds_the_longest_of_the_latest_matches(ids, least, more, count):
+    got = NGramProposer(least, least + more).propose(request(ids[:1], ids[1:]), count) if ids else []
+    latest = dict(list(matches(ids, least, least + more).items())[-8:])
+    if not latest:
+        assert got == []
+        return
+    longest = max(latest.values())
+    best = max(place for place, length in latest.items() if length == longest)
+    text = list(ids)
+    for i in range(count):  # as if it were copied token by token
+        text.append(text[best + 1 + i])
+    assert got == text[len(ids) :]
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.lists(st.integers(1, 10), max_size=20))
+def test_an_index_that_grows_knows_what_a_new_one_knows(ids, steps):
+    grown = NGramProposer(2, 4)
+    one = request(ids[:1])
+    for step in steps:
+        done = one.num_known
+        one.output_ids += ids[done : done + step]
+        assert grown.propose(one, 5) == NGramProposer(2, 4).propose(one, 5)
+
+
+def test_a_long_prompt_is_entered_bit_by_bit():
+    proposer = NGramProposer(2, 4)
+    long = request([1, 2, 3, 4] * (TOKENS_PER_CALL // 2))
+    assert proposer.propose(long, 3) == []
+    assert proposer.propose(long, 3) == [1, 2, 3]
+
+
+def test_indices_end_with_their_requests():
+    proposer = NGramProposer(1, 4)
+    assert proposer.propose(request([1, 2, 1]), 1) == [2]
+    proposer.end("a")
+    proposer.end("never seen")
+    assert proposer.propose(request([5, 6, 5]), 1) == [6]
+
+
+@pytest.mark.parametrize("least, most", [(0, 3), (4, 3)])
+def test_bounds_of_lookup_are_checked(least, most):
+    with pytest.raises(ParameterError, match="prompt_lookup_min"):
+        NGramProposer(least, most)
+
+
+@pytest.mark.parametrize("options", [
+    {"speculative_method": "guess"}, {"num_speculative_tokens": 0}, {"speculative_model": "x"},
+    {"speculative_method": "draft_model"}, {"speculative_method": "ngram", "speculative_model": "x"},
+    {"prompt_lookup_min": 5, "prompt_lookup_max": 4}, {"speculative_max_rows": 1},
+])  # fmt: skip
+def test_options_are_checked(options):
+    with pytest.raises(ParameterError):
+        EngineConfig(**options)
+
+
+# ---- how many
+
+
+def test_the_best_length_maximizes_tokens_per_cost():
+    for rate in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+        for cost in (0.02, 0.1, 0.5, 1.2):
+            gains = [sum(rate**i for i in range(k + 1)) / (1 + k * cost) for k in range(9)]
+            assert gains[best_length(rate, 8, cost)] >= max(gains) - 1e-3
+    assert best_length(0.0, 8, 0.01) == 0
+    assert best_length(1.0, 8, 0.1) == 8
+    assert best_length(1.0, 8, 1.1) == 0  # drafts that cost more than a step of the target
+
+
+def test_lengths_follow_the_rate():
+    lengths, rate = DraftLengths(8, 0.1), AcceptanceRate()
+    first = lengths.of(rate)
+    assert first > 0
+    for _ in range(20):
+        rate.observe(4, 4)
+    assert lengths.of(rate) == 8
+    for _ in range(50):
+        rate.observe(2, 0)
+    assert lengths.of(rate) == 0
+    steps = 0
+    while not lengths.of(rate):
+        rate.rest()
+        steps += 1
+    assert 20 < steps < 1000
+
+
+def test_a_rate_forgets_what_is_long_ago():
+    rate = AcceptanceRate()
+    for _ in range(1000):
+        rate.observe(4, 0)
+    for _ in range(12):
+        rate.observe(4, 4)
+    assert rate.value > 0.6
+
+
+def test_counters():
+    stats = SpeculationStats()
+    for drafted, accepted in ((3, 3), (3, 1), (5, 0), (40, 40)):
+        stats.count(drafted, accepted)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 51, 44)
+    assert stats.accepted_per_position[:4] == [3, 2, 2, 1]
+    assert len(stats.accepted_per_position) == 32
+
+
+class Wishful:
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [7] * most
+
+    def end(self, request_id: str) -> None:
+        pass
+
+
+@given(st.integers(1, 40), st.integers(2, 32))
+def test_wishes_fit_the_rows(count, rows):
+    speculator = Speculator(8, rows, 0.01, Wishful())
+    requests = [request([1, 2], [3], f"r{i}") for i in range(count)]
+    speculator.choose(requests)
+    drafts = sum(r.num_drafts for r in requests)
+    if count >= rows:
+        assert drafts == 0 and not speculator.wants(requests)
+    else:
+        assert speculator.wants(requests) and drafts > 0
+        assert drafts <= rows - count or all(r.num_drafts == 1 for r in requests)
+    speculator.pause()
+    assert not any(r.num_drafts for r in requests)
+
+
+# ---- which rows count
+
+STEPS = st.lists(
+    st.integers(0, 4).flatmap(lambda k: st.tuples(*[st.lists(st.integers(0, 1), min_size=k + 1, max_size=k + 1)] * 3)),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@given(STEPS)
+def test_rows_count_up_to_the_first_wrong_draft(steps):
+    sampled, guesses, failed, first, expected = [], [], [], [], []
+    for ids, drafts, bad in steps:
+        start = len(sampled)
+        right = True
+        for i in range(len(ids)):
+            expected.append(right and (i == 0 or not bad[i]))
+            right = right and not bad[i] and ids[i] == drafts[i]
+        sampled += ids
+        guesses += drafts
+        failed += bad
+        first += [start] * len(ids)
+    kept = kept_rows(torch.tensor(sampled), torch.tensor(guesses), torch.tensor(failed).bool(), torch.tensor(first))
+    assert kept.tolist() == expected
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=5))
+def test_counts_of_a_row_include_the_drafts_before_it(prompt, output, drafts):
+    counts = torch.zeros(3, 10, dtype=torch.int32)
+    load_counts(counts, 1, prompt, output)
+    rows = len(drafts) + 1
+    pairs = [(r, drafts[i]) for r in range(rows) for i in range(r)]
+    where, ids = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+    got = counts_with_drafts(counts, torch.full((rows,), 1), where, ids)
+    for r in range(rows):
+        want = torch.zeros(3, 10, dtype=torch.int32)
+        load_counts(want, 1, prompt, output + drafts[:r])
+        assert got[r].tolist() == want[1].tolist()
