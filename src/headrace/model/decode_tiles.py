@@ -206,7 +206,7 @@ def wide_candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
                 continue
             if splits > 1 and shape.merged and splits * block_n * block_m > most:
                 continue
-            if programs < 0.35 * FILL:
+            if shape.splittable and programs < 0.35 * FILL:
                 continue
             found.append(_wide(shape, block_n, block_m, splits))
             if block_n * block_m <= 64 * 128:
