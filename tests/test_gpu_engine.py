@@ -13,7 +13,7 @@ from tiny_models import TINY, write_tiny
 
 pytestmark = pytest.mark.gpu
 
-BF16_TOLERANCE = 0.02  # of the spread of a row's logprobs (about 10), for prompt logprobs of the tiny models
+BF16_TOLERANCE = 2.0  # times the error of the CPU's bfloat16 against its float32
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +37,33 @@ def test_float32_tokens_equal_the_cpu(paths, family, mode):
 
 @pytest.mark.parametrize("family", TINY)
 def test_bfloat16_logprobs_are_near_the_cpu(paths, family):
-    cpu = make_core(paths[family], enable_prefix_caching=False)
-    card = make_core(paths[family], device="cuda", dtype="bfloat16")
+    """Rounding to bfloat16 moves the logprobs of these models by 1.5 to 5 % of their spread on the CPU, whose arithmetic is
+    the reference's; the card may be off by twice as much as the CPU is."""
+    exact = make_core(paths[family], enable_prefix_caching=False)
     rng = random.Random(7)
     params = complete(SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20, logprobs=0))
     requests = [
-        EngineRequest(f"r{i}", [rng.randrange(3, cpu.vocab_size) for _ in range(n)], params, i)
+        EngineRequest(f"r{i}", [rng.randrange(3, exact.vocab_size) for _ in range(n)], params, i)
         for i, n in enumerate((1, 17, 64, 100))
     ]
-    want, got = run(cpu, requests), run(card, requests)
-    for request in requests:
-        for a, b in zip(want[request.id].prompt_logprobs[1:], got[request.id].prompt_logprobs[1:], strict=True):
-            spread = max(a.logprobs) - min(a.logprobs) + 1.0
+    want = run(exact, requests)
+    errors = [
+        worst_error(run(make_core(paths[family], device=device, dtype="bfloat16"), requests), want)
+        for device in ("cpu", "cuda")
+    ]
+    assert errors[1] <= BF16_TOLERANCE * errors[0], family
+
+
+def worst_error(got, want) -> float:
+    """The largest difference of a prompt logprob, in units of the spread of its row's most likely ones."""
+    worst = 0.0
+    for name, result in want.items():
+        for a, b in zip(result.prompt_logprobs[1:], got[name].prompt_logprobs[1:], strict=True):
             known = dict(zip(b.ids, b.logprobs, strict=True))
-            for token, logprob in zip(a.ids, a.logprobs, strict=True):
-                if token in known:
-                    assert abs(known[token] - logprob) <= BF16_TOLERANCE * spread * 2, (family, token)
+            spread = max(a.logprobs) - min(a.logprobs) + 1.0
+            errors = [abs(known[t] - p) for t, p in zip(a.ids, a.logprobs, strict=True) if t in known]
+            worst = max([worst, *(e / spread for e in errors)])
+    return worst
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 31, 64, 65, 100])

@@ -42,7 +42,8 @@ class DecodeRows:
 
 
 def prepare_decode(
-    numbers: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, rows: DecodeRows, *, block_size: int
+    numbers: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, rows: DecodeRows, *,
+    block_size: int,
 ) -> None:
     """Fill `rows` and enter new blocks into the block tables.
 
