@@ -187,8 +187,9 @@ def model_run(args: argparse.Namespace) -> list[dict[str, Any]]:
         "import json, sys, time; from headrace import LLM, SamplingParams; prompts = json.loads(sys.argv[1]); "
         "llm = LLM(device='cpu', max_num_seqs=64, max_model_len=1024); "
         "p = SamplingParams(max_tokens=int(sys.argv[2]), temperature=0.0, ignore_eos=True); llm.generate(prompts[:2], p); "
-        "t = time.perf_counter(); out = llm.generate(prompts, p); t = time.perf_counter() - t; "
-        "print(sum(len(o.outputs[0].token_ids) for o in out) / t)"
+        "t, c = time.perf_counter(), time.process_time(); out = llm.generate(prompts, p); "
+        "t, c = time.perf_counter() - t, time.process_time() - c; n = sum(len(o.outputs[0].token_ids) for o in out); "
+        "print(n / t, 1000 * c / n)"
     )
     prompts = [f"{PROMPTS[i % len(PROMPTS)]} {i}" for i in range(args.clients)]
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": str(args.threads)}
@@ -197,19 +198,27 @@ def model_run(args: argparse.Namespace) -> list[dict[str, Any]]:
     body = {"model": "m", "stream": True, "ignore_eos": True, "temperature": 0.0, "max_tokens": args.each}
     requests = [http_request("/v1/completions", {**body, "prompt": p}) for p in prompts]
     rates: dict[str, list[float]] = {"offline": [], "http": []}
+    cpu: dict[str, list[float]] = {"offline": [], "core": [], "http": []}  # seconds for 1,000 tokens
     for _ in range(args.rounds):
         command = [sys.executable, "-c", offline, json.dumps(prompts), str(args.each)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        rates["offline"].append(float(done.stdout.split()[-1]))
+        rate, seconds = map(float, done.stdout.split()[-2:])
+        rates["offline"].append(rate)
+        cpu["offline"].append(seconds)
         with Process(serve_command(None, *options), "Ready") as server:
             server.measure(requests[:2], 2 * args.each)  # as the offline API
             result = server.measure(requests, args.clients * args.each)
         rates["http"].append(result["tokens_per_second"])
-        print(f"offline {rates['offline'][-1]:.1f} tok/s, HTTP {rates['http'][-1]:.1f} tok/s", flush=True)
+        cpu["core"].append(result["core_cpu_per_1000_tokens"])
+        cpu["http"].append(result["http_cpu_per_1000_tokens"])
+        print(
+            f"offline {rate:.1f} tok/s, {seconds:.2f} CPU s per 1000 tokens; HTTP {rates['http'][-1]:.1f} tok/s, "
+            f"core {cpu['core'][-1]:.2f} and HTTP {cpu['http'][-1]:.3f} CPU s per 1000 tokens", flush=True,
+        )  # fmt: skip
     best = {k: max(v) for k, v in rates.items()}
     share = best["http"] / best["offline"]
     print(f"SmolLM2-135M, {args.clients} clients: HTTP {best['http']:.1f} of {best['offline']:.1f} tok/s: {share:.1%}")
-    return [{"what": "smollm2", "clients": args.clients, "runs": rates, "share": share}]
+    return [{"what": "smollm2", "clients": args.clients, "runs": rates, "cpu_seconds_per_1000_tokens": cpu, "share": share}]
 
 
 def main() -> int:

@@ -50,6 +50,7 @@ HEARTBEAT_SECONDS = 0.5
 STATS_SECONDS = 0.1
 IDLE_POLL_MS = 100
 PR_SET_PDEATHSIG = 1
+READABLE = int(zmq.POLLIN)
 
 
 class CoreLoop:
@@ -104,11 +105,8 @@ class CoreLoop:
         """Take all messages there are; False when one of them was the end."""
         if wait and not self.inbox.poll(IDLE_POLL_MS):
             return True
-        while True:
-            try:
-                message = self._decoder.decode(self.inbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return True
+        while int(self.inbox.get(zmq.EVENTS)) & READABLE:  # cheaper, in every step, than the exception of an empty inbox
+            message = self._decoder.decode(self.inbox.recv())
             if isinstance(message, Shutdown):
                 return False
             self._stats_due = True
@@ -122,6 +120,7 @@ class CoreLoop:
                     from headrace.engine.core import refused
 
                     self.send(News([refused(message.request.id, e)]))
+        return True
 
     def _count(self) -> None:
         times, stats = self.core.times, self.stats
