@@ -167,7 +167,7 @@ def _draw(blocks: Tensor, largest: Tensor, inputs: SampleInputs) -> Tensor:
     inverse = torch.where(greedy, 1.0, inputs.temperature).reciprocal()
     # the largest logit goes first: the difference is exact near the top and cannot overflow at a tiny temperature
     y = (blocks - largest[:, None, None]).mul_(inverse[:, None, None])
-    w = y.exp()
+    w = _weights(y, masked=inputs.edits is not None and bool(inputs.edits.masks))
     if inputs.any_min_p:
         w.masked_fill_(y < inputs.min_p.log()[:, None, None], 0.0)  # log(0) = -inf keeps everything
     if inputs.any_top_k:
@@ -176,6 +176,13 @@ def _draw(blocks: Tensor, largest: Tensor, inputs: SampleInputs) -> Tensor:
         w.masked_fill_(y < _top_p_threshold(y, w, inputs.top_p, greedy)[:, None, None], 0.0)
     u = uniform(inputs.seed, inputs.output_index, sample_index=inputs.sample_index)
     return _inverse_cdf(w, u)
+
+
+def _weights(y: Tensor, masked: bool) -> Tensor:
+    """exp(y). `masked`: many are -inf, for which a CPU's exp is slow; weights below any difference then count as 0."""
+    if not masked:
+        return y.exp()
+    return torch.nn.functional.threshold(y.clamp(min=-87.0).exp_(), 2e-38, 0.0, inplace=True)
 
 
 def _top_k_threshold(y: Tensor, top_k: Tensor, greedy: Tensor) -> Tensor:
