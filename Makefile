@@ -42,8 +42,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# one worker a core, each with one thread: two thread pools on the same cores only wait for each other
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu
