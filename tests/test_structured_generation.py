@@ -14,7 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_driver import BLOCK, Result, assert_same, complete, make_core, make_requests, run
+from headrace import LLM
 from headrace.engine.messages import EngineRequest
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
 from structured_driver import EOS, compiled, decode, encode
@@ -224,3 +226,22 @@ def test_the_prefix_cache_serves_constrained_requests(core):
     cold, warm = (run(core, [EngineRequest("x", prompt, params, 1)])["x"] for _ in range(2))
     assert warm.cached >= (len(prompt) - 1) // BLOCK * BLOCK > cold.cached
     assert warm.ids == cold.ids
+
+
+def test_samples_and_stop_strings_through_the_offline_api(model):
+    """n samples follow the grammar each for itself; a stop string ends one in the middle of it; a bad grammar is raised."""
+    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "num_kv_blocks": 128, "block_size": BLOCK}
+    with LLM(model, max_model_len=200, debug_checks=True, **options) as llm:
+        wish = StructuredOutputsParams(regex="[abc]{6}")
+        params = SamplingParams(n=5, temperature=2.0, max_tokens=50, structured_outputs=wish, seed=7)
+        texts = [o.text for o in llm.generate("x", params, use_tqdm=False)[0].outputs]
+        assert all(re.fullmatch("[abc]{6}", t) for t in texts) and len(set(texts)) > 1
+        stopped = llm.generate(
+            "x", SamplingParams(temperature=2.0, max_tokens=50, structured_outputs=wish, seed=7, n=5, stop="b")
+        )
+        for whole, output in zip(texts, stopped[0].outputs, strict=True):
+            assert output.text == whole.split("b")[0]
+            assert output.stop_reason == ("b" if "b" in whole else None)
+        with pytest.raises(ParameterError, match="unclosed group"):
+            llm.generate(["x", "y"], SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")))
+        assert llm.generate("x", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
