@@ -26,6 +26,8 @@ from headrace.cli import main
 from headrace.cli.chat import Chat
 from headrace.cli.chat_backends import EngineBackend
 from headrace.cli.chat_screen import PlainScreen, RichScreen, split_blocks
+from headrace.cli.serve import generation_defaults
+from headrace.errors import ParameterError
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
 from server_process import SRC, ServerProcess
@@ -66,9 +68,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chat(monkeypatch, capsys, typed: str, *options: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a conversation through pipes."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    code = main(["chat", "--temperature", "0", "--max-tokens", "12", *options])
+    code = main(["chat", "--max-tokens", "12", *options])
     written = capsys.readouterr()
     return code, written.out, written.err
+
+
+GREEDY = ("--temperature", "0")
 
 
 def expected(tiny: Path, *conversations: tuple[str | None, list[str]]) -> str:
@@ -90,13 +95,14 @@ SAID = ((None, ["hello", "and then?"]), (None, ["hello"]), ("Be brief.", ["two\n
 
 
 def test_conversation_in_process(monkeypatch, capsys, tiny):
-    code, out, err = chat(monkeypatch, capsys, TYPED, "--model", str(tiny), "--show-stats", *COMMAND)
+    code, out, err = chat(monkeypatch, capsys, TYPED, "--model", str(tiny), "--show-stats", *GREEDY, *COMMAND)
     assert code == 0 and out == expected(tiny, *SAID)
     assert "/reset" in err and "/nonsense is no command" in err and "12 tokens, " in err
 
 
 def test_conversation_with_a_server(monkeypatch, capsys, tiny):
-    with ServerProcess(tiny, "--max-model-len", "256", "--api-key", "k", "--no-standby") as server:
+    options = ["--max-model-len", "256", "--api-key", "k", "--no-standby", "--override-generation-config", '{"temperature": 0}']
+    with ServerProcess(tiny, *options) as server:  # greedy unless a request says otherwise
         server.http.headers["Authorization"] = "Bearer k"
         server.wait_ready()
         for url in (server.url, server.url + "/v1/"):
@@ -113,8 +119,15 @@ def test_conversation_with_a_server(monkeypatch, capsys, tiny):
 
 def test_a_prompt_that_does_not_fit_does_not_end_the_conversation(monkeypatch, capsys, tiny):
     typed = "hello\n" + "x " * 400 + "\nand then?\n"
-    code, out, err = chat(monkeypatch, capsys, typed, "--model", str(tiny), *COMMAND)
+    code, out, err = chat(monkeypatch, capsys, typed, "--model", str(tiny), *GREEDY, *COMMAND)
     assert code == 1 and out.replace("\n\n", "\n") == expected(tiny, SAID[0]) and "headrace: " in err
+
+
+def test_defaults_of_sampling_are_checked():
+    assert generation_defaults('{"temperature": 0, "top_k": 5}') == {"temperature": 0, "top_k": 5}
+    for bad in ("", "[]", '{"max_tokens": 5}', '{"temperature": 9}', '{"top_p": "x"}'):
+        with pytest.raises(ParameterError):
+            generation_defaults(bad)
 
 
 def test_bad_options(monkeypatch, capsys):
