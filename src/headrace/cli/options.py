@@ -38,7 +38,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
     engine.add_argument("--scheduling-policy", choices=("fcfs", "priority"))
-    engine.add_argument("--attention-backend", help="auto, torch, triton, or one that is installed")
+    engine.add_argument("--attention-backend", help="auto, torch, triton, cudnn or fa3")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     engine.add_argument("--tensor-parallel-size", type=int)
     engine.add_argument("--debug-checks", action="store_true", default=None, help="check the block accounting every step")

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--api-key", action="append", help="a key that clients must send (repeatable)")
     server.add_argument("--api-key-file", help="a file with one key a line")
     server.add_argument("--max-concurrent-per-key", type=int, help="requests in progress for one key")
-    server.add_argument("--max-queued-requests", type=int, help="samples that may wait for a slot; beyond: 429")
+    server.add_argument("--max-queued-requests", type=int, default=4096, help="samples that may wait; beyond: 429")
     server.add_argument("--max-queued-tokens", type=int, help="prompt tokens that may wait; beyond: 429")
     server.add_argument("--request-timeout", type=float, help="deadline of every request in seconds")
     server.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests after SIGTERM")
