@@ -42,7 +42,7 @@ class EngineConfig:
     speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = None  # None: one token per step and request
     speculative_model: str | None = None  # as `model`: a draft model of the same vocabulary, or an EAGLE-3 head
     num_speculative_tokens: int = 6  # drafts per request and step at most; fewer where they prove wrong
-    prompt_lookup_min: int = 2  # of ngram: the last tokens must have stood before, at least so many
+    prompt_lookup_min: int = 3  # of ngram: the last tokens must have stood before, at least so many
     prompt_lookup_max: int = 8  # more need not be compared
     speculative_max_rows: int | None = None  # steps are filled up with drafts to so many rows; larger ones have none
     debug_checks: bool = False  # the block accounting is checked after every step
@@ -68,8 +68,8 @@ class EngineConfig:
             if getattr(self, name) not in allowed:
                 raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
         if (self.speculative_method in ("draft_model", "eagle3")) != (self.speculative_model is not None):
-            allowed = "a model with speculative_method draft_model or eagle3, none otherwise"
-            raise ParameterError("speculative_model", self.speculative_model, allowed)
+            needed = "a model with speculative_method draft_model or eagle3, none otherwise"
+            raise ParameterError("speculative_model", self.speculative_model, needed)
 
 
 def hub_offline() -> bool:

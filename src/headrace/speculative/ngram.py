@@ -18,7 +18,7 @@ TOKENS_PER_CALL = 8192  # entered into an index at once: a long prompt must not 
 class NGramProposer:
     """Matches of `least` to `most` tokens. One index per request, made when it is first asked about."""
 
-    def __init__(self, least: int = 2, most: int = 8):
+    def __init__(self, least: int = 3, most: int = 8):
         if not 1 <= least <= most:
             raise ParameterError("prompt_lookup_min", least, f"an integer in [1, prompt_lookup_max = {most}]")
         self.least, self.most = least, most
