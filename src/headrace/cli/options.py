@@ -43,7 +43,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--tensor-parallel-size", type=int)
     engine.add_argument("--debug-checks", action="store_true", default=None, help="check the block accounting every step")
     drafts = parser.add_argument_group("speculative decoding", "several tokens per step; the output stays the same")
-    drafts.add_argument("--speculative-method", choices=("ngram", "draft_model", "eagle3"), help="who guesses (default: nobody)")
+    drafts.add_argument("--speculative-method", choices=("ngram", "draft_model", "eagle3"), help="who guesses (default: none)")
     drafts.add_argument("--speculative-model", help="draft model or EAGLE-3 head: directory, .gguf file or Hub id")
     drafts.add_argument("--num-speculative-tokens", type=int, help="guesses per request and step at most")
     drafts.add_argument("--prompt-lookup-min", type=int, help="of ngram: tokens that must have stood before, at least")
