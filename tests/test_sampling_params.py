@@ -78,7 +78,7 @@ def test_refused_by_name(field, value):
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value) if field != "logits_processors" else True
 
 
-@pytest.mark.parametrize("field, value", [(f, v) for f, values in GOOD.items() for v in values], ids=str)
+@pytest.mark.parametrize("field, value", [(f, v) for f, values in GOOD.items() for v in values], ids=label)
 def test_accepted_at_the_edges(field, value):
     SamplingParams(**{field: value})
 
