@@ -201,3 +201,18 @@ def test_the_dashboard_asks_for_what_there_is():
     assert len(expressions) > 15 and asked <= names, asked - names
     ids = [p["id"] for p in dashboard["panels"]]
     assert len(ids) == len(set(ids))
+
+
+def test_speculation_is_counted_over_all_cores():
+    source = Source()
+    client = EngineClient.__new__(EngineClient)
+    client._past = CoreStats(drafts=2, draft_tokens=8, accepted_tokens=5, accepted_per_position=[2, 2, 1])
+    client.stats = CoreStats(drafts=1, draft_tokens=4, accepted_tokens=1, accepted_per_position=[1])
+    source.core = client.counters()
+    values = parse_metrics(PrometheusMetrics(source).render()[0].decode())
+    found = {name.split("{")[0].removeprefix("headrace:"): value for name, value in values.items() if "spec_decode" in name}
+    assert found["spec_decode_num_drafts_total"] == 3
+    assert found["spec_decode_num_draft_tokens_total"] == 12
+    assert found["spec_decode_num_accepted_tokens_total"] == 6
+    per_place = [value for name, value in sorted(values.items()) if "per_pos_total" in name]
+    assert per_place == [3, 2, 1]

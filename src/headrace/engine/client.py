@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from signal import SIGKILL
 from typing import Any, Protocol
 
@@ -503,9 +504,11 @@ class EngineClient:
 
 
 def _added(past: CoreStats, present: CoreStats) -> CoreStats:
-    gauges = ("running", "waiting", "kv_usage")
-    names = (name for name in CoreStats.__struct_fields__ if name not in gauges)
-    return msgspec.structs.replace(present, **{n: getattr(past, n) + getattr(present, n) for n in names})
+    apart = ("running", "waiting", "kv_usage", "accepted_per_position")  # gauges, and the one list
+    names = (name for name in CoreStats.__struct_fields__ if name not in apart)
+    sums = {n: getattr(past, n) + getattr(present, n) for n in names}
+    places = zip_longest(past.accepted_per_position, present.accepted_per_position, fillvalue=0)
+    return msgspec.structs.replace(present, accepted_per_position=[a + b for a, b in places], **sums)
 
 
 class _DrainRate:

@@ -170,8 +170,15 @@ class PrometheusMetrics(Collector):
             ("engine_restarts", "Cores started after one had died", self.engine.restarts),
             ("engine_poisonous_requests", "Requests failed because the core died on them", self.engine.num_poisonous),
             ("nan_failures", "Requests failed because their logits were not finite", core.nan_failures),
+            ("spec_decode_num_drafts", "Times that a request's drafts were verified", core.drafts),
+            ("spec_decode_num_draft_tokens", "Drafted tokens", core.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were right", core.accepted_tokens),
         ):
             yield self._counter(name, text, {(): value})
+        places = {(str(i),): v for i, v in enumerate(core.accepted_per_position)}
+        yield self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were right, by place", places, ("position",)
+        )
         seconds = {"schedule": core.schedule_seconds, "launch": core.launch_seconds, "device": core.wait_seconds}
         seconds["settle"] = core.settle_seconds
         yield self._counter(
