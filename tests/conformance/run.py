@@ -41,7 +41,8 @@ class Judge:
     server: str = "model"
     figure: str = r".+"
     seconds: int = 1200
-    fails_on: str = r"(?!)"  # beside the exit code
+    needs: str = ""  # a pattern that the output must hold, beside the exit code: not every judge has one
+    fails_on: str = r"(?!)"  # and one that it must not
     node: bool = False
 
 
@@ -73,15 +74,16 @@ JUDGES = [
     ),
     Judge(
         "infer-check determinism", ("infer-check",),
-        ("{bin}/infer-check", "--max-tokens", "32", "determinism", "--model", "{model}", "--backend", "openai-compat",
+        ("{bin}/infer-check", "determinism", "--max-tokens", "32", "--model", "{model}", "--backend", "openai-compat",
          "--base-url", "{url}", "--prompts", "determinism", "--runs", "3", "--num-prompts", "8", "--output", "{work}"),
-        figure=r"(?i).*determinis.*%.*",
+        figure=r"Overall.*%", needs=r"Overall determinism score: 100\.00%",
     ),
     Judge(
         "infer-check stress", ("infer-check",),
-        ("{bin}/infer-check", "--max-tokens", "32", "stress", "--model", "{model}", "--backend", "openai-compat",
-         "--base-url", "{url}", "--prompts", "determinism", "--concurrency", "1,4,16", "--num-prompts", "16",
+        ("{bin}/infer-check", "stress", "--max-tokens", "32", "--model", "{model}", "--backend", "openai-compat",
+         "--base-url", "{url}", "--prompts", "determinism", "--concurrency", "1,8", "--num-prompts", "8",
          "--output", "{work}"),
+        figure=r"│ +8 │.*%.*", needs=r"│ +8 │ +0 │ +100\.00% │", fails_on=r"[│ ]\d?\d\.\d\d%",
     ),
     Judge(
         "schemathesis", ("schemathesis", "llm-comply"),
@@ -238,7 +240,7 @@ def run_judge(judge: Judge, place: Place, running: dict[str, str]) -> tuple[str,
             return "FAIL", str(e)[:80]
     output = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
     found = [line.strip() for line in re.findall(judge.figure, output) if line.strip()]
-    good = code == 0 and not re.search(judge.fails_on, output)
+    good = code == 0 and bool(re.search(judge.needs, output)) and not re.search(judge.fails_on, output)
     return "pass" if good else "FAIL", found[-1] if found else f"exit code {code}"
 
 
