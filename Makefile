@@ -44,7 +44,7 @@ lint: $(VENV)/.test
 
 # one worker a core, each with one thread: two thread pools on the same cores only wait for each other
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not terminal"
 
 test-gpu: $(VENV)/.test
 	$(BIN)/python -m pytest -m gpu

@@ -240,6 +240,7 @@ class Terminal:
         self.shown = self.shown[found.end() :]
 
 
+@pytest.mark.terminal
 @pytest.mark.parametrize("options", [[], ["--plain"]])
 def test_terminal(endless, options):
     code = "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))"
