@@ -34,7 +34,6 @@ from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves
@@ -188,11 +187,6 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
         self._drain = _DrainRate()
-
-    @staticmethod
-    def structured_spec(kind: str, value: Any) -> StructuredOutputsParams:
-        """The engine's form of a wish. Raises ParameterError."""
-        return StructuredOutputsParams(**{kind: value})
 
     @property
     def max_model_len(self) -> int:

@@ -73,7 +73,6 @@ class DecodeGraphs:
         self._todo: list[tuple[int, int, Tail]] = []
         self._wanted: set[tuple[int, Tail]] = set()
         self._logits: Tensor | None = None
-        self.seconds = 0.0  # spent capturing
 
     def size_for(self, rows: int) -> int:
         return next(s for s in self.sizes if s >= rows)
@@ -127,7 +126,6 @@ class DecodeGraphs:
         current.wait_stream(self._stream)
         captured = Captured(graph, numbers, self._rows.first(size), token_ids, failed, logits)
         self._graphs[size, bucket, tail] = captured
-        self.seconds += time.perf_counter() - began
         logger.debug(
             "captured %d rows, context %d, %s in %.1f ms", size, bucket, tail.value, 1e3 * (time.perf_counter() - began)
         )
