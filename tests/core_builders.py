@@ -21,14 +21,15 @@ class SensitiveDecoder:
     def __getattr__(self, name):
         return getattr(self.decoder, name)
 
-    def forward(self, batch, kv):
+    def forward(self, batch, kv, wanted=None):
         ids = batch.token_ids.tolist()
         if POISON in ids:
             raise RuntimeError("this token ends the engine")
         while POISON_HANG in ids:
             pass
-        hidden = self.decoder.forward(batch, kv)
+        hidden = self.decoder.forward(batch, kv, wanted)
         sick = torch.tensor([i == POISON_NAN for i in ids])
+        sick = sick if wanted is None else sick[wanted.index]
         return torch.where(sick[:, None], torch.nan, hidden) if sick.any() else hidden
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
-from headrace.model.batch import ForwardBatch
+from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
@@ -56,8 +56,8 @@ class Sequences:
         self.lengths = [0] * num_seqs
 
     @torch.inference_mode()
-    def step(self, work: list[tuple[int, list[int]]]) -> list[Tensor]:
-        """work: (slot, next token ids) -> logits [n, V] of each entry's rows, in the order given."""
+    def step(self, work: list[tuple[int, list[int]]], wanted: list[list[int]] | None = None) -> list[Tensor]:
+        """work: (slot, next token ids) -> logits [n, V] of each entry's rows, or of its `wanted` ones, in the order given."""
         order = sorted(range(len(work)), key=lambda i: len(work[i][1]) != 1)  # decodes first
         slots = [work[i][0] for i in order]
         counts = [len(work[i][1]) for i in order]
@@ -79,6 +79,16 @@ class Sequences:
             query_lens=counts,
             context_lens=[self.lengths[s] for s in slots],
         )
-        logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
+        only = None
+        if wanted is not None:
+            ends = torch.tensor(counts).cumsum(0).tolist()
+            rows = [end - n + r for i, end, n in zip(order, ends, counts, strict=True) for r in wanted[i]]
+            counts = [len(wanted[i]) for i in order]
+            index, contexts = torch.tensor(rows, dtype=torch.int64), [positions[r] + 1 for r in rows]
+            only = WantedRows(index, batch.alone(
+                index, torch.tensor([row_slots[r] for r in rows], dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32),
+                torch.arange(len(rows) + 1, dtype=torch.int32), contexts,
+            ))  # fmt: skip
+        logits = self.decoder.logits(self.decoder.forward(batch, self.kv, only))
         parts = dict(zip(order, logits.split(counts), strict=True))
         return [parts[i] for i in range(len(work))]

@@ -114,6 +114,30 @@ def test_a_cached_prompt_gives_the_same_tokens(model, vocab):
         assert_same(warm, cold, f"length {length}")
 
 
+@pytest.mark.parametrize("budget", [5, 23, 2048])
+def test_requests_that_read_other_rows_change_nobody(model, vocab, alone, budget):
+    """Prompt logprobs and embeddings need every row's hidden states, generation only the last one's: mixed in one batch."""
+    scoring = complete(SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1))
+    prompts = [[(5 * i * i + n) % vocab for i in range(n)] for n in (40, 17)]
+    readers = [EngineRequest(f"score {len(p)}", p, scoring, 1) for p in prompts]
+    plain = complete(SamplingParams())
+    readers += [EngineRequest(f"{how} {len(p)}", p, plain, 1, pooling=how) for p in prompts for how in ("mean", "last")]
+    mixed = make_core(model, max_num_batched_tokens=budget)
+    requests = make_requests(3, 8, vocab)
+    results = run(mixed, [r for pair in zip(requests, readers, strict=False) for r in pair] + requests[len(readers) :])
+    for request, want in zip(requests, alone(3, 8), strict=True):
+        assert_same(results[request.id], want, request.id)
+    lonely = make_core(model, enable_prefix_caching=False)
+    for reader in readers:
+        got, want = results[reader.id], run(lonely, [reader])[reader.id]
+        assert got.ids == want.ids
+        assert got.embedding == (want.embedding and pytest.approx(want.embedding, abs=1e-4))
+        scored, expected = got.prompt_logprobs or [None], want.prompt_logprobs or [None]
+        assert len(scored) == len(expected)
+        for ours, theirs in zip(scored[1:], expected[1:], strict=True):
+            assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
 def test_salted_caches_share_nothing(model, vocab):
     core = make_core(model)
     params = complete(SamplingParams(temperature=0.0, max_tokens=2))

@@ -83,6 +83,24 @@ def test_mixed_chunks_of_several_sequences(pair):
         assert_close(torch.cat(ours[s]), reference(theirs, prompts[s]))
 
 
+def test_wanted_rows_only(pair):
+    """Of each step's rows some are asked for, often none: those are right, and what the others leave in the cache is, too."""
+    config, weights, theirs = pair
+    prompts = [tokens(n, seed=n) for n in (41, 23, 34)]
+    expected = [reference(theirs, prompt) for prompt in prompts]
+    run = Sequences(config, weights, max_len=48, num_seqs=3, block_size=3)
+    rng = random.Random(8)
+    while any(run.lengths[s] < len(prompts[s]) for s in range(3)):
+        starts = list(run.lengths)
+        work = [(s, prompts[s][starts[s] :][: rng.choice((1, 2, 5, 11))]) for s in rng.sample(range(3), 3)]
+        work = [(s, ids) for s, ids in work if ids]
+        wanted = [sorted(rng.sample(range(len(ids)), min(len(ids), rng.choice((0, 0, 1, 2))))) for _, ids in work]
+        for (s, _), rows, logits in zip(work, wanted, run.step(work, wanted), strict=True):
+            assert len(logits) == len(rows)
+            if rows:
+                assert_close(logits, expected[s][[starts[s] + r for r in rows]])
+
+
 def test_greedy_text(pair):
     config, weights, theirs = pair
     ids = tokens(17, seed=3)

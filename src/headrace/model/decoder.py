@@ -14,7 +14,7 @@ from headrace.kernels.activation import act_mul
 from headrace.kernels.embedding import embed
 from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
-from headrace.model.batch import ForwardBatch
+from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.linear import Linear, make_linear
 from headrace.model.rope import rope_tables
@@ -112,8 +112,11 @@ class Decoder:
         # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
         self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
 
-    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`."""
+    def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
+        """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.
+
+        With `wanted` only those rows' hidden states [R, H].
+        """
         config, layers = self.config, self.layers
         self.attention.begin(batch, kv)
         positions: Tensor | None = batch.positions
@@ -128,12 +131,19 @@ class Decoder:
         for index, layer in enumerate(layers):
             if self.tap is not None:
                 self.tap(index, residual, batch)
+            last = wanted if index + 1 == len(layers) else None
+            if last is not None:  # before keys and values are written: what is kept of them is for the attention of all rows
+                self.attention.begin(last.batch, kv)
             cos, sin = tables[self.layer_rope[index]]
             q = qkv_rope_write(
                 layer.qkv(normed), positions, cos, sin, kv, index, batch.slot_mapping,
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
             )  # fmt: skip
+            if last is not None:
+                batch, q, residual = last.batch, q[last.index], residual[last.index]
+                if not batch.num_rows:
+                    return residual
             attended = self.attention.attend(
                 q, index, kv, batch,
                 scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.engine.plan import Chunk, StepPlan
-from headrace.model.batch import ForwardBatch
+from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
 from headrace.speculative.verify import kept_rows
@@ -126,16 +126,16 @@ class ModelRunner:
         if plan.num_drafts:
             self._write_drafts(plan)
         batch = self._batch(plan)
-        hidden = self.decoder.forward(batch, self.kv)
-        pending = Pending(plan, [c for c in plan.chunks if c.samples], None)
         rows = sampled_rows(plan, np.cumsum(batch.query_lens))
+        hidden = self.decoder.forward(batch, self.kv, self._wanted(plan, batch, rows))
+        pending = Pending(plan, [c for c in plan.chunks if c.samples], None)
         pending.chunks = [c for c in pending.chunks if c.request.pooling is None]
         if rows:
-            picked = hidden if len(rows) == batch.num_rows else hidden[self.state.staging.upload(np.asarray(rows))]
+            picked = hidden if len(rows) == len(hidden) else hidden[self.state.staging.upload(np.asarray(rows))]
             pending.logits = self.decoder.logits(picked)
         start = 0
         for c in plan.chunks:
-            if c.request.params.prompt_logprobs is not None and c.start < len(c.request.prompt_ids) - 1:
+            if scores_prompt(c):
                 pending.prompt_logprobs.append((c, *self._prompt_logprobs(c, hidden[start : start + c.num_tokens])))
             if c.request.pooling is not None:
                 rows_of = hidden[start : start + c.num_tokens].float()
@@ -166,6 +166,20 @@ class ModelRunner:
         counts = np.fromiter((c.num_tokens for c in chunks), np.int32, len(chunks))
         return self.state.rows(slots, starts, counts)
 
+    def _wanted(self, plan: StepPlan, batch: ForwardBatch, rows: list[int]) -> WantedRows | None:
+        """The sampled rows; None where others are read too, or where they are more than attention takes as sequences."""
+        others = any(scores_prompt(c) or c.request.pooling is not None for c in plan.chunks)
+        if others or len(rows) == batch.num_rows or len(rows) > len(self.state.block_tables):
+            return None
+        index, stops = np.asarray(rows, np.int64), np.cumsum(batch.query_lens)
+        chunk = np.searchsorted(stops, index, side="right")
+        contexts = np.asarray(batch.context_lens)[chunk] + 1 + index - stops[chunk]
+        slots = np.fromiter((c.slot for c in plan.chunks), np.int64, len(stops))[chunk]
+        numbers = self.state.staging.upload(np.stack([slots, contexts]).astype(np.int32))
+        each = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
+        where = self.state.staging.upload(index)
+        return WantedRows(where, batch.alone(where, numbers[0], numbers[1], each, contexts.tolist()))
+
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs of the prompt tokens that the rows of `chunk` predict (row p predicts position p + 1)."""
         stop = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
@@ -182,6 +196,11 @@ def sampled_rows(plan: StepPlan, stops: np.ndarray) -> list[int]:
     if not plan.num_drafts:
         return [stop - 1 for stop, c in chunks if c.samples and c.request.pooling is None]
     return [r for stop, c in chunks if c.request.pooling is None for r in range(stop - c.num_sampled, stop)]
+
+
+def scores_prompt(chunk: Chunk) -> bool:
+    """Whether logprobs of prompt tokens are asked for that rows of this chunk give."""
+    return chunk.request.params.prompt_logprobs is not None and chunk.start < len(chunk.request.prompt_ids) - 1
 
 
 def is_decode(plan: StepPlan) -> bool:
