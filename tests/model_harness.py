@@ -16,6 +16,7 @@ from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
+from headrace.model.linear import make_linear
 
 
 def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
@@ -40,9 +41,9 @@ class Sequences:
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, *,
-        max_len: int, num_seqs: int = 4, block_size: int = 4, seed: int = 0, attention=None,
+        max_len: int, num_seqs: int = 4, block_size: int = 4, seed: int = 0, attention=None, make=make_linear,
     ):  # fmt: skip
-        self.decoder = Decoder(config, weights, attention or TorchAttention(), max_model_len=max_len)
+        self.decoder = Decoder(config, weights, attention or TorchAttention(), max_model_len=max_len, make=make)
         self.max_blocks = -(-max_len // block_size)
         total = num_seqs * self.max_blocks + 3
         self.kv = KVCache(config, total, block_size, weights.embedding.dtype, torch.device("cpu"))

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from headrace.model.linear import MatrixLinear, make_linear
 from model_harness import Sequences, load_tiny
 from tiny_models import TINY, VOCAB, write_tiny
 
@@ -54,6 +55,15 @@ def test_whole_prompt(pair):
     ids = tokens(45)
     (ours,) = Sequences(config, weights, max_len=64).step([(0, ids)])
     assert_close(ours, reference(theirs, ids))
+
+
+def test_products_that_add_in_place(pair):
+    """The linears of a GPU: a residual is not added twice, nor lost, nor seen by anybody after it was changed."""
+    config, weights, theirs = pair
+    ids = tokens(40, seed=2)
+    run = Sequences(config, weights, max_len=64, make=lambda w, bias: MatrixLinear(w) if bias is None else make_linear(w, bias))
+    ours = run.step([(0, ids[:30])]) + [run.step([(0, [token])])[0] for token in ids[30:]]
+    assert_close(torch.cat(ours), reference(theirs, ids))
 
 
 def test_token_by_token(pair):

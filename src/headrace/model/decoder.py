@@ -16,7 +16,7 @@ from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.linear import Linear, make_linear
+from headrace.model.linear import Linear, MatrixLinear, make_linear
 from headrace.model.rope import rope_tables
 
 
@@ -148,15 +148,20 @@ class Decoder:
                 q, index, kv, batch,
                 scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap,
             )  # fmt: skip
-            normed, residual = self._add(layer.o(attended), residual, layer.post_attn_norm, layer.mlp_norm)
-            inner = layer.down(act_mul(layer.gate_up(normed), config.activation))
+            normed, residual = self._add(layer.o, attended, residual, layer.post_attn_norm, layer.mlp_norm)
+            inner = act_mul(layer.gate_up(normed), config.activation)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
-            normed, residual = self._add(inner, residual, layer.post_mlp_norm, following)
+            normed, residual = self._add(layer.down, inner, residual, layer.post_mlp_norm, following)
         return normed
 
-    def _add(self, part: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
-        """Close a part: norm its output (`post`), add it to the residual, norm that for the next part (`following`)."""
+    def _add(self, linear: Linear, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
+        """Close a part by its last product of `x`: norm that (`post`), add it to the residual (which may be changed in place),
+        norm the sum for the next part (`following`). Returns (normed, residual)."""
         config = self.config
+        if isinstance(linear, MatrixLinear) and post is None and following is not None and config.residual_scale == 1.0:
+            linear.add_to(residual, x)
+            return rms_norm(residual, following, config.norm_eps, self.norm_offset), residual
+        part = linear(x)
         if post is not None:
             part = rms_norm(part, post, config.norm_eps, self.norm_offset)
         if following is None:

@@ -23,7 +23,23 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
             return _packed(weight, bias)
         if weight.dtype == torch.float32 and weight.shape[0] >= _PACK_FLOAT32_ROWS:
             return _packed(weight, bias)
+    if weight.is_cuda and bias is None:
+        return MatrixLinear(weight)
     return lambda x: F.linear(x, weight, bias)
+
+
+class MatrixLinear:
+    """A product by cuBLAS, which can also add it to what is there: the sum is formed in float32 and rounded once."""
+
+    def __init__(self, weight: Tensor):
+        self.transposed = weight.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.transposed)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """total [T, out] += x @ weight.T, in place; a norm after it then reads and writes half of what it does with the sum."""
+        total.addmm_(x, self.transposed)
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
