@@ -1,0 +1,64 @@
+"""Every family on a card against the float32 engine on the CPU: float32 token for token, bfloat16 within the stated tolerance."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_driver import assert_same, complete, make_core, make_requests, run
+from engine_traces import BF16_TOLERANCE, compare, traces, with_rows
+from headrace.engine.messages import EngineRequest
+from headrace.sampling.params import SamplingParams
+from tiny_models import TINY, write_tiny
+
+pytestmark = pytest.mark.gpu
+MODES = {"graphs": {"num_kv_blocks": 40}, "eager": {"enforce_eager": True, "num_kv_blocks": 40}}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tiny")
+    return lambda family: str(write_tiny(family, root / family))
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_float32_tokens_equal_the_cpu(path, family):
+    """Both decode paths, all sampling parameters, a pool so small that requests wait and are preempted."""
+    model = path(family)
+    cpu = make_core(model, enable_prefix_caching=False)
+    cases = [make_requests(seed, 10, cpu.vocab_size) for seed in (1, 2)]
+    cases.append(plain(cases[0]))
+    wanted = [run(cpu, requests) for requests in cases]
+    for mode, options in MODES.items():
+        core = make_core(model, device="cuda", **options)
+        for requests, want in zip(cases, wanted, strict=True):
+            got = run(core, requests)
+            for request in requests:
+                assert_same(got[request.id], want[request.id], f"{family}, {mode}, {request.id}")
+
+
+def plain(requests: list[EngineRequest]) -> list[EngineRequest]:
+    """Requests that the sampler of the captured step serves: no edits, no logprobs."""
+    settings = ((0.0, {}), (1.0, {}), (0.8, {"top_k": 9}), (1.2, {"top_p": 0.7}), (0.9, {"min_p": 0.1}))
+    params = [complete(SamplingParams(temperature=t, max_tokens=12, **more)) for t, more in settings]
+    return [EngineRequest(r.id, r.prompt_ids, params[i % len(params)], r.seed) for i, r in enumerate(requests)]
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_bfloat16_is_near_the_exact_engine(path, family):
+    """Rows of logprobs within BF16_TOLERANCE of the CPU's float32 and tokens equal until the first near-tie; half are greedy."""
+    model = path(family)
+    cpu = make_core(model, enable_prefix_caching=False)
+    requests = with_rows(make_requests(1, 12, cpu.vocab_size))
+    greedy = complete(SamplingParams(temperature=0.0, max_tokens=24, logprobs=-1))
+    requests += [EngineRequest(f"greedy {r.id}", r.prompt_ids, greedy, 0) for r in requests]
+    want = traces(cpu, requests)
+    for mode, options in MODES.items():
+        core = make_core(model, device="cuda", dtype="bfloat16", **options)
+        got = traces(core, requests)
+        seen = compare(got, want, BF16_TOLERANCE)
+        print(f"{family}, {mode}: {seen}")
+        assert not seen.problems and seen.total / seen.compared < BF16_TOLERANCE / 2, f"{family}, {mode}: {seen}"
+        for name in (r.id for r in requests if r.params is greedy):
+            assert all(row[i] == row.max() for i, row in zip(got[name].ids, got[name].rows, strict=True)), (
+                f"{name} is not greedy"
+            )
