@@ -34,6 +34,7 @@ from torch import Tensor
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.attention_decode_fused import AttentionTile
+from headrace.metrics.roofline import measure_limits
 from headrace.model import decode_tiles
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
@@ -234,14 +235,6 @@ def graph_ms(graph: torch.cuda.CUDAGraph, repeats: int = 11, inner: int = 3) -> 
     return statistics.median(a.elapsed_time(b) / inner for a, b in pairs)
 
 
-def copy_gbs(device: torch.device) -> float:
-    """Copy bandwidth, bytes read plus bytes written."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    graph, _ = capture(lambda: target.copy_(source))
-    return 2 * source.numel() / graph_ms(graph, 9, 1) / 1e6
-
-
 # ------------------------------------------------------------------------------------------------ compiling ahead
 
 
@@ -410,7 +403,7 @@ class Bench:
         if len(events) != per_step:
             say(f"profile: {len(events)} kernels, expected {per_step}")
             return
-        for before, event, name in zip(events, events[1:], names[1:], strict=True):
+        for before, event, name in zip(events[:-1], events[1:], names[1:], strict=True):
             added.setdefault(name, []).append(event.time_range.end - before.time_range.end)
         parts = {name: sum(times) / len(times) for name, times in added.items()}
         say(f"{self.name} profile {rows} rows, us added: " + "  ".join(f"{k} {v:.2f}" for k, v in parts.items()))
@@ -522,7 +515,7 @@ def run_model(
 def run(args: argparse.Namespace, compiled: Callable[[str, bool], None]) -> list[dict]:
     results: list[dict] = []
     card = torch.cuda.get_device_name(0)
-    gbs = copy_gbs(DEVICE)
+    gbs = measure_limits(DEVICE, BF16).bandwidth / 1e9
     results.append({"kind": "card", "name": card, "copy_gbs": gbs, "torch": torch.__version__})
     say(f"{card}: copy {gbs:.0f} GB/s")
     for position, name in enumerate(args.models):

@@ -88,26 +88,17 @@ def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
 
 
 @jit
-def _rms_factor(sumsq_ptr, tiles, rm, K, eps, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    if BLOCK_M <= 64:
-        rs = tl.arange(0, BLOCK)
-        parts = tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
-        total = tl.sum(parts, 1)
-    else:
-        total = tl.zeros([BLOCK_M], tl.float32)
-        for s0 in range(0, tiles, BLOCK):
-            rs = s0 + tl.arange(0, BLOCK)
-            parts = tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
-            total += tl.sum(parts, 1)
-    return tl.rsqrt(total / K + eps)
+def _load_sumsq(sumsq_ptr, tiles, rm, first, BLOCK: tl.constexpr):
+    rs = first + tl.arange(0, BLOCK)
+    return tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
 
 
 @jit
 def _update_residual(
-    acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+    acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
 ):  # fmt: skip
-    """residual += scale * (acc + bias), and what the next product needs: see `gemv_residual`."""
-    r = tl.load(residual_ptr + place, mask=ok, other=0.0) + scale * (acc + bias[:, None])
+    """residual = before + scale * (acc + bias), and what the next product needs: see `gemv_residual`."""
+    r = before + scale * (acc + bias[:, None])
     tl.store(residual_ptr + place, r, mask=ok)
     tl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
     tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 0), mask=row_ok)
@@ -156,6 +147,14 @@ def _skinny_kernel(
     xs = ()  # all of them are asked for before the first is used: a product's barrier would stop later loads
     for i in tl.static_range(PREFETCH):
         xs = xs + (_load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
+    place = rm[None, :] * N + rn[:, None]
+    ok = row_ok[None, :] & column_ok[:, None]
+    # what the epilogue reads is asked for now, where it is small: behind the sums' barriers its latency would show
+    if SUMSQ_BLOCK > 0:
+        sumsq_rows = tl.minimum(rm, M - 1)
+        sumsq = _load_sumsq(sumsq_ptr, sumsq_tiles, sumsq_rows, 0, SUMSQ_BLOCK)
+    if MODE == "residual" and BLOCK_M <= 64:
+        before = tl.load(residual_ptr + place, mask=ok, other=0.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.static_range(PREFETCH):
@@ -171,12 +170,14 @@ def _skinny_kernel(
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     if SUMSQ_BLOCK > 0:
-        factor = _rms_factor(sumsq_ptr, sumsq_tiles, tl.minimum(rm, M - 1), K, eps, BLOCK_M, SUMSQ_BLOCK)
+        total = tl.sum(sumsq, 1)
+        if BLOCK_M > 64:
+            for s0 in range(SUMSQ_BLOCK, sumsq_tiles, SUMSQ_BLOCK):
+                total += tl.sum(_load_sumsq(sumsq_ptr, sumsq_tiles, sumsq_rows, s0, SUMSQ_BLOCK), 1)
+        factor = tl.rsqrt(total / K + eps)
         acc = acc * factor[None, :]
         if MODE == "glu":
             up_acc = up_acc * factor[None, :]
-    place = rm[None, :] * N + rn[:, None]
-    ok = row_ok[None, :] & column_ok[:, None]
     if MODE == "glu":
         tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
     elif MODE == "project":
@@ -185,7 +186,9 @@ def _skinny_kernel(
             y = soft_cap(y, softcap)
         tl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
     elif SPLITS == 1:
-        _update_residual(acc, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
+        if BLOCK_M > 64:
+            before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+        _update_residual(acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
                          scale)  # fmt: skip
     else:
         # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
@@ -200,7 +203,9 @@ def _skinny_kernel(
             for s in tl.static_range(1, SPLITS):
                 total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(tickets_ptr + whole, 0)
-            _update_residual(total, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
+            if BLOCK_M > 64:
+                before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+            _update_residual(total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
                              row_ok, scale)  # fmt: skip
 
 

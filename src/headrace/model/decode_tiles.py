@@ -24,6 +24,7 @@ FEW_ROWS = 64  # above, a product's time is also its arithmetic, and reading x a
 GEMV_ROWS = 4  # up to here the defaults use GEMVs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
+ALONE_BYTES = 208 * 1024  # one to an SM
 MERGE_ELEMENTS = 32768  # partial sums of a tile, 128 KB: about a microsecond for the program that adds them
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
@@ -161,11 +162,13 @@ def ahead_tile(shape: Shape, rows: int) -> GemmTile:
     return tile
 
 
-def _ahead(shape: Shape, rows: int, block_n: int, splits: int, warps: int) -> GemmTile | None:
-    """A tile that loads all its weights before the wait; None if two programs would not fit on an SM."""
+def _ahead(
+    shape: Shape, rows: int, block_n: int, splits: int, warps: int, most: int = AHEAD_BYTES
+) -> GemmTile | None:  # fmt: skip
+    """A tile that loads all its weights before the wait; None if it would fill more than `most` bytes."""
     steps = -(-shape.width // (128 * splits))
     held = 2 * 128 * steps * (block_n * (2 if shape.gated else 1) + max(16, next_power_of_2(rows)))
-    return GemmTile(block_n, 128, splits, warps, 2, prefetch=steps) if held <= AHEAD_BYTES else None
+    return GemmTile(block_n, 128, splits, warps, 2, prefetch=steps) if held <= most else None
 
 
 def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
@@ -181,15 +184,18 @@ def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
             early = _prefetch(shape, block_n, 256 * warps, 32 * warps, 128 if rows == 1 else 64)
             found.append(GemvTile(block_n, 256 * warps, warps, early))
     if rows > 1:
-        for block_n, splits in ((32, 1), (64, 1), (16, 1), (32, 2), (64, 2), (32, 4), (64, 4), (64, 8), (16, 2)):
-            programs = -(-shape.columns // block_n) * splits
-            if splits > 1 and (not shape.splittable or programs > 4 * FILL or shape.width < 256 * splits):
-                continue
-            if programs < 0.7 * FILL or (splits == 1 and block_n < 64 and programs > 16 * FILL):
-                continue
-            tiles = [_ahead(shape, rows, block_n, splits, warps) for warps in ((4, 8) if block_n > 16 else (4,))]
-            found += [tile for tile in tiles if tile is not None] or [GemmTile(block_n, 128, splits, 4, 3, prefetch=2)]
-            found.append(GemmTile(block_n, 128, splits, 4, 4))
+        for block_n in (16, 32, 64, 128):
+            for splits in (1, 2, 4, 8):
+                programs = -(-shape.columns // block_n) * splits
+                if splits > 1 and (not shape.splittable or programs > 4 * FILL or shape.width < 256 * splits):
+                    continue
+                if programs < 0.35 * FILL or (splits == 1 and block_n < 64 and programs > 16 * FILL):
+                    continue
+                for warps in (4, 8) if block_n > 16 else (2, 4, 8):
+                    ahead = _ahead(shape, rows, block_n, splits, warps, ALONE_BYTES)
+                    found.append(ahead or GemmTile(block_n, 128, splits, warps, 3, prefetch=2))
+                found.append(GemmTile(block_n, 128, splits, 8 if block_n == 128 else 4, 3 if block_n == 128 else 4))
+                found.append(GemmTile(block_n, 64, splits, 4, 6, prefetch=2))
     return found
 
 
@@ -225,12 +231,16 @@ def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int
         pairs: list[tuple[AttentionTile | SplitTile, int]] = [(tile, 4 * FILL) for tile in fused]
         pairs += [(fused[0], 16 * FILL), (fused[0], 32 * FILL)]
         return pairs + [(SplitTile(64, warps, 3), 4 * FILL) for warps in (4, 2)]
-    return [
+    found = [
         (AttentionTile(block_n, 4, 3, 1, early), programs)
         for early in (True, False)
         for block_n in ((64, 32) if rows <= 2 else (64,))
         for programs in ((FILL, 2 * FILL) if rows == 1 else (FILL, 2 * FILL, 4 * FILL, 8 * FILL))
     ]
+    if rows > 4:
+        shapes = ((64, 4, 2), (64, 8, 3), (64, 8, 2), (128, 8, 2), (32, 4, 4), (32, 2, 4), (64, 2, 3))
+        found += [(AttentionTile(*shape, 1, True, first), 2 * FILL) for shape in shapes for first in (False, True)]
+    return found
 
 
 def tune(
