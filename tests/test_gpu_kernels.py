@@ -213,7 +213,7 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str) -> N
 
     got_kv, want_kv = cache(BF16), cache(torch.float32)
     options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "norm_offset": 0.0}
-    got = qkv_rope_write(qkv, positions, angle.cos(), angle.sin(), got_kv, 0, slots, q_norm=q_norm, k_norm=k_norm, **options)
+    got = qkv_rope_write(qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, q_norm=q_norm, k_norm=k_norm, **options)
     want = qkv_rope_write_reference(
         qkv.float(), positions, angle.cos(), angle.sin(), want_kv, 0, slots,
         q_norm=q_norm.float() if q_norm is not None else None, k_norm=k_norm.float() if k_norm is not None else None, **options,

@@ -9,7 +9,13 @@ import torch
 
 from headrace.kernels.activation import act_mul_reference, act_mul_triton
 from headrace.kernels.embedding import embed_triton
-from headrace.kernels.norm import add_rms_norm_reference, add_rms_norm_triton, rms_norm_reference, rms_norm_triton
+from headrace.kernels.norm import (
+    NormTile,
+    add_rms_norm_reference,
+    add_rms_norm_triton,
+    rms_norm_reference,
+    rms_norm_triton,
+)
 from headrace.kernels.qkv import qkv_rope_write_reference, qkv_rope_write_triton
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
@@ -43,6 +49,17 @@ def test_add_rms_norm(offset: float, scale: float, dtype: torch.dtype, tolerance
     close(normed, want, tolerance)
     close(total, want_total, tolerance)
     assert torch.equal(residual, before), "the residual is not changed in place"
+
+
+@pytest.mark.parametrize("tile", [NormTile(1, 1), NormTile(4, 2)])
+def test_norms_by_other_tiles(tile: NormTile) -> None:
+    """Also where the last program has rows to spare."""
+    x, residual, weight = torch.randn(5, 100), torch.randn(5, 100), torch.randn(100)
+    close(rms_norm_triton(x, weight, 1e-6, tile=tile), rms_norm_reference(x, weight, 1e-6))
+    for got, want in zip(
+        add_rms_norm_triton(x, residual, weight, 1e-6, tile=tile), add_rms_norm_reference(x, residual, weight, 1e-6), strict=True
+    ):
+        close(got, want)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
@@ -92,7 +109,7 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep
         "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
         "q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6, "norm_offset": 0.5,
     }  # fmt: skip
-    got = qkv_rope_write_triton(qkv, positions, angle.cos(), angle.sin(), got_kv, 0, slots, **options)
+    got = qkv_rope_write_triton(qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, **options)
     want = qkv_rope_write_reference(qkv, positions, angle.cos(), angle.sin(), want_kv, 0, slots, **options)
     close(got, want)
     close(got_kv.k[0], want_kv.k[0])

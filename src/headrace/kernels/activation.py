@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,8 +26,9 @@ def act_mul_reference(gate_up: Tensor, kind: Activation) -> Tensor:
 
 @jit
 def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK  # of a row, neighbours
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     if PDL:
         gdc_wait()
@@ -43,14 +45,22 @@ def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIN
     tl.store(out_ptr + row * WIDTH + column, (y * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def act_mul_triton(gate_up: Tensor, kind: Activation) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ActTile:
+    """Elements and warps of a program."""
+
+    block: int = 1024
+    num_warps: int = 4
+
+
+def act_mul_triton(gate_up: Tensor, kind: Activation, *, tile: ActTile = ActTile()) -> Tensor:
     """See `act_mul`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block = 1024
-        grid = (rows, -(-width // block))
-        _act_mul[grid](gate_up.contiguous(), out, WIDTH=width, BLOCK=block, KIND=kind, num_warps=4, **pdl(gate_up))
+        _act_mul[(rows * -(-width // tile.block),)](
+            gate_up.contiguous(), out, WIDTH=width, BLOCK=tile.block, KIND=kind, num_warps=tile.num_warps, **pdl(gate_up)
+        )
     return out
 
 

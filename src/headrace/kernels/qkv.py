@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -60,122 +62,131 @@ def qkv_rope_write_reference(
 @jit
 def _qkv_rope_write(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-    q_out_ptr, k_out_ptr, k_cache_ptr, v_cache_ptr, eps, offset, q_stride, k_stride, v_stride, token_stride,
+    k_cache_ptr, v_cache_ptr, eps, offset, q_stride, k_stride, v_stride, token_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, PACK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes PACK heads of one row, all queries, all keys or all values.
+    """A program takes PACK heads of one row, all queries, all keys or all values; a row's programs are neighbours.
 
     A head is three parts: two halves that are rotated into each other, and a rest that is not.
     """
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
     Q_GROUPS: tl.constexpr = (HEADS + PACK - 1) // PACK
     KV_GROUPS: tl.constexpr = (KV_HEADS + PACK - 1) // PACK
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
+    row = (tl.program_id(0) // (Q_GROUPS + 2 * KV_GROUPS)).to(tl.int64)
+    group = tl.program_id(0) % (Q_GROUPS + 2 * KV_GROUPS)
     position = tl.load(positions_ptr + row).to(tl.int64)
     slot = tl.load(slots_ptr + row)
-    i = tl.arange(0, HALF_PAD)
-    j = tl.arange(0, REST_PAD)
-    cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)[None, :]
     is_q = group < Q_GROUPS
-    is_k = (group >= Q_GROUPS) & (group < Q_GROUPS + KV_GROUPS)
-    if is_q:
-        head = group * PACK + tl.arange(0, PACK)
-        valid = head < HEADS
-        src = q_ptr + row * q_stride
-        norm_ptr = q_norm_ptr
-    else:
-        head = (group - Q_GROUPS) % KV_GROUPS * PACK + tl.arange(0, PACK)
-        valid = head < KV_HEADS
+    is_v = group >= Q_GROUPS + KV_GROUPS
+    # only scalars come out of these branches: tensors would go through shared memory, from one layout into another
+    first, heads, src, norm_ptr = group * PACK, HEADS, q_ptr + row * q_stride, q_norm_ptr
+    cache = k_cache_ptr + slot * token_stride
+    if not is_q:
+        first, heads, src, norm_ptr = (group - Q_GROUPS) % KV_GROUPS * PACK, KV_HEADS, k_ptr + row * k_stride, k_norm_ptr
+    if is_v:
         src = v_ptr + row * v_stride
-        if is_k:
-            src = k_ptr + row * k_stride
-        norm_ptr = k_norm_ptr
+        cache = v_cache_ptr + slot * token_stride
+    head = first + tl.arange(0, PACK)[:, None]
+    # whole tiles, though all heads share them: each thread gets its own elements in one piece
+    i = tl.broadcast_to(tl.arange(0, HALF_PAD)[None, :], (PACK, HALF_PAD))
+    j = tl.broadcast_to(tl.arange(0, REST_PAD)[None, :], (PACK, REST_PAD))
     if NORM:  # weights of this layer: cold, so they are fetched before the wait
-        low_weight = tl.load(norm_ptr + i, mask=i < HALF, other=0.0).to(tl.float32) + offset
-        high_weight = tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0).to(tl.float32) + offset
-        tail_weight = tl.load(norm_ptr + 2 * HALF + j, mask=j < REST, other=0.0).to(tl.float32) + offset
+        low_weight = tl.load(norm_ptr + i, mask=i < HALF, other=0.0)
+        high_weight = tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0)
+        if REST > 0:
+            tail_weight = tl.load(norm_ptr + 2 * HALF + j, mask=j < REST, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    at = (head * HEAD_DIM)[:, None]
-    half = valid[:, None] & (i < HALF)[None, :]
-    rest = valid[:, None] & (j < REST)[None, :]
-    low = tl.load(src + at + i[None, :], mask=half, other=0.0)
-    high = tl.load(src + at + HALF + i[None, :], mask=half, other=0.0)
+    low_at = head * HEAD_DIM + i
+    tail_at = head * HEAD_DIM + 2 * HALF + j
+    half = (head < heads) & (i < HALF)
+    rest = (head < heads) & (j < REST)
+    low = tl.load(src + low_at, mask=half, other=0.0)
+    high = tl.load(src + HALF + low_at, mask=half, other=0.0)
     if REST > 0:
-        tail = tl.load(src + at + 2 * HALF + j[None, :], mask=rest, other=0.0)
-    if is_q | is_k:
+        tail = tl.load(src + tail_at, mask=rest, other=0.0)
+    if is_v:
+        if slot >= 0:
+            tl.store(cache + low_at, low.to(v_cache_ptr.dtype.element_ty), mask=half)
+            tl.store(cache + HALF + low_at, high.to(v_cache_ptr.dtype.element_ty), mask=half)
+            if REST > 0:
+                tl.store(cache + tail_at, tail.to(v_cache_ptr.dtype.element_ty), mask=rest)
+    else:
+        # after the rows, whose way is longer: these have to wait for the position
+        cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
+        sin = tl.load(sin_ptr + position * HALF + i, mask=i < HALF, other=0.0)
         a = low.to(tl.float32)
         b = high.to(tl.float32)
         if NORM:
-            square = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+            square = tl.sum(a * a + b * b, 1, keep_dims=True)
             if REST > 0:
                 c = tail.to(tl.float32)
-                square += tl.sum(c * c, 1)
-            rstd = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
-            a = a * rstd * low_weight[None, :]
-            b = b * rstd * high_weight[None, :]
+                square += tl.sum(c * c, 1, keep_dims=True)
+            rstd = tl.rsqrt(square / HEAD_DIM + eps)
+            a = a * rstd * (low_weight.to(tl.float32) + offset)
+            b = b * rstd * (high_weight.to(tl.float32) + offset)
             if REST > 0:
-                tail = (c * rstd * tail_weight[None, :]).to(tail.dtype)
-        low = (a * cos - b * sin).to(low.dtype)
-        high = (b * cos + a * sin).to(high.dtype)
-    if is_q:
-        dst = q_out_ptr + row * (HEADS * HEAD_DIM) + at
-        tl.store(dst + i[None, :], low, mask=half)
-        tl.store(dst + HALF + i[None, :], high, mask=half)
-        if REST > 0:
-            tl.store(dst + 2 * HALF + j[None, :], tail, mask=rest)
-    else:
-        if slot >= 0:
-            cache = v_cache_ptr + slot * token_stride
-            if is_k:
-                cache = k_cache_ptr + slot * token_stride
-            tl.store(cache + at + i[None, :], low.to(k_cache_ptr.dtype.element_ty), mask=half)
-            tl.store(cache + at + HALF + i[None, :], high.to(k_cache_ptr.dtype.element_ty), mask=half)
+                tail = (c * rstd * (tail_weight.to(tl.float32) + offset)).to(src.dtype.element_ty)
+        low = (a * cos - b * sin).to(src.dtype.element_ty)
+        high = (b * cos + a * sin).to(src.dtype.element_ty)
+        if is_q | KEEP:
+            tl.store(src + low_at, low, mask=half)
+            tl.store(src + HALF + low_at, high, mask=half)
             if REST > 0:
-                tl.store(cache + at + 2 * HALF + j[None, :], tail.to(k_cache_ptr.dtype.element_ty), mask=rest)
-        if KEEP:  # noqa: SIM102  (known when compiled, unlike is_k)
-            if is_k:
-                dst = k_out_ptr + row * (KV_HEADS * HEAD_DIM) + at
-                tl.store(dst + i[None, :], low, mask=half)
-                tl.store(dst + HALF + i[None, :], high, mask=half)
-                if REST > 0:
-                    tl.store(dst + 2 * HALF + j[None, :], tail, mask=rest)
+                tl.store(src + tail_at, tail, mask=rest)
+        if (not is_q) & (slot >= 0):
+            tl.store(cache + low_at, low.to(k_cache_ptr.dtype.element_ty), mask=half)
+            tl.store(cache + HALF + low_at, high.to(k_cache_ptr.dtype.element_ty), mask=half)
+            if REST > 0:
+                tl.store(cache + tail_at, tail.to(k_cache_ptr.dtype.element_ty), mask=rest)
+
+
+@dataclass(frozen=True, slots=True)
+class QkvTile:
+    """Heads and warps of a program."""
+
+    heads: int
+    num_warps: int
+
+
+def default_tile(num_heads: int, head_dim: int) -> QkvTile:
+    """1024 elements a program, 16 a thread: two loads of 16 bytes in bfloat16."""
+    dim = next_power_of_2(head_dim)
+    heads = max(1, min(next_power_of_2(num_heads), 1024 // dim))
+    return QkvTile(heads, max(1, heads * dim // 512))
 
 
 def qkv_rope_write_triton(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, norm_offset: float,
+    eps: float, norm_offset: float, tile: QkvTile | None = None,
 ) -> Tensor:  # fmt: skip
     """See `qkv_rope_write`."""
-    rows, device, dtype = qkv.shape[0], qkv.device, qkv.dtype
-    q, k, v = qkv.split((num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim), 1)
+    rows = qkv.shape[0]
+    q, k, v = qkv.split_with_sizes((num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim), 1)
     norm = q_norm is not None and k_norm is not None
     if q_norm is not None and k_norm is not None and q_norm.numel() != head_dim:  # over the whole projection
         q = rms_norm_triton(q, q_norm, eps, norm_offset)
         k = rms_norm_triton(k, k_norm, eps, norm_offset)
         norm = False
-    q_out = torch.empty((rows, num_heads, head_dim), dtype=dtype, device=device)
-    k_out = torch.empty((rows, num_kv_heads, head_dim), dtype=dtype, device=device) if kv.keep_rows else q_out
-    kv.rows = (k_out, v.unflatten(1, (num_kv_heads, head_dim))) if kv.keep_rows else None
+    queries = q.view(rows, num_heads, head_dim)
+    kv.rows = (k.view(rows, num_kv_heads, head_dim), v.view(rows, num_kv_heads, head_dim)) if kv.keep_rows else None
     if not rows:
-        return q_out
+        return queries
     half = cos.shape[1]
-    half_pad, rest_pad = next_power_of_2(half), next_power_of_2(max(1, head_dim - 2 * half))
-    pack = max(1, min(next_power_of_2(num_heads), 1024 // next_power_of_2(head_dim)))
-    groups = -(-num_heads // pack) + 2 * -(-num_kv_heads // pack)
-    _qkv_rope_write[(rows, groups)](
+    tile = tile or default_tile(num_heads, head_dim)
+    groups = -(-num_heads // tile.heads) + 2 * -(-num_kv_heads // tile.heads)
+    k_cache, v_cache = kv.k[layer], kv.v[layer]
+    _qkv_rope_write[(rows * groups,)](
         q, k, v, positions, cos, sin, slot_mapping, q_norm if norm else cos, k_norm if norm else cos,
-        q_out, k_out, kv.k[layer], kv.v[layer], eps, norm_offset, q.stride(0), k.stride(0), v.stride(0),
-        kv.k[layer].stride(1), HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half, HALF_PAD=half_pad,
-        REST_PAD=rest_pad, PACK=pack, NORM=norm, KEEP=kv.keep_rows,
-        num_warps=max(1, pack * half_pad // 256), **pdl(qkv),
+        k_cache, v_cache, eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1),
+        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half, HALF_PAD=next_power_of_2(half),
+        REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads, NORM=norm, KEEP=kv.keep_rows,
+        num_warps=tile.num_warps, **pdl(qkv),
     )  # fmt: skip
-    return q_out
+    return queries
 
 
 def qkv_rope_write(
@@ -190,7 +201,8 @@ def qkv_rope_write(
     q_norm, k_norm: RMSNorm weights, [head_dim] (per head) or [num_heads * head_dim], [num_kv_heads * head_dim] (whole
     projection), or None. Only the first rot dimensions of a head are rotated (halves paired). slot_mapping [T] int64:
     block_id * block_size + offset, -1 writes nothing (the torch path never gets -1). With kv.keep_rows (GPU only) the rows'
-    keys and values are left in kv.rows too, until the next layer's.
+    keys and values are left in kv.rows too, until the next layer's. On a GPU queries (and kept keys) take the place of their
+    projection: `qkv` is used up.
     """
     if on_gpu(qkv):
         assert positions is not None
