@@ -14,6 +14,19 @@ if not torch.cuda.is_available():
     triton_interpreter.mend()
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The embedded model's GGUF: HEADRACE_TEST_SMOLLM2 names it where its package is not installed."""
+    from headrace.errors import CheckpointError
+    from headrace.model.embedded import embedded_model_path
+
+    try:
+        path = os.environ.get("HEADRACE_TEST_SMOLLM2") or str(embedded_model_path())
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    return path
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
