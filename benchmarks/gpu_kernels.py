@@ -2,7 +2,8 @@
 
 Times are medians over replays of a graph that launches the kernel many times on rotating buffers (nothing stays in the L2
 cache), so they include the gap to the next kernel. GB/s count what must be read and written once; TFLOP/s of attention
-count causal work only. --sweep also tries other tiles of the attention kernels.
+count causal work only. --sweep also tries other tiles of the attention kernels; --only rows times the elementwise kernels of
+a large prefill step by several tiles, and products that add to the residual beside those that do not.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.attention.flash import find_flash_attention_3
-from headrace.kernels.activation import act_mul
+from headrace.kernels.activation import ActTile, act_mul, act_mul_triton
 from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.embedding import embed
 from headrace.kernels.gather_kv import gather_kv
-from headrace.kernels.norm import add_rms_norm
-from headrace.kernels.qkv import qkv_rope_write
+from headrace.kernels.norm import NormTile, add_rms_norm, add_rms_norm_triton, rms_norm_triton
+from headrace.kernels.norm import default_tile as norm_tile
+from headrace.kernels.qkv import QkvTile, qkv_rope_write, qkv_rope_write_triton
+from headrace.kernels.qkv import default_tile as qkv_tile
+from headrace.model.linear import MatrixLinear
 
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16
@@ -130,6 +134,50 @@ def bench_fused(report: Report, name: str, hidden: int, heads: int, inner: int) 
             report.bytes("qkv_rope_write", case, micros, 4 * rows * width + extra)
         if rows in (1, 8192):
             report.bytes("embed", f"{name} {rows} rows", graph_micros([partial(embed, ids, table)] * 8), 4 * rows * hidden)
+
+
+def bench_rows(report: Report, name: str, hidden: int, heads: int, inner: int, rows: int = 16384) -> None:
+    """The elementwise kernels of a prefill step by several tiles (the first is the default), and the products before norms."""
+    weight, head_weight = torch.ones(hidden, dtype=BF16, device=DEVICE), torch.ones(DIM, dtype=BF16, device=DEVICE)
+    xs = [torch.randn((rows, hidden), dtype=BF16, device=DEVICE) for _ in range(rotation(4 * rows * hidden))]
+    pairs = list(zip(xs, xs[1:] + xs[:1], strict=True))
+    usual = norm_tile(hidden)
+    tiles = [usual, NormTile(1, usual.num_warps // 2), NormTile(1, 2 * usual.num_warps), NormTile(2, usual.num_warps)]
+    tiles.append(NormTile(4, 4) if hidden <= 1024 else NormTile(2, 2 * usual.num_warps))
+    for tile in tiles:
+        case = f"{name} {rows} rows, {tile.rows} x w{tile.num_warps}"
+        micros = graph_micros([partial(rms_norm_triton, x, weight, 1e-6, tile=tile) for x in xs])
+        report.bytes("rms_norm", case, micros, 4 * rows * hidden)
+        micros = graph_micros([partial(add_rms_norm_triton, x, y, weight, 1e-6, tile=tile) for x, y in pairs])
+        report.bytes("add_rms_norm", case, micros, 8 * rows * hidden)
+    wide = [torch.randn((rows, 2 * inner), dtype=BF16, device=DEVICE) for _ in range(rotation(rows * 4 * inner))]
+    for act in (ActTile(), ActTile(1024, 2), ActTile(2048, 4), ActTile(2048, 8), ActTile(512, 2)):
+        micros = graph_micros([partial(act_mul_triton, x, "silu", tile=act) for x in wide])
+        report.bytes("act_mul", f"{name} {rows} rows, {act.block} w{act.num_warps}", micros, 6 * rows * inner)
+    del wide
+    width, positions = (heads + 2 * KV_HEADS) * DIM, torch.arange(rows, dtype=torch.int32, device=DEVICE) % 4096
+    angle, slots = torch.rand((4096, DIM // 2), device=DEVICE), torch.randperm(256 * BLOCK, device=DEVICE)[:rows]
+    cos, sin = angle.cos(), angle.sin()
+    k, v = (torch.zeros((256, BLOCK, KV_HEADS, DIM), dtype=BF16, device=DEVICE) for _ in range(2))
+    kv = SimpleNamespace(k=[k], v=[v], keep_rows=True, rows=None)
+    wide = [torch.randn((rows, width), dtype=BF16, device=DEVICE) for _ in range(rotation(rows * 2 * width))]
+    for qkv in (qkv_tile(heads, DIM), QkvTile(4, 1), QkvTile(8, 1), QkvTile(8, 4), QkvTile(16, 4)):
+        launches = [
+            partial(
+                qkv_rope_write_triton, x, positions, cos, sin, kv, 0, slots, num_heads=heads, num_kv_heads=KV_HEADS,
+                head_dim=DIM, q_norm=head_weight, k_norm=head_weight, eps=1e-6, norm_offset=0.0, tile=qkv,
+            )
+            for x in wide
+        ]  # fmt: skip
+        case = f"{name} {rows} rows, {qkv.heads} w{qkv.num_warps}"
+        report.bytes("qkv_rope_write", case, graph_micros(launches), 4 * rows * width + 2 * rows * KV_HEADS * DIM)
+    del wide
+    for part, inputs in (("o", heads * DIM), ("down", inner)):
+        linear = MatrixLinear(torch.randn((hidden, inputs), dtype=BF16, device=DEVICE))
+        x, flops = torch.randn((rows, inputs), dtype=BF16, device=DEVICE), 2 * rows * inputs * hidden
+        report.flops(f"{part} product", f"{name} {rows} rows", graph_micros([partial(linear, x)] * 4), flops)
+        micros = graph_micros([partial(linear.add_to, total, x) for total in xs])
+        report.flops(f"{part} product, added", f"{name} {rows} rows", micros, flops)
 
 
 def paged(lens: list[int], copies: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Tensor]:
@@ -242,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="write all figures to this file")
     parser.add_argument("--sweep", action="store_true", help="also other tiles of the attention kernels")
-    parser.add_argument("--only", default="", help="fused, decode or prefill")
+    parser.add_argument("--only", default="", help="fused, rows, decode or prefill")
     options = parser.parse_args()
     torch.manual_seed(0)
     card = torch.cuda.get_device_name(DEVICE)
@@ -262,6 +310,11 @@ def main() -> None:
         ("fused", partial(bench_fused, report, "0.6B", 1024, 16, 3072)),
         ("fused", partial(bench_fused, report, "8B", 4096, 32, 12288)),
     ]
+    if options.only == "rows":  # tiles to choose from, not figures to keep
+        sections += [
+            ("rows", partial(bench_rows, report, "0.6B", 1024, 16, 3072)),
+            ("rows", partial(bench_rows, report, "8B", 4096, 32, 12288)),
+        ]
     for heads in (16, 32):
         for seqs, context in ((1, 1024), (1, 8192), (8, 1024), (32, 1024), (64, 1024), (256, 1024), (32, 8192)):
             tiles = split_tiles if (seqs, context) in ((256, 1024), (32, 1024), (8, 1024)) else split_tiles[:1]
