@@ -38,9 +38,9 @@ def kept(logits: np.ndarray, row: Row, p_shift: float = 0.0) -> np.ndarray:
         keep &= y >= np.sort(y)[::-1][row.top_k - 1]
     if row.top_p < 1.0:
         target = (float(np.float32(row.top_p)) + p_shift) * p[keep].sum()
-        values = np.unique(y[keep])[::-1]
-        mass = np.array([p[keep & (y >= v)].sum() for v in values])
-        keep &= y >= values[min(int((mass < target).sum()), len(values) - 1)]
+        values, place = np.unique(-y[keep], return_inverse=True)  # the likeliest first, equal ones together
+        mass = np.cumsum(np.bincount(place, p[keep]))
+        keep &= y >= -values[min(int((mass < target).sum()), len(values) - 1)]
     return keep
 
 

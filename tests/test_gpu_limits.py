@@ -63,8 +63,8 @@ def test_128k_tokens_equal_a_dense_reference(tmp_path):
     error = (got - want).abs()
     print(f"{CONTEXT} tokens in {took:.1f} s; logprobs off by {float(error.max()):.2e}, mean {float(error.mean()):.2e}")
     worst = int(error.argmax())
-    assert error.max() < 0.02, f"position {worst + 1}: {float(got[worst])} instead of {float(want[worst])}"
-    assert error.mean() < 2e-4, f"mean error {float(error.mean())}"
+    assert error.max() < 2e-3, f"position {worst + 1}: {float(got[worst])} instead of {float(want[worst])}"
+    assert error.mean() < 2e-5, f"mean error {float(error.mean())}"
     gap = best[-8:] - got[-8:]  # greedy took the likeliest, or one as likely
     assert (gap < 1e-3).all(), f"tokens less likely than the best by {gap.tolist()}"
 
@@ -74,9 +74,9 @@ def dense_llama(path, ids: Tensor) -> tuple[Tensor, Tensor]:
     config, weights = load_tiny(path)
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     length, device = len(ids), ids.device
-    inverse = config.rope.theta ** -(torch.arange(0, dim, 2, device=device).double() / dim)
-    angle = torch.outer(torch.arange(length, device=device).double(), inverse)
-    cos, sin = (torch.cat((f, f), 1).float()[:, None] for f in (angle.cos(), angle.sin()))
+    # in float32, as models are trained, and on the CPU: the last bit of a frequency is a hundredth of a turn at 128k
+    angle = torch.outer(torch.arange(length).float(), 1.0 / config.rope.theta ** (torch.arange(0, dim, 2) / dim))
+    cos, sin = (torch.cat((f, f), 1)[:, None].to(device) for f in (angle.cos(), angle.sin()))
 
     def rotated(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -189,7 +189,7 @@ def largest_requests(vocab: int) -> dict[str, list[EngineRequest]]:
 
     edits = {
         "temperature": 1.0, "top_p": 0.9, "top_k": 1000, "min_p": 1e-4, "repetition_penalty": 1.1, "presence_penalty": 0.5,
-        "frequency_penalty": 0.5, "logit_bias": {t: 1.0 for t in range(0, vocab, vocab // 300)},
+        "frequency_penalty": 0.5, "logit_bias": dict.fromkeys(range(0, vocab, vocab // 300), 1.0),
         "allowed_token_ids": list(range(0, vocab, 2)), "stop_token_ids": list(range(100)), "min_tokens": 3,
     }  # fmt: skip
     return {

@@ -24,6 +24,7 @@ DEVICE = "cuda" if ON_CARD else "cpu"
 INF = float("inf")
 SIZES = {"BLOCK": 256, "FEW_CHUNKS": 8, "MANY_CHUNKS": 16, "ROW_TILE": 512, "SECTIONS": 64}
 if ON_CARD:
+    pytestmark = pytest.mark.gpu
     SIZES = {name: getattr(kernels, name) for name in SIZES}
 FEW, MANY = SIZES["FEW_CHUNKS"], SIZES["MANY_CHUNKS"]
 
@@ -82,7 +83,7 @@ def make_logits(rng, rows: int, vocab: int, scale: float, ties: bool, holes: boo
     return logits.astype(np.float32)
 
 
-@settings(max_examples=15 if not ON_CARD else 500, deadline=None)
+@settings(max_examples=15 if not ON_CARD else 200, deadline=None)
 @given(
     st.lists(ROWS, min_size=1, max_size=3),
     st.sampled_from([1, 5, 33, 700, 1500] if not ON_CARD else [1, 33, 2048, 2049, 5000, 151936]),
@@ -204,16 +205,17 @@ def test_replays_of_a_cuda_graph(dtype):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = choose(logits, inputs)[0]
+    wide = logits.float().cpu().numpy()
     for step in range(20):
         inputs.output_index.fill_(step)
         graph.replay()
         first = captured.clone()
         graph.replay()
-        assert torch.equal(first, captured)
-        for i, row in enumerate(rows):
-            row = Row(**{**row.__dict__, "output_index": step})
-            if step < 2:
-                assert int(first[i]) in tokens(logits[i].float().cpu().numpy(), row)
+        assert torch.equal(first, captured), f"step {step}: two replays differ"
+        for i in range(0, 64, 1 if step == 0 else 16):
+            row = Row(**{**rows[i].__dict__, "output_index": step})
+            allowed = tokens(wide[i], row)
+            assert int(first[i]) in allowed, f"step {step}, {row}: {int(first[i])} is not in {allowed}"
 
 
 @pytest.mark.gpu
@@ -227,7 +229,8 @@ def test_distribution_on_the_card(row):
     p = np.where(keep, np.exp(logits.double().numpy() / row.temperature), 0.0)
     expected = n * p / p.sum()
     assert not counts[~keep].any()
-    assert ((counts - expected)[keep] ** 2 / expected[keep]).sum() < 40  # 11 degrees of freedom or fewer
+    chi_square = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
+    assert chi_square < 40, f"chi-square {chi_square:.1f} of {n} draws from {keep.sum()} ids"  # 1e-4 at 11 degrees of freedom
 
 
 @pytest.mark.gpu
