@@ -252,10 +252,14 @@ def bench_prefill(report: Report, heads: int, prompts: int, rows: int, context: 
                 return F.scaled_dot_product_attention(qt, kt, vt, is_causal=True, scale=DIM**-0.5, enable_gqa=True)
 
         measure("cudnn", cudnn)
-    varlen, _ = find_flash_attention_3()
-    if varlen is not None:
-        v = fused if rows == context else kept
-        measure("fa3", lambda: varlen(q, kept, v, start, key_start, rows, context, softmax_scale=DIM**-0.5, causal=True))
+    forward, _ = find_flash_attention_3()
+    if forward is not None:
+        options = {"softmax_scale": DIM**-0.5, "is_causal": True, "num_splits": 1}
+        inputs = [q, kept, fused if rows == context else kept, out.view(q.shape)]
+        alike = [x.unflatten(0, (prompts, -1)) for x in inputs]
+        lengths = {"cu_seqlens_q": start, "cu_seqlens_k": key_start, "max_seqlen_q": rows, "max_seqlen_k": context}
+        measure("fa3", lambda: forward(*alike[:3], out=alike[3], **options))
+        measure("fa3 by lengths", lambda: forward(*inputs[:3], out=inputs[3], **options, **lengths))
     if rows != context:
         gather = partial(
             gather_kv, k_cache, v_cache, torch.empty_like(kept), torch.empty_like(kept), tables, slots, key_start,

@@ -107,15 +107,22 @@ def test_cudnn_refusal_is_survived(monkeypatch) -> None:
 
 @pytest.mark.parametrize("query_lens, context_lens", [
     ([70, 33], [70, 33]), ([1, 1, 50, 20], [90, 3, 50, 20]), ([1, 50, 20], [90, 130, 20]),
+    ([40, 40], [40, 40]), ([1, 40, 40], [70, 40, 40]), ([1, 35], [70, 90]), ([40, 40], [60, 60]),
 ])  # fmt: skip
 def test_flash_attention_3_backend(monkeypatch, query_lens, context_lens) -> None:
     monkeypatch.setattr(flash, "FA3_ROWS", 30)
     calls = []
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal):
-        assert causal and softmax_scale == SCALE
-        calls.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
-        out = torch.empty_like(q)
+    def forward(q, k, v, *, out, softmax_scale, is_causal, num_splits, cu_seqlens_q=None, cu_seqlens_k=None,
+                max_seqlen_q=None, max_seqlen_k=None):  # fmt: skip
+        assert is_causal and softmax_scale == SCALE and num_splits == 1 and out.shape == q.shape
+        calls.append(cu_seqlens_q)
+        if cu_seqlens_q is None:
+            cu_q, cu_k = ([i * x.shape[1] for i in range(len(x) + 1)] for x in (q, k))
+            max_q, max_k = q.shape[1], k.shape[1]
+            q, k, v, out = (x.flatten(0, 1) if x is not out else x.view(-1, *x.shape[2:]) for x in (q, k, v, out))
+        else:
+            cu_q, cu_k, max_q, max_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), max_seqlen_q, max_seqlen_k
         for i in range(len(cu_q) - 1):
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
             n, c = int(cu_q[i + 1] - cu_q[i]), int(cu_k[i + 1] - cu_k[i])
@@ -126,12 +133,13 @@ def test_flash_attention_3_backend(monkeypatch, query_lens, context_lens) -> Non
                 attn_mask=mask, scale=softmax_scale, enable_gqa=True,
             )  # fmt: skip
             out[rows] = done.transpose(0, 1).to(q.dtype)
-        return out
 
     case = paged_case(query_lens, context_lens, 4, 2, 16, 16, dtype=torch.bfloat16)
-    backend = FlashAttention3(model(), CPU, varlen)
+    backend = FlashAttention3(model(), CPU, forward)
     close(attend(backend, case), attention_reference(case, SCALE), 3e-2)
     assert len(calls) == 1
+    prefills = {(q, c) for q, c in zip(query_lens, context_lens, strict=True) if q > 1}
+    assert (calls[0] is None) == (len(prefills) == 1), "prompts that are alike need no lengths"
     close(attend(backend, case, window=20), attention_reference(case, SCALE, 20), 3e-2)
     assert len(calls) == 1, "windows stay with our own kernels"
 

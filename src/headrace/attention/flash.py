@@ -1,8 +1,8 @@
 """Prefill by kernels of others where they are faster: cuDNN through torch, FlashAttention-3 where it is installed.
 
 Measured on an H100, prompts of 4096, head_dim 128 (TFLOP/s, 16 heads / 32 heads / 32 heads and 4 prompts): FlashAttention-3
-varlen 600 / 634 / 650, cuDNN 457 / 537 / 600, our own varlen kernel 409 / 457 / 500. Decode, windows and whatever else
-these kernels do not take stay with our own.
+656 / 690 / 700, of varying lengths 600 / 634 / 650, cuDNN 457 / 537 / 600, our own varlen kernel 409 / 457 / 500. Decode,
+windows and whatever else these kernels do not take stay with our own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ CUDNN_CALLS = 4
 FA3_ROWS = 128
 # ... and gathers at most this many tokens of context a step, into a buffer of its own.
 FA3_GATHER = 32768
+FA3_ARGUMENTS = {
+    "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "num_splits",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +128,19 @@ class CudnnAttention(TritonAttention):
 
 
 class FlashAttention3(TritonAttention):
-    """Prefill by FlashAttention-3: prompts in one varlen call, contexts gathered from the blocks first."""
+    """Prefill by FlashAttention-3: all prompts in one call, contexts gathered from the blocks first.
 
-    def __init__(self, model: ModelConfig, device: torch.device, varlen: Callable[..., Tensor]):
+    `forward` is its operator itself: that writes where it is told to, and costs the host less than the functions around it.
+    """
+
+    def __init__(self, model: ModelConfig, device: torch.device, forward: Callable[..., object]):
         super().__init__(model, device)
-        self.varlen = varlen
+        self.forward = forward
         self.part: Run | None = None  # all sequences behind the decodes, where FlashAttention-3 takes them
         self.fresh = False
-        self.query_start: Tensor | None = None
+        self.keys = 0  # of all these sequences
         self.key_start: Tensor | None = None
+        self.lengths: dict[str, object] = {}  # as the operator takes them; none: all sequences are alike
         self.gathered: tuple[Tensor, Tensor] | None = None
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
@@ -144,20 +151,26 @@ class FlashAttention3(TritonAttention):
         first, seqs = batch.num_decodes, batch.num_seqs
         query_lens, context_lens = batch.query_lens[first:], batch.context_lens[first:]
         self.fresh = query_lens == context_lens
-        rows, tokens = sum(query_lens), sum(context_lens)
+        rows, self.keys = sum(query_lens), sum(context_lens)
         kv.keep_rows, self.part = False, None
-        too_much = not self.fresh and tokens > FA3_GATHER
+        too_much = not self.fresh and self.keys > FA3_GATHER
         if rows < FA3_ROWS or too_much or kv.k[0].dtype != torch.bfloat16:  # the wheel of FlashAttention-3 has bfloat16 only
             return
-        self.part = Run("varlen", first, seqs - first, first, rows, max(query_lens), max(context_lens))
-        self.query_start = batch.query_start[first:] - first  # decodes have a row each
+        self.part = part = Run("varlen", first, seqs - first, first, rows, max(query_lens), max(context_lens))
+        query_start = batch.query_start[first:] - first if first else batch.query_start  # decodes have a row each
         if self.fresh:
-            self.key_start, kv.keep_rows = self.query_start, True
+            self.key_start, kv.keep_rows = query_start, True
         else:
             self.key_start = F.pad(batch.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
             if self.gathered is None:
                 shape = (FA3_GATHER, *kv.k[0].shape[2:])
                 self.gathered = (kv.k[0].new_empty(shape), kv.v[0].new_empty(shape))
+        self.lengths = {}
+        if rows != part.num_seqs * part.tokens or self.keys != part.num_seqs * part.context:
+            self.lengths = {
+                "cu_seqlens_q": query_start, "cu_seqlens_k": self.key_start,
+                "max_seqlen_q": part.tokens, "max_seqlen_k": part.context,
+            }  # fmt: skip
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
@@ -165,39 +178,47 @@ class FlashAttention3(TritonAttention):
         part = self.part
         if part is None or window or softcap or (self.fresh and kv.rows is None):
             return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
-        assert self.key_start is not None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.fresh:
             assert kv.rows is not None
-            k, v = (x[part.first_row : part.first_row + part.num_rows] for x in kv.rows)
+            k, v = kv.rows
         else:
-            assert self.gathered is not None
-            k, v = (x[: sum(batch.context_lens[part.first_seq :])] for x in self.gathered)
-            gather_kv(
-                kv.k[layer], kv.v[layer], k, v, batch.block_tables, batch.seq_slots, self.key_start,
-                first_seq=part.first_seq, num_seqs=part.num_seqs, max_context=part.context,
-            )  # fmt: skip
-        mine = q[part.first_row : part.first_row + part.num_rows]
-        done = self.varlen(
-            mine, k, v, self.query_start, self.key_start, part.tokens, part.context, softmax_scale=scale, causal=True
-        )
-        done = (done[0] if isinstance(done, tuple) else done).flatten(1)
-        if part.first_row == 0:
-            return done
-        out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        out[part.first_row : part.first_row + part.num_rows] = done
-        self.launch(self.runs[0], q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)  # the decodes
-        return out
+            k, v = self._gather(part, layer, kv, batch)
+        mine = [q, k, v, out]
+        if part.first_row:
+            rows = slice(part.first_row, None)
+            mine = [q[rows], k[rows] if self.fresh else k, v[rows] if self.fresh else v, out[rows]]
+        if not self.lengths:  # a tenth faster
+            mine = [x.view(part.num_seqs, -1, *x.shape[1:]) for x in mine]
+        self.forward(*mine[:3], out=mine[3], softmax_scale=scale, is_causal=True, num_splits=1, **self.lengths)
+        flat = out.view(q.shape[0], -1)
+        if part.first_row:  # the decodes
+            self.launch(self.runs[0], q, flat, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        return flat
+
+    def _gather(self, part: Run, layer: int, kv: KVCache, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        assert self.gathered is not None and self.key_start is not None
+        k, v = (x[: self.keys] for x in self.gathered)
+        gather_kv(
+            kv.k[layer], kv.v[layer], k, v, batch.block_tables, batch.seq_slots, self.key_start,
+            first_seq=part.first_seq, num_seqs=part.num_seqs, max_context=part.context,
+        )  # fmt: skip
+        return k, v
 
 
-def find_flash_attention_3() -> tuple[Callable[..., Tensor] | None, str]:
-    """Its varlen function and where it comes from, or None and why not."""
+def find_flash_attention_3() -> tuple[Callable[..., object] | None, str]:
+    """Its forward operator and where it comes from, or None and why not."""
     problem = "not installed"
-    for name in ("flash_attn_interface", "fa3_fwd_interface"):
+    for module, namespace in (("flash_attn_interface", "flash_attn_3"), ("fa3_fwd_interface", "fa3_fwd")):
         try:
-            return importlib.import_module(name).flash_attn_varlen_func, name
+            importlib.import_module(module)
+            operator = getattr(torch.ops, namespace).fwd.default
+            if {argument.name for argument in operator._schema.arguments} >= FA3_ARGUMENTS:
+                return operator, module
+            problem = f"{module} has another interface"
         except ImportError as error:
-            if not isinstance(error, ModuleNotFoundError) or error.name != name:
-                problem = f"{name} does not load: {error}"
+            if not isinstance(error, ModuleNotFoundError) or error.name != module:
+                problem = f"{module} does not load: {error}"
         except (OSError, RuntimeError, AttributeError) as error:  # built for another torch, another CUDA
-            problem = f"{name} does not load: {error}"
+            problem = f"{module} does not load: {error}"
     return None, problem

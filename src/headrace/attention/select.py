@@ -48,10 +48,10 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device) -> tuple[A
 
     problem = "not asked for"
     if name != "cudnn":
-        varlen, source = find_flash_attention_3()
-        if varlen is not None:
+        forward, source = find_flash_attention_3()
+        if forward is not None:
             why = f"FlashAttention-3 ({source}) for prefill, fastest there; Triton for decode, fastest there"
-            return FlashAttention3(model, device, varlen), why
+            return FlashAttention3(model, device, forward), why
         if name == "fa3":
             raise ParameterError("attention_backend", name, f"auto, cudnn or triton here: FlashAttention-3 is {source}")
         problem = source
