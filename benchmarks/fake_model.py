@@ -31,12 +31,15 @@ class Reciter:
     """A runner: the n-th output token of every request is the n-th of the text."""
 
     def __init__(self, ids: list[int]):
-        self._ids = [[i] for i in ids]
+        self._ids = ids
 
     def launch(self, plan: StepPlan) -> Recited:
-        ids, count = self._ids, len(self._ids)
-        tokens = [ids[c.output_index % count] if c.samples else [] for c in plan.chunks]
-        return Recited(StepResult(tokens, frozenset(), {}, {}, {}))
+        ids, count, decodes = self._ids, len(self._ids), plan.decodes
+        tokens = []
+        for request, offset in zip(decodes.requests, decodes.offsets, strict=True):
+            tokens.append(ids[(offset + decodes.now + 1 - len(request.prompt_ids)) % count])
+        others = [[ids[c.output_index % count]] if c.samples else [] for c in plan.others]
+        return Recited(StepResult(tokens, others))
 
     def idle(self) -> bool:
         return False

@@ -1,102 +1,147 @@
-"""Host time of the scheduler per running request and step, with a fake model: schedule + launched + settle, nothing else.
+"""Host time of a decode step: EngineCore.step() over a device that costs nothing, and the message to the HTTP process.
 
-    python benchmarks/scheduler_host.py [--json FILE]
+    python benchmarks/scheduler_host.py [--running 1 8 32 256] [--block-size 16 64] [--json FILE] [--profile]
 
-Every request decodes, as in a full server; blocks fill and enter the prefix index on the way. With `overlap` step N + 1 is
-scheduled before step N settles. Wanted: below 3 microseconds per running request and step at 256.
+Everything runs as with captured decode steps on a GPU, but for the copies to the device and the replay itself (about 20 us).
+All requests decode, as in a full server; blocks fill and enter the prefix index on the way. Wanted: less than 0.2 ms at 256.
+`schedule`, `launch` and `settle` are the parts of core.step() (`settle` with the outputs), `message` is what the core's
+process spends on sending them, `heard` what the HTTP process spends on decoding and handing them to their streams.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import json
 import platform
+import pstats
 import sys
 import time
+from statistics import median
+from types import SimpleNamespace
 
-from headrace.engine.plan import StepPlan
-from headrace.engine.request import Request
+import msgspec
+import numpy as np
+import torch
+
+from headrace.engine.client import EngineClient, Stream, _DrainRate
+from headrace.engine.core import EngineCore
+from headrace.engine.messages import EngineRequest, FromCore, News
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.sampling.params import SamplingParams
+from headrace.worker.batch_state import BatchState
+from headrace.worker.model_runner import ModelRunner
+
+VOCAB = 32000
+PROMPT = 64
 
 
-def build(num_running: int, num_prompt: int, num_output: int, block_size: int) -> Scheduler:
-    length = num_prompt + num_output
+class FakeGraphs:
+    """A captured step that says the same id for every row."""
+
+    def __init__(self, most: int):
+        self.sizes = [most]
+        self._padded = np.empty((3, most), np.int32)
+        self._ids, self._failed = torch.full((most,), 11, dtype=torch.int32), torch.zeros(most, dtype=torch.bool)
+
+    def replay(self, numbers: np.ndarray, context: int, tail) -> SimpleNamespace:
+        self._padded[:, : numbers.shape[1]] = numbers
+        return SimpleNamespace(token_ids=self._ids, failed=self._failed, logits=None)
+
+    def capture_next(self) -> bool:
+        return False
+
+
+class FakeDecoder:
+    """What the prefills before the measured steps need."""
+
+    config = SimpleNamespace(vocab_size=VOCAB)
+
+    def forward(self, batch, kv, wanted) -> torch.Tensor:
+        return torch.zeros(batch.num_rows if wanted is None else len(wanted.index), 1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(hidden.shape[0], VOCAB)
+
+
+def build(num_running: int, num_output: int, block_size: int) -> EngineCore:
+    length = PROMPT + num_output
     scheduler = Scheduler(
         SchedulerConfig(
-            max_num_seqs=num_running,
-            max_num_batched_tokens=max(8192, num_running),
-            max_model_len=length,
-            block_size=block_size,
-            num_blocks=num_running * (-(-length // block_size)),
+            max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running), max_model_len=length,
+            block_size=block_size, num_blocks=num_running * (-(-length // block_size)),
         )
-    )
+    )  # fmt: skip
+    state = BatchState(num_running, length, block_size, torch.device("cpu"))
+    runner = ModelRunner(FakeDecoder(), None, state, FakeGraphs(num_running))  # type: ignore[arg-type]
+    core = EngineCore(scheduler, runner, vocab_size=VOCAB)
     for i in range(num_running):
-        params = SamplingParams(max_tokens=num_output, eos_token_ids=[2])
-        scheduler.add(
-            Request(id=str(i), prompt_ids=[(i * 7919 + j) % 30000 + 3 for j in range(num_prompt)], params=params, seed=i)
-        )
-    return scheduler
+        params = SamplingParams(max_tokens=num_output, eos_token_ids=[2], temperature=0.0).resolved({})
+        params = msgspec.structs.replace(params, eos_token_ids=[2])
+        core.add(EngineRequest(f"cmpl-{i:032x}-0", [(i * 7919 + j) % 30000 + 3 for j in range(PROMPT)], params, seed=i))
+    return core
 
 
-def measure(num_running: int, overlap: bool, block_size: int, num_steps: int) -> dict[str, float | int | bool]:
-    """Microseconds of processor time per step in which all decode (mean), per running request, and wall time."""
-    num_prompt = 64
-    scheduler = build(num_running, num_prompt, num_steps + 32, block_size)
-    one, none = [11], []
-    flight: list[StepPlan] = []
-    times, busy = [], []
-    clock, cpu = time.perf_counter, time.thread_time  # the latter does not count what other processes take
+def listener(core: EngineCore) -> EngineClient:
+    """The client's side without its process: the streams of all requests."""
+    client = EngineClient.__new__(EngineClient)
+    requests = [EngineRequest(r.id, r.prompt_ids, r.params, output_ids=[]) for r in core.scheduler.decoding]
+    client._streams = {r.id: Stream(r) for r in requests}
+    client._leaving, client._drain, client._waiting_tokens, client.observers = {}, _DrainRate(), 0, []
+    client._probation = SimpleNamespace(active=False)  # type: ignore[assignment]
+    return client
+
+
+def measure(num_running: int, block_size: int, num_steps: int) -> dict[str, float | int]:
+    """Medians, in microseconds, of steps in which all decode."""
+    core = build(num_running, num_steps + 32, block_size)
+    while len(core.scheduler.decoding) < num_running:
+        core.step()
+    client = listener(core)
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromCore)
+    parts: dict[str, list[float]] = {name: [] for name in ("step", "schedule", "launch", "settle", "message", "heard")}
+    clock, times = time.perf_counter, core.times
     gc.collect()
-    while True:
-        start, start_cpu = clock(), cpu()
-        plan = scheduler.schedule()
-        if plan is not None:
-            scheduler.launched(plan)
-            flight.append(plan)
-        spent, spent_cpu = clock() - start, cpu() - start_cpu
-        decodes = plan is not None and plan.num_tokens == num_running == len(plan.chunks)
-        while len(flight) > (overlap and plan is not None):
-            done = flight.pop(0)
-            ids = [one if chunk.samples else none for chunk in done.chunks]  # the fake sampler, outside of the clock
-            start, start_cpu = clock(), cpu()
-            scheduler.settle(done, ids)
-            spent, spent_cpu = spent + clock() - start, spent_cpu + cpu() - start_cpu
-        if plan is None and not flight:
-            break
-        if decodes:
-            times.append(spent * 1e6)
-            busy.append(spent_cpu * 1e6)
-    scheduler.check()
-    times.sort()
-    mean = sum(busy) / len(busy)
-    return {
-        "running": num_running, "overlap": overlap, "block_size": block_size, "steps": len(times),
-        "us_per_step": round(mean, 2), "us_per_request_and_step": round(mean / num_running, 3),
-        "wall_us_per_step_median": round(times[len(times) // 2], 2),
-        "wall_us_per_step_p99": round(times[int(len(times) * 0.99)], 2),
-    }  # fmt: skip
+    for _ in range(num_steps):
+        began = clock()
+        outputs = core.step()
+        stepped = clock()
+        data = encoder.encode(News(outputs))
+        sent = clock()
+        client._take(decoder.decode(data))
+        for stream in client._streams.values():  # its reader has taken it
+            stream.news = None
+        heard = clock()
+        values = (stepped - began, times.schedule, times.launch, times.wait + times.settle, sent - stepped, heard - sent)
+        for kept, seconds in zip(parts.values(), values, strict=True):
+            kept.append(seconds * 1e6)
+    return {"running": num_running, "block_size": block_size} | {name: round(median(v), 1) for name, v in parts.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 256])
     parser.add_argument("--block-size", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
     args = parser.parse_args()
+    torch.set_num_threads(1)
+    profile = cProfile.Profile() if args.profile else None
     rows = []
     for num_running in args.running:
         for block_size in args.block_size:
-            for overlap in (False, True):
-                row = measure(num_running, overlap, block_size, args.steps)
-                rows.append(row)
-                print(
-                    f"{num_running:4d} running, blocks of {block_size:2d}, overlap {overlap!s:5}: "
-                    f"{row['us_per_step']:7.1f} us per step (wall: median {row['wall_us_per_step_median']:.1f}, "
-                    f"p99 {row['wall_us_per_step_p99']:.1f}), {row['us_per_request_and_step']:.2f} us per request and step"
-                )
+            if profile is not None:
+                profile.enable()
+            row = measure(num_running, block_size, args.steps)
+            if profile is not None:
+                profile.disable()
+            rows.append(row)
+            figures = ", ".join(f"{name} {value:6.1f}" for name, value in row.items() if name not in ("running", "block_size"))
+            print(f"{num_running:4d} running, blocks of {block_size:2d}: us per {figures}", flush=True)
+    if profile is not None:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     if args.json:
         record = {
             "benchmark": "scheduler_host", "python": platform.python_version(), "machine": platform.machine(),

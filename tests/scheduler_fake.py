@@ -132,6 +132,14 @@ class FakeDevice:
         self.kv[block][offset] = context
 
 
+def settle(scheduler: Scheduler, plan: StepPlan, sampled: list[list[int]], failed: frozenset[int] = frozenset()) -> list:
+    """`sampled[i]` belongs to plan.chunks[i]; (request, ids that it really takes) of those that got ids or ended."""
+    count, requests = len(plan.decodes), {request.id: request for request in plan.decodes.requests}
+    tokens = [ids[0] if ids else -1 for ids in sampled[:count]]
+    settled = scheduler.settle(plan, tokens, sampled[count:], failed)
+    return [(requests[id], [token]) for id, token in zip(settled.ids, settled.tokens, strict=True)] + settled.others
+
+
 class NoForecast:
     def fits(self, *demand) -> bool:
         return True
@@ -176,7 +184,7 @@ class FakeEngine:
 
     def settle(self, failed: frozenset[int] = frozenset()) -> list[tuple[Request, list[int]]]:
         plan, _, sampled = self.device.flight.popleft()
-        results = self.scheduler.settle(plan, [[] if i in failed else ids for i, ids in enumerate(sampled)], failed)
+        results = settle(self.scheduler, plan, [[] if i in failed else ids for i, ids in enumerate(sampled)], failed)
         for request, ids in results:
             assert ids or request.finish_reason == "error"
             assert not ids or request.output_ids[-len(ids) :] == ids

@@ -13,7 +13,7 @@ from headrace.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams,
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.inputs import InputProcessor, end_token_ids
-from headrace.engine.messages import EngineRequest
+from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.model.tokenizer import Tokenizer
@@ -237,8 +237,15 @@ class LLM:
         }
         try:
             while samples:
-                tokens, changes = 0, []
-                for news in core.step():
+                outputs = core.step()
+                tokens, changes, further = 0, [], outputs.news
+                for name, token in zip(outputs.ids, outputs.tokens, strict=True):
+                    if name in held:
+                        held[name].append(token)
+                        tokens += 1
+                    else:
+                        further.append(EngineOutput(name, [token]))
+                for news in further:
                     tokens += len(news.token_ids)
                     early = held.get(news.id)
                     if early is not None:

@@ -15,15 +15,16 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.engine.inputs import check_token_ids
-from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes, TokenLogprobs
+from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, RequestTimes, TokenLogprobs
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
-from headrace.engine.scheduler import Scheduler
+from headrace.engine.scheduler import Scheduler, Settled
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.speculative.speculator import Speculator
@@ -70,6 +71,8 @@ class EngineCore:
         self._news: list[EngineOutput] = []  # of requests that ended outside of a step
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._pooled: dict[str, np.ndarray] = {}
+        self._looked_at: list[Request] = []  # decodes, and
+        self._is_picky = False  # whether the sampling of one of them needs host ids
 
     @property
     def has_work(self) -> bool:
@@ -110,51 +113,56 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing; unknown ids are ignored (it may just have ended)."""
         request = self.scheduler.abort(request_id)
-        if self.speculator is not None:
-            self.speculator.end(request_id)
+        self._forget(request_id)
         if self.structured is not None:
-            self.structured.end(request_id)
             self.structured.forget_jobs(lambda waiting: waiting.id == request_id)
         if request is not None:
             self._news.append(self._output(request, []))
 
-    def step(self) -> list[EngineOutput]:
-        """One turn of the loop. Returns what happened to requests since the last turn."""
+    def _forget(self, request_id: str) -> None:
+        if self.speculator is not None:
+            self.speculator.end(request_id)
+        if self.structured is not None:
+            self.structured.end(request_id)
+
+    def step(self) -> Outputs:
+        """One turn of the loop. Returns what happened to requests since the last turn. At most one step settles in it."""
         began = time.perf_counter()
         if self._compiling:
             self._add_compiled()
-        outputs: list[EngineOutput] = []
-        handle = None
+        outputs = handle = None
         if self.speculator is not None:
-            outputs += self._choose_drafts(self.speculator)
+            outputs = self._choose_drafts(self.speculator)
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
         if plan is not None:
             if self.speculator is not None and plan.num_drafts:
                 self.speculator.fill(plan)
-            if any(c.samples and needs_host_ids(c.request.params) for c in plan.chunks):
+            if self._needs_host_ids(plan):
                 pending = self.runner.forward(plan)
                 self.scheduler.launched(plan)
-                outputs += self._settle_in_flight()  # the sampler needs these ids on the host
-                handle = self.runner.sample(pending, self._masks(pending.chunks))
+                outputs = outputs or self._settle_in_flight()  # the sampler needs these ids on the host
+                handle = self.runner.sample(pending, self._masks(plan, pending.chunks))
             else:
                 handle = self.runner.launch(plan)
                 self.scheduler.launched(plan)
         launched = time.perf_counter()
-        outputs += self._settle_in_flight()
+        outputs = outputs or self._settle_in_flight()
         if plan is None and not outputs and self._compiling:
             time.sleep(0.0005)  # nothing to do until a grammar is there
         if plan is not None and handle is not None:
             self._in_flight = (plan, handle)
             self.steps += 1
-            self.times.num_tokens, self.times.num_seqs = plan.num_tokens, len(plan.chunks)
+            self.times.num_tokens, self.times.num_seqs = plan.num_tokens, plan.num_seqs
             if not self.async_scheduling:
-                outputs += self._settle_in_flight()
+                outputs = self._settle_in_flight()
         self.times.schedule, self.times.launch = scheduled - began, launched - scheduled
         if self.debug_checks:
             self.scheduler.check()
-        news, self._news = self._news, []
-        return news + outputs
+        outputs = outputs or Outputs()
+        if self._news:
+            outputs.news, self._news = self._news + outputs.news, []
+        return outputs
 
     def idle(self) -> bool:
         """Nothing runs: use the time. False if there is nothing to use it for."""
@@ -167,9 +175,9 @@ class EngineCore:
         if self.structured is not None:
             self.structured.close()
 
-    def _choose_drafts(self, speculator: Speculator) -> list[EngineOutput]:
+    def _choose_drafts(self, speculator: Speculator) -> Outputs | None:
         """Let the next step have drafts. If there may be some, the step in flight is settled first."""
-        outputs: list[EngineOutput] = []
+        outputs = None
         if self._in_flight is not None and (self._in_flight[0].num_drafts or speculator.wants(self.scheduler.decoding)):
             outputs = self._settle_in_flight()
         if self._in_flight is None:
@@ -191,62 +199,73 @@ class EngineCore:
                 self.structured.end(request.id)
                 self._news.append(refused(request.id, e))
 
-    def _masks(self, chunks: list[Chunk]) -> GrammarMasks | None:
+    def _needs_host_ids(self, plan: StepPlan) -> bool:
+        decoding = plan.decodes.requests
+        if decoding is not self._looked_at:
+            self._looked_at, self._is_picky = decoding, any(needs_host_ids(r.params) for r in decoding)
+        return self._is_picky or any(c.samples and needs_host_ids(c.request.params) for c in plan.others)
+
+    def _masks(self, plan: StepPlan, chunks: list[Chunk]) -> GrammarMasks | None:
+        """For the decodes of a plan and its other chunks that sample."""
         if self.structured is None:
             return None
-        rows = []
-        row = 0
+        rows: list[tuple[int, str, Sequence[int]]] = []
+        rows += [(row, name, ()) for row, name in enumerate(plan.decodes.ids) if self.structured.has(name)]
+        row = len(plan.decodes)
         for c in chunks:
             if self.structured.has(c.request.id):
                 rows.append((row, c.request.id, c.drafts))
             row += c.num_sampled
         return self.structured.masks(rows) if rows else None
 
-    def _settle_in_flight(self) -> list[EngineOutput]:
+    def _settle_in_flight(self) -> Outputs | None:
         if self._in_flight is None:
-            return []
+            return None
         plan, handle = self._in_flight
         self._in_flight = None
         began = time.perf_counter()
         result = handle.result()
         waited = time.perf_counter()
-        for i, found in result.prompt_logprobs.items():
-            self._keep_prompt_logprobs(plan.chunks[i], *found)
-        for i, vector in result.pooled.items():
-            self._keep_pooled(plan.chunks[i], vector)
-        chunk_of = {c.request.id: i for i, c in enumerate(plan.chunks)} if result.logprobs else {}
-        settled = self.scheduler.settle(plan, result.token_ids, result.failed)
-        outputs = []
-        for request, ids in settled:
-            # most news are just one more token
-            plain = request.finish_reason is None and not result.logprobs and len(request.output_ids) > len(ids)
-            outputs.append(
-                EngineOutput(request.id, ids) if plain else self._output(request, ids, result, chunk_of.get(request.id))
-            )
+        for found in result.prompt_logprobs:
+            self._keep_prompt_logprobs(*found)
+        for chunk, vector in result.pooled:
+            self._keep_pooled(chunk, vector)
+        settled = self.scheduler.settle(plan, result.tokens, result.others, result.failed)
+        outputs = self._outputs(plan, settled, result)
         if self.speculator is not None:
             self.speculator.settled(plan, result.token_ids)
-            for request, _ in settled:
-                if request.finish_reason is not None:
-                    self.speculator.end(request.id)
-        if self.structured is not None:
-            for request, ids in settled:
-                if request.finish_reason is not None:
-                    self.structured.end(request.id)
-                elif ids:
+        if self.structured is not None and self.structured.has_any:
+            for name, token in zip(settled.ids, settled.tokens, strict=True):
+                self.structured.accept(name, [token])
+            for request, ids in settled.others:
+                if ids and request.finish_reason is None:
                     self.structured.accept(request.id, ids)
+        for request, _ in settled.others:
+            if request.finish_reason is not None:
+                self._forget(request.id)
         self.times.wait, self.times.settle = waited - began, time.perf_counter() - waited
         return outputs
 
+    def _outputs(self, plan: StepPlan, settled: Settled, result: StepResult) -> Outputs:
+        if not result.logprobs:
+            return Outputs(settled.ids, settled.tokens, [self._output(request, ids) for request, ids in settled.others])
+        rows = {chunk.request: row for row, chunk in enumerate(plan.chunks)}
+        requests = {request.id: request for request in plan.decodes.requests}
+        plain = [(requests[name], [token]) for name, token in zip(settled.ids, settled.tokens, strict=True)]
+        return Outputs(
+            news=[self._output(request, ids, result, rows.get(request)) for request, ids in plain + settled.others]
+        )
+
     def _output(
-        self, request: Request, ids: list[int], result: StepResult | None = None, chunk: int | None = None
+        self, request: Request, ids: list[int], result: StepResult | None = None, row: int | None = None
     ) -> EngineOutput:
         now = time.monotonic()
         if ids and not request.first_token:
             request.first_token = now
         out = EngineOutput(request.id, ids, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
         out.num_cached_tokens = request.num_cached
-        if result is not None and ids and chunk in result.logprobs:
-            rows = result.logprobs[chunk][: len(ids)]
+        if result is not None and ids and row in result.logprobs:
+            rows = result.logprobs[row][: len(ids)]
             out.logprobs = [TokenLogprobs(top_ids.tolist(), top.tolist(), int(rank)) for top_ids, top, rank in rows]
         if request.params.prompt_logprobs is not None and (request.finish_reason or len(request.output_ids) <= len(ids)):
             found = self._prompt_logprobs.pop(request.id, None)

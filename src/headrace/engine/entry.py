@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from headrace.cache.radix_tree import ID_BYTES, Node
-from headrace.engine.plan import Chunk
+from headrace.engine.plan import Chunk, Decodes
 from headrace.engine.request import Request, Status
 from headrace.errors import ParameterError
 
@@ -20,13 +20,14 @@ class Entry:
     """
 
     __slots__ = (
-        "caching", "capacity", "cursor", "delayed", "drafting", "ids", "limit", "max_output", "min_output", "num_hit",
-        "num_indexed", "num_prompt", "parted", "path", "rank", "reads_cache", "request", "stops",
+        "caching", "capacity", "cursor", "delayed", "drafting", "due", "ids", "last_step", "limit", "max_output", "min_output",
+        "num_hit", "num_indexed", "num_prompt", "output", "parted", "path", "rank", "reads_cache", "request", "stops",
     )  # fmt: skip
 
     def __init__(self, request: Request, rank: tuple[float, float, int], limit: int, caching: bool):
         params = request.params
         self.request = request
+        self.output = request.output_ids
         self.rank = rank
         self.num_prompt = len(request.prompt_ids)
         self.limit = limit
@@ -39,7 +40,9 @@ class Entry:
         # a hit would skip the very rows whose logprobs or mean were asked for
         self.reads_cache = caching and params.prompt_logprobs is None and request.pooling != "mean"
         self.delayed = False  # has waited a step for somebody else's blocks
-        self.parted = False  # finished or preempted while a launched step holds its row: wants no more of them
+        self.parted = False  # wants no more rows, but launched steps may hold some; it leaves with the last
+        self.last_step = 0  # the number of the last step that holds its row; of a batch's member: before it became one
+        self.due = 0  # when, on the clock of the batch in which it runs, it must be looked at
         self.drafting = False  # a launched step verifies drafts: how many tokens there are is not known
         self.caching = caching
         self.rest()
@@ -75,13 +78,25 @@ class Entry:
 class Step:
     """A plan in the making, and what its settling needs."""
 
-    __slots__ = ("budget", "chunks", "claimed", "computing", "entries", "filled", "num_drafts")
+    __slots__ = (
+        "budget", "chunks", "claimed", "computing", "decodes", "decoding", "entries", "filled", "last", "new_blocks",
+        "num_drafts", "number",
+    )  # fmt: skip
 
-    def __init__(self, budget: int):
+    def __init__(self, number: int, budget: int):
+        self.number = number
         self.budget = budget  # tokens left
-        self.chunks: list[Chunk] = []
+        self.decodes: Decodes | None = None
+        self.decoding: list[Entry] = []  # of the decodes
+        self.new_blocks: list[tuple[Entry, int, int]] = []  # of the decodes: index in the block table, block
+        self.last: list[Entry] = []  # decodes that will not have another row
+        self.chunks: list[Chunk] = []  # beside the decodes
         self.entries: list[Entry] = []  # of the chunks
         self.filled: list[tuple[Entry, int]] = []  # whose blocks get full, up to which token
         self.computing: set[tuple[Node | None, str, bytes]] = set()  # blocks that can be hit after this step
         self.num_drafts = 0
         self.claimed = 0  # blocks about to be given back that somebody waits for
+
+    def entry(self, row: int) -> Entry:
+        """The request of a decode or, after them, of a chunk."""
+        return self.decoding[row] if row < len(self.decoding) else self.entries[row - len(self.decoding)]

@@ -28,8 +28,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for entry in waiting:
         request = entry.request
         assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"
-        idle = (request.num_scheduled, request.num_pending, request.num_in_flight, request.slot, request.block_ids)
-        assert idle == (0, 0, 0, -1, []), f"{request.id} waits and holds {idle}"
+        idle = (request.num_scheduled, request.num_pending, request.clock, request.slot, request.block_ids)
+        assert idle == (0, 0, None, -1, []), f"{request.id} waits and holds {idle}"
 
 
 def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entry]) -> None:
@@ -49,14 +49,43 @@ def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entr
         )
     hungry = scheduler._hungry
     assert hungry is None or hungry in scheduler._decoding or hungry in scheduler._prefilling, "blocks are kept for nobody"
-    for entry in scheduler._leaving:
-        assert entry.request.num_in_flight > 0, f"{entry.request.id} parts, but nothing holds it back"
-    flights = Counter(entry for step in scheduler._flight.values() for entry in step.entries)
-    for entry in resident:
-        assert entry.request.num_in_flight == flights.pop(entry, 0), f"{entry.request.id}: rows in flight miscounted"
-    assert not flights, "a launched step holds a row of a request that has left"
+    _check_flights(scheduler, resident)
+    _check_batch(scheduler, resident)
     drafting = sum(chunk.num_drafts > 0 for step in scheduler._flight.values() for chunk in step.chunks)
     assert drafting == scheduler._num_drafting == sum(entry.drafting for entry in resident), "drafts in flight miscounted"
+
+
+def _check_flights(scheduler: Scheduler, resident: list[Entry]) -> None:
+    flights: dict[Entry, list[int]] = {}
+    for step in scheduler._flight.values():
+        for entry in step.decoding + step.entries:
+            flights.setdefault(entry, []).append(step.number)
+    for entry in resident:
+        steps = flights.pop(entry, [])
+        assert len(set(steps)) == len(steps), f"{entry.request.id} has two rows in a step"
+        assert entry.finished or entry.request.num_pending <= len(steps), f"{entry.request.id}: more pending than in flight"
+        assert entry.parted == (entry in scheduler._leaving), f"{entry.request.id} parts, or does not"
+        assert steps or not entry.parted, f"{entry.request.id} parts, but nothing holds it back"
+        if entry not in scheduler._batch:
+            last = entry.last_step if entry.last_step > scheduler._num_settled else 0
+            assert last == max(steps, default=0), f"{entry.request.id}: its last row is not in step {entry.last_step}"
+    assert not flights, "a launched step holds a row of a request that has left"
+
+
+def _check_batch(scheduler: Scheduler, resident: list[Entry]) -> None:
+    batch, size = scheduler._batch, scheduler.config.block_size
+    members = [entry for entry in scheduler._decoding if entry in batch]
+    assert members == batch.entries, "the batch of decodes is not what its members think"
+    for entry in set(resident) - set(members):
+        assert entry.request.clock is None, f"{entry.request.id} moves on without decoding"
+    for entry in members:
+        request = entry.request
+        assert not entry.drafting, f"{request.id} has drafts and moves on without them"
+        assert entry in batch._agenda[entry.due], f"{request.id} is due and nobody knows"
+        position = request.num_scheduled
+        while (position + 1) % size and position < entry.capacity and position + 2 < entry.limit:
+            position += 1
+        assert position - request.num_scheduled == entry.due - batch.clock.now, f"{request.id} is looked at too early or late"
 
 
 def _check_slots(scheduler: Scheduler, resident: list[Entry]) -> None:
@@ -101,7 +130,6 @@ def _check_counters(scheduler: Scheduler, entry: Entry) -> None:
         return
     assert request.status is Status.RUNNING, f"{request.id} runs as {request.status}"
     assert 0 <= request.num_scheduled <= request.num_tokens <= entry.limit, f"{request.id}: counters out of order"
-    assert 0 <= request.num_pending <= request.num_in_flight, f"{request.id}: more pending than in flight"
 
 
 def _check_cursor(entry: Entry, size: int) -> None:

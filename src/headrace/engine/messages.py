@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from headrace.sampling.params import SamplingParams
@@ -50,6 +52,25 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     embedding: list[float] | None = None
     error: str | None = None  # what went wrong, for finish_reason "error"
     refused: tuple[str, str, str] | None = None  # it was the request's mistake: field, value, what is allowed
+
+
+class Outputs(msgspec.Struct, array_like=True):
+    """What one turn of the core brought. Nearly all of it is one more token each: `tokens[i]` of request `ids[i]`.
+
+    A request is in one of the two parts only. As an iterable: all of it as news.
+    """
+
+    ids: list[str] = []
+    tokens: list[int] = []
+    news: list[EngineOutput] = []
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        yield from self.news
+        for request_id, token in zip(self.ids, self.tokens, strict=True):
+            yield EngineOutput(request_id, [token])
+
+    def __bool__(self) -> bool:
+        return bool(self.ids or self.news)
 
 
 # ---------------------------------------------------------------- between the core's process and its client's
@@ -121,7 +142,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class News(msgspec.Struct, tag=True):
-    outputs: list[EngineOutput]
+    outputs: Outputs
     stats: CoreStats | None = None
     steps: list[StepTrace] | None = None  # since the last News, when the core was started for tracing
 

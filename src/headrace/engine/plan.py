@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -49,13 +50,56 @@ class Chunk:
 
 
 @dataclass(slots=True, eq=False)
+class Decodes:
+    """One token each of requests whose slots the worker knows, sampled; as arrays, for there may be hundreds of them.
+
+    All but `now` and `new_blocks` are the same objects in every step as long as the same requests decode.
+    """
+
+    requests: list[Request]
+    ids: list[str]  # of the requests
+    slots: array  # [n] int32
+    offsets: array  # [n] int64
+    now: int = 0  # the token's position is offset + now
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # row, index in its block table, block
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @classmethod
+    def none(cls) -> Decodes:
+        return cls([], [], array("i"), array("q"))
+
+    def chunk(self, row: int) -> Chunk:
+        """A row as a chunk, for those who look at it alone; it does not show its new block."""
+        request, start = self.requests[row], self.offsets[row] + self.now
+        return Chunk(request, self.slots[row], start, 1, True, output_index=start + 1 - len(request.prompt_ids))
+
+
+@dataclass(slots=True, eq=False)
 class StepPlan:
-    """Chunks in the order of their rows: decodes first, then decodes with drafts, then prefills."""
+    """Rows in their order: decodes first, then the other chunks: decodes with drafts, then prefills."""
 
     step: int
-    chunks: list[Chunk]
+    decodes: Decodes
+    others: list[Chunk]
     num_drafts: int = 0  # of all chunks
+    _chunks: list[Chunk] | None = None
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All rows as chunks. Made when first asked for: a plain decode step never is."""
+        if self._chunks is None:
+            decodes = [self.decodes.chunk(row) for row in range(len(self.decodes))]
+            for row, index, block in self.decodes.new_blocks:
+                decodes[row].new_blocks, decodes[row].block_offset = [block], index
+            self._chunks = decodes + self.others
+        return self._chunks
 
     @property
     def num_tokens(self) -> int:
-        return sum(c.num_tokens for c in self.chunks)
+        return len(self.decodes) + sum(c.num_tokens for c in self.others)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.decodes) + len(self.others)

@@ -30,11 +30,11 @@ from headrace.engine.messages import (
     Abort,
     Add,
     CoreStats,
-    EngineOutput,
     Fatal,
     FromCore,
     Heartbeat,
     News,
+    Outputs,
     Ready,
     Shutdown,
     StepTrace,
@@ -70,7 +70,7 @@ class CoreLoop:
             busy = self.core.has_work or self.core.idle()
             if not self._receive(wait=not busy):
                 return
-            outputs = self._step() if self.core.has_work else []
+            outputs = self._step() if self.core.has_work else Outputs()
             now = time.monotonic()
             stats = None
             if self._stats_due and now - self._stats_sent > STATS_SECONDS:
@@ -80,7 +80,7 @@ class CoreLoop:
                 if self.steps:
                     self.steps = []
 
-    def _step(self) -> list[EngineOutput]:
+    def _step(self) -> Outputs:
         times = self.core.times
         times.wait = times.settle = 0.0  # a step that has no other to settle leaves them
         times.num_tokens = times.num_seqs = 0
@@ -90,7 +90,7 @@ class CoreLoop:
         self._stats_due = True
         self._count()
         # a failure that came out of a step has times; a refusal has none
-        self.stats.nan_failures += sum(o.finish_reason == "error" and o.times is not None for o in outputs)
+        self.stats.nan_failures += sum(o.finish_reason == "error" and o.times is not None for o in outputs.news)
         if self.steps is not None and (times.num_seqs or times.wait):
             now = self.core.scheduler.stats
             self.steps.append(
@@ -119,7 +119,7 @@ class CoreLoop:
                 except HeadraceError as e:
                     from headrace.engine.core import refused
 
-                    self.send(News([refused(message.request.id, e)]))
+                    self.send(News(Outputs(news=[refused(message.request.id, e)])))
         return True
 
     def _count(self) -> None:

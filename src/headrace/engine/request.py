@@ -15,6 +15,15 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+class Clock:
+    """How many steps a batch of decodes has made: each gives every member one token."""
+
+    __slots__ = ("now",)
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Progress is two counters: `num_scheduled` tokens have their KV in the cache or in a launched step;
@@ -34,10 +43,9 @@ class Request:
     status: Status = Status.WAITING
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
-    num_scheduled: int = 0
-    num_pending: int = 0  # sampled by a launched step whose result the host has not read
+    offset: int = 0  # num_scheduled, but for what the clock says
+    clock: Clock | None = None  # of the batch of decodes in which it runs
     num_drafts: int = 0  # guesses of its next tokens that somebody has, to be verified in its next decode
-    num_in_flight: int = 0  # launched, unsettled steps that hold a row of this request
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
@@ -46,8 +54,21 @@ class Request:
     first_token: float = 0.0
 
     @property
+    def num_scheduled(self) -> int:
+        return self.offset if self.clock is None else self.offset + self.clock.now
+
+    @num_scheduled.setter
+    def num_scheduled(self, value: int) -> None:
+        self.offset = value if self.clock is None else value - self.clock.now
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens sampled by launched steps whose results the host has not read: who computed all that was known, samples."""
+        return 0 if self.status is Status.FINISHED else max(0, self.num_scheduled + 1 - self.num_known)
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+        return self.num_known + self.num_pending
 
     @property
     def num_known(self) -> int:
@@ -57,7 +78,7 @@ class Request:
     @property
     def num_output(self) -> int:
         """Output tokens that exist, read or not."""
-        return len(self.output_ids) + self.num_pending
+        return self.num_tokens - len(self.prompt_ids)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known ids at positions [start, stop)."""

@@ -14,19 +14,26 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Sequence
-from operator import attrgetter
+from typing import NamedTuple
 
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.radix_tree import ID_BYTES, RadixTree
 from headrace.engine.admission import Admission, token_limit
+from headrace.engine.decode_batch import RANK, DecodeBatch
 from headrace.engine.entry import OFF_INDEX, Entry, Step
 from headrace.engine.invariants import check_scheduler
-from headrace.engine.plan import Chunk, StepPlan
+from headrace.engine.plan import Chunk, Decodes, StepPlan
 from headrace.engine.request import Request, Status
 from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
 from headrace.errors import ParameterError
 
-RANK = attrgetter("rank")
+
+class Settled(NamedTuple):
+    """What a step brought to its requests, but for those that had ended before."""
+
+    ids: list[str]  # requests that got just one more token
+    tokens: list[int]
+    others: list[tuple[Request, list[int]]]  # who got several or ended, with the ids that it really took
 
 
 class Scheduler:
@@ -50,12 +57,13 @@ class Scheduler:
         self._admission = Admission(config, self.tree)
         self._live: dict[str, Entry] = {}  # all requests that are not finished
         self._decoding: list[Entry] = []  # by rank; each wants exactly one token
+        self._batch = DecodeBatch(config.block_size)  # those of them that lack nothing
         self._prefilling: list[Entry] = []  # by rank
         self._leaving: dict[Entry, None] = {}  # want no more rows, but launched steps hold some
         self._hungry: Entry | None = None  # the first in rank of those who run and found no block
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._flight: dict[int, Step] = {}  # by number: scheduled and not settled
-        self._num_steps = self._num_added = 0
+        self._num_steps = self._num_settled = self._num_added = 0
         self._num_drafting = 0  # chunks with drafts in flight
         self._num_preemptions = self._query_tokens = self._hit_tokens = 0
 
@@ -85,19 +93,24 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None if nothing can run now (perhaps until launched steps settle)."""
-        step = Step(self.config.max_num_batched_tokens)
-        self._decode(step)
-        self._prefill(step)
-        self._admit(step)
-        if not step.chunks:
+        step = Step(self._num_steps + 1, self.config.max_num_batched_tokens)
+        if self._decoding:
+            self._decode(step)
+        if self._prefilling:
+            self._prefill(step)
+        if self._admission.num_waiting:
+            self._admit(step)
+        if step.decodes is None and not step.chunks:
             return None
-        self._num_steps += 1
-        self._flight[self._num_steps] = step
-        return StepPlan(self._num_steps, step.chunks, step.num_drafts)
+        self._num_steps = step.number
+        self._flight[step.number] = step
+        return StepPlan(step.number, step.decodes or Decodes.none(), step.chunks, step.num_drafts)
 
     def launched(self, plan: StepPlan) -> None:
         """The worker has launched the plan for good: its full blocks may be hit by whatever is launched later."""
         step = self._flight[plan.step]
+        if not step.filled:
+            return
         unknown = []
         for entry, stop in step.filled:
             if not entry.finished:
@@ -107,28 +120,27 @@ class Scheduler:
         step.filled = unknown
 
     def settle(
-        self, plan: StepPlan, sampled: Sequence[list[int]], failed: frozenset[int] = frozenset()
-    ) -> list[tuple[Request, list[int]]]:
+        self, plan: StepPlan, tokens: list[int], sampled: Sequence[list[int]], failed: frozenset[int] = frozenset()
+    ) -> Settled:
         """Take a launched plan's result; steps settle in their order.
 
-        `sampled[i]` are the ids of chunk i, empty if it does not sample, or has drafts and is to be computed again without
-        (a NaN of theirs reaches the rows before them in attention); the chunks in `failed` have no valid result and
-        end their requests with "error". Returns (request, ids that it really takes) for each request that got ids or
-        ended, except those that had ended before.
+        `tokens` are the ids of the decodes, `sampled[i]` those of the other chunk i: empty if it does not sample, or has
+        drafts and is to be computed again without (a NaN of theirs reaches the rows before them in attention). The rows
+        in `failed` (decodes, then chunks) have no valid result and end their requests with "error".
         """
         step = self._flight.pop(plan.step)
+        self._num_settled = plan.step
         results: list[tuple[Request, list[int]]] = []
-        for i in sorted(failed):
-            entry = step.entries[i]
+        for i in sorted(failed) if failed else ():
+            entry = step.entry(i)
             if not entry.finished:
                 self._fail(entry)
                 results.append((entry.request, []))
         for entry, stop in step.filled:  # before the new ids: all of these are known by now
             if not entry.finished:
                 self._index(entry, stop)
+        plain = self._settle_decodes(step, tokens, results)
         for entry, chunk, ids in zip(step.entries, step.chunks, sampled, strict=True):
-            request = entry.request
-            request.num_in_flight -= 1
             if chunk.num_drafts:
                 entry.drafting = False
                 self._num_drafting -= 1
@@ -136,58 +148,69 @@ class Scheduler:
                     self._take_back(entry)
                     continue
             if entry.parted:
-                self._settle_parted(entry, chunk, ids, results)
+                self._settle_parted(entry, ids if chunk.samples else None, results)
             elif chunk.samples:
-                results.append((request, self._take(entry, ids)))
-        return results
+                results.append((entry.request, self._take(entry, ids)))
+        return Settled(*plain, results)
 
     # ---- the three parts of a step
 
     def _decode(self, step: Step) -> None:
         """One token for each decoding request, as far as budget and blocks go."""
-        chunks, entries, filled, size = step.chunks, step.entries, step.filled, self._block_size
-        budget = step.budget
-        last = []
+        batch, budget = self._batch, step.budget
+        members = batch.entries
+        while len(members) > budget:
+            batch.leave(members[-1], self._num_steps)
         # half of what the decodes leave: drafts must not starve the prefills
         most_drafts = min(self.config.max_draft_rows - len(self._decoding), (budget - len(self._decoding)) // 2)
         speculating = most_drafts > 0 or self._num_drafting > 0
-        verified: list[tuple[Entry, Chunk]] = []
-        for entry in self._decoding:  # may lose its tail to preemption on the way, never what was visited
-            if len(chunks) == budget:
-                break
-            request = entry.request
+        due, now = batch.due(), batch.clock.now
+        everyone = speculating or len(members) < len(self._decoding)
+        for entry in self._decoding if everyone else due:  # may lose its tail to preemption on the way, never what was visited
+            member = entry in batch
+            if not member and not everyone:
+                continue
             if speculating:
                 if entry.drafting:
                     continue
-                count = self._draft_count(entry, most_drafts - step.num_drafts) if request.num_drafts else 0
+                count = self._draft_count(entry, most_drafts - step.num_drafts) if entry.request.num_drafts else 0
                 if count:
-                    verified.append((entry, self._verify(entry, step, count)))
+                    if member:
+                        batch.leave(entry, self._num_steps)
+                    step.entries.append(entry)
+                    step.chunks.append(self._verify(entry, step, count))
                     continue
-            start = request.num_scheduled
-            stop = start + 1
-            new_blocks: list[int] = []
-            offset = 0
-            if start == entry.capacity:
-                if not self._room(entry, step, 1):
-                    continue
-                offset = len(request.block_ids)
-                new_blocks = self._grow(entry, 1)
-            if not stop % size:
-                filled.append((entry, stop))
-            chunks.append(Chunk(request, request.slot, start, 1, True, False, new_blocks, offset, stop - entry.num_prompt))
-            entries.append(entry)
-            request.num_scheduled = stop
-            request.num_pending += 1
-            request.num_in_flight += 1
-            if stop + 1 >= entry.limit:
-                last.append(entry)
-        for entry, chunk in verified:
-            entries.append(entry)
-            chunks.append(chunk)
-        step.budget = budget - len(chunks) - step.num_drafts
-        for entry in last:
-            self._decoding.remove(entry)
-            self._leaving[entry] = None
+            if not member or entry.due == now:
+                self._advance(entry, step)
+        if members:
+            batch.tick(step)
+            self._num_steps = step.number
+        step.budget = budget - len(members) - len(step.chunks) - step.num_drafts
+        for entry in step.last:
+            self._part(entry)
+
+    def _advance(self, entry: Entry, step: Step) -> None:
+        """See to it that a decode can have its next row in the batch. Who finds no block waits outside of it."""
+        batch, members, start = self._batch, self._batch.entries, entry.request.num_scheduled
+        member = entry in batch
+        if not member and len(members) == step.budget:
+            if members[-1].rank < entry.rank:
+                return
+            batch.leave(members[-1], self._num_steps)
+        if start == entry.capacity:
+            if not self._room(entry, step, 1):
+                if member:
+                    batch.leave(entry, self._num_steps)
+                return
+            step.new_blocks.append((entry, len(entry.request.block_ids), self._grow(entry, 1)[0]))
+        if not member:
+            batch.join(entry)
+        if not (start + 1) % self._block_size:
+            step.filled.append((entry, start + 1))
+        if start + 2 < entry.limit:
+            batch.expect(entry, start + 1)
+        else:
+            step.last.append(entry)
 
     def _draft_count(self, entry: Entry, most: int) -> int:
         """How many drafts of a decoding request this step can verify. They never take a block that others need."""
@@ -213,8 +236,7 @@ class Scheduler:
         if not stop % size:
             step.filled.append((entry, stop))
         request.num_scheduled = stop
-        request.num_pending += 1
-        request.num_in_flight += 1
+        entry.last_step = step.number
         entry.drafting = True
         self._num_drafting += 1
         step.num_drafts += count
@@ -266,15 +288,16 @@ class Scheduler:
                 key = entry.key(entry.num_indexed, self._key_bytes)
                 step.computing.add((entry.cursor, request.cache_salt, key))
         request.num_scheduled = stop
-        request.num_pending += samples
-        request.num_in_flight += 1
+        entry.last_step = step.number
         return samples
 
     def _after_prefill(self, entry: Entry) -> None:
         if entry.request.num_tokens >= entry.limit:
+            entry.parted = True
             self._leaving[entry] = None
         else:
             insort(self._decoding, entry, key=RANK)
+            self._batch.join(entry)
 
     def _start(self, entry: Entry, step: Step) -> None:
         """Move a request from the queue to a slot and schedule its first chunk."""
@@ -361,8 +384,7 @@ class Scheduler:
     def _take(self, entry: Entry, ids: list[int]) -> list[int]:
         """Append sampled ids, up to the one that ends the request; the ids that it took."""
         request = entry.request
-        output, stops = request.output_ids, entry.stops
-        request.num_pending -= 1
+        output, stops = entry.output, entry.stops
         if request.pooling is not None:
             self._finish(entry, "stop")  # the prompt is computed: that was all
             return []
@@ -388,11 +410,10 @@ class Scheduler:
     def _take_back(self, entry: Entry) -> None:
         """A step with drafts came to nothing: be as if it had not been."""
         request = entry.request
-        request.num_pending -= 1
         request.num_scheduled -= 1
         if entry.cursor is not None:
             self.tree.drop_path(entry.cursor)  # as in _fail
-        if entry.parted and request.num_in_flight == 0:
+        if entry.parted and entry.last_step <= self._num_settled:
             self._release(entry)
 
     def _accept(self, entry: Entry, count: int) -> None:
@@ -402,12 +423,35 @@ class Scheduler:
         if (entry.num_indexed + 1) * self._block_size <= request.num_scheduled:
             self._index(entry, request.num_scheduled)
 
-    def _settle_parted(self, entry: Entry, chunk: Chunk, ids: list[int], results: list[tuple[Request, list[int]]]) -> None:
-        """A preempted request keeps what was sampled for it, a finished one does not; both may leave now."""
-        request = entry.request
-        if chunk.samples and not entry.finished:
-            results.append((request, self._take(entry, ids)))  # if that ends it, it is gone already
-        if request.num_in_flight == 0 and entry in self._leaving:
+    def _settle_decodes(
+        self, step: Step, tokens: list[int], results: list[tuple[Request, list[int]]]
+    ) -> tuple[list[str], list[int]]:
+        """The requests that just got one more token, and the tokens; what happened to the others is added to `results`."""
+        apart = []
+        for row, (entry, token) in enumerate(zip(step.decoding, tokens, strict=True)):
+            if entry.parted or token in entry.stops:
+                apart.append(row)
+            else:  # shorter than its limit: whoever gets there has parted
+                entry.output.append(token)
+        ids = step.decodes.ids if step.decodes is not None else []
+        if not apart:
+            return ids, tokens
+        for row in apart:
+            entry, taken = step.decoding[row], [tokens[row]]
+            if entry.parted:
+                self._settle_parted(entry, taken, results)
+            else:
+                results.append((entry.request, self._take(entry, taken)))
+        ids, tokens = ids.copy(), tokens.copy()
+        for row in reversed(apart):
+            del ids[row], tokens[row]
+        return ids, tokens
+
+    def _settle_parted(self, entry: Entry, ids: list[int] | None, results: list[tuple[Request, list[int]]]) -> None:
+        """Who is not finished keeps what was sampled for it, if it samples; after its last row it leaves."""
+        if ids is not None and not entry.finished:
+            results.append((entry.request, self._take(entry, ids)))  # if that ends it, it may be gone already
+        if entry in self._leaving and entry.last_step <= self._num_settled:
             self._release(entry)
 
     def _fail(self, entry: Entry) -> None:
@@ -421,7 +465,6 @@ class Scheduler:
         waiting = request.status is Status.WAITING
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
-        request.num_pending = 0  # what is still to come is discarded
         del self._live[request.id]
         if request.output_ids and reason != "error":
             self._admission.estimate.observe(len(request.output_ids))
@@ -432,13 +475,15 @@ class Scheduler:
 
     def _part(self, entry: Entry) -> None:
         """Give a running request no more rows; what it holds goes as soon as no launched step holds its row."""
-        if entry not in self._leaving:
+        if not entry.parted:
+            if entry in self._batch:
+                self._batch.leave(entry, self._num_steps)
             (self._decoding if entry in self._decoding else self._prefilling).remove(entry)
             self._leaving[entry] = None
+            entry.parted = True
         if entry is self._hungry:
             self._hungry = None
-        entry.parted = True
-        if entry.request.num_in_flight == 0:
+        if entry.last_step <= self._num_settled:
             self._release(entry)
 
     def _release(self, entry: Entry) -> None:

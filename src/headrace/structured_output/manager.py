@@ -101,6 +101,10 @@ class StructuredOutput:
             raise _failed("the output so far does not follow it")
         self._matchers[request_id] = matcher
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self._matchers)
+
     def has(self, request_id: str) -> bool:
         return request_id in self._matchers
 

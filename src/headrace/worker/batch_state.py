@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.engine.plan import Chunk, StepPlan
+from headrace.engine.plan import Chunk, Decodes, StepPlan
 from headrace.engine.request import Request
 from headrace.model.batch import ForwardBatch
 from headrace.worker.staging import Staging
@@ -51,13 +51,15 @@ class BatchState:
     def apply(self, plan: StepPlan) -> list[Request]:
         """Bring the tables up to what `plan` says; returns the requests that got a slot with this step."""
         self.staging.next_step()
-        admitted = [c.request for c in plan.chunks if c.admitted]
+        admitted = [c.request for c in plan.others if c.admitted]
         for request in admitted:
             self._load(request)
         if admitted:
             self.staging.upload_into(self.floats, self.host_floats)
             self.staging.upload_into(self.ints, self.host_ints)
-        self.append_blocks([c for c in plan.chunks if c.new_blocks and not c.admitted])
+        decodes = plan.decodes
+        blocks = [(decodes.slots[row], index, block) for row, index, block in decodes.new_blocks]
+        self.append_blocks(blocks + new_blocks(plan.others))
         return admitted
 
     def _load(self, request: Request) -> None:
@@ -69,12 +71,11 @@ class BatchState:
         self.host_floats[slot] = [getattr(p, name) for name in FLOATS]
         self.host_ints[slot] = (as_int64(request.seed), p.top_k or 0, p.sample_index, len(request.prompt_ids))
 
-    def append_blocks(self, chunks: Sequence[Chunk]) -> None:
-        """Enter the chunks' new blocks into their slots' tables."""
-        if not chunks:
+    def append_blocks(self, blocks: list[tuple[int, int, int]]) -> None:
+        """Enter blocks, (slot, index, block), into the slots' tables."""
+        if not blocks:
             return
-        where = [(c.slot, c.block_offset + i, b) for c in chunks for i, b in enumerate(c.new_blocks)]
-        rows, columns, values = self.staging.upload(np.asarray(where, np.int64).T.copy())
+        rows, columns, values = self.staging.upload(np.asarray(blocks, np.int64).T.copy())
         self.block_tables.index_put_((rows, columns), values.to(torch.int32))
 
     def rows(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> ForwardBatch:
@@ -104,6 +105,25 @@ class BatchState:
         """Place of each row in the KV cache [T] int64."""
         blocks = self.block_tables[slots, positions // self.block_size].to(torch.int64)
         return blocks * self.block_size + positions % self.block_size
+
+
+def new_blocks(chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    """(slot, index, block) of those that chunks append to the tables of slots that the device knows."""
+    return [(c.slot, c.block_offset + i, b) for c in chunks if not c.admitted for i, b in enumerate(c.new_blocks)]
+
+
+def sequences(decodes: Decodes, others: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Slot, first position and number of tokens of each sequence of a step: [S] int32."""
+    if not others:  # nearly always
+        starts = np.asarray(decodes.offsets) + decodes.now
+        return np.asarray(decodes.slots), starts.astype(np.int32), np.ones(len(starts), np.int32)
+    count = len(others)
+    slots = np.concatenate([decodes.slots, np.fromiter((c.slot for c in others), np.int32, count)])
+    starts = np.concatenate([decodes.offsets, np.fromiter((c.start for c in others), np.int64, count)])
+    starts[: len(decodes)] += decodes.now
+    counts = np.ones(len(slots), np.int32)
+    counts[len(decodes) :] = [c.num_tokens for c in others]
+    return slots, starts.astype(np.int32), counts
 
 
 def as_int64(seed: int) -> int:

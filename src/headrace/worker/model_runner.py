@@ -23,7 +23,7 @@ from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
 from headrace.speculative.verify import kept_rows
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import BatchState
+from headrace.worker.batch_state import BatchState, new_blocks, sequences
 from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Pending:
     """A launched forward pass whose rows have not been sampled yet."""
 
     plan: StepPlan
-    chunks: list[Chunk]  # those that sample, in row order
+    chunks: list[Chunk]  # those that sample beside the decodes, in row order
     logits: Tensor | None  # [R, vocab]
     prompt_logprobs: list = field(default_factory=list)  # (chunk, ids [n, k+1], logprobs [n, k+1], ranks [n]) on the device
     pooled: list = field(default_factory=list)  # (chunk, [H]) on the device
@@ -44,13 +44,19 @@ class Pending:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced, on the host. `token_ids[i]` belongs to plan.chunks[i]; logprobs are aligned likewise."""
+    """What a step produced, on the host. Indices are those of plan.chunks: decodes, then the others."""
 
-    token_ids: list[list[int]]
-    failed: frozenset[int]
-    logprobs: dict[int, list[tuple[np.ndarray, np.ndarray, int]]]  # chunk index -> of each id: ids [k+1], logprobs [k+1], rank
-    prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]
-    pooled: dict[int, np.ndarray]
+    tokens: list[int]  # of the decodes
+    others: list[list[int]]  # ids of each of plan.others
+    failed: frozenset[int] = frozenset()
+    logprobs: dict[int, list[tuple[np.ndarray, np.ndarray, int]]] = field(default_factory=dict)  # of each id: ids, values, rank
+    prompt_logprobs: list[tuple[Chunk, np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    pooled: list[tuple[Chunk, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Of each of plan.chunks."""
+        return [[token] for token in self.tokens] + self.others
 
 
 class ModelRunner:
@@ -89,29 +95,28 @@ class ModelRunner:
         self.state.staging.next_step()
         if self.drafter is not None:
             self.drafter.placed(plan.chunks)
-        chunks = plan.chunks
-        numbers = np.empty((3, len(chunks)), np.int32)
-        numbers[0] = [c.slot for c in chunks]
-        numbers[1] = [c.start for c in chunks]
-        numbers[2] = [c.new_blocks[0] if c.new_blocks and not c.num_drafts else -1 for c in chunks]
+        slots, starts, counts = sequences(plan.decodes, plan.others)
+        numbers = np.full((3, len(slots)), -1, np.int32)
+        numbers[0], numbers[1] = slots, starts
+        for row, _, block in plan.decodes.new_blocks:
+            numbers[2, row] = block
+        self.state.append_blocks(new_blocks(plan.others))
         guesses = None
         if plan.num_drafts:
             # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
-            self.state.append_blocks([c for c in chunks if c.num_drafts and c.new_blocks])
             self._write_drafts(plan)
-            counts = [c.num_tokens for c in chunks]
             ahead = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
             numbers = np.repeat(numbers, counts, axis=1)
             numbers[1] += ahead.astype(np.int32)
-            slots, positions = self.state.staging.upload(numbers[:2].astype(np.int64))
-            guesses = self.state.token_ids[slots, positions + 1]  # before the step writes there what it samples
+            where, positions = self.state.staging.upload(numbers[:2].astype(np.int64))
+            guesses = self.state.token_ids[where, positions + 1]  # before the step writes there what it samples
         captured = self.graphs.replay(numbers, int(numbers[1].max()) + 1, tail)
         count = numbers.shape[1]
-        pending = Pending(plan, chunks, None if captured.logits is None else captured.logits[:count])
+        pending = Pending(plan, plan.others, None if captured.logits is None else captured.logits[:count])
         if captured.token_ids is not None and captured.failed is not None:
             token_ids, failed, kept = captured.token_ids[:count], captured.failed[:count], None
             if guesses is not None:
-                kept = kept_rows(token_ids, guesses, failed, self.state.staging.upload(first_rows(chunks)))
+                kept = kept_rows(token_ids, guesses, failed, self.state.staging.upload(first_rows(counts)))
             pending.sampled = DeviceOutput(token_ids, failed, {}, kept=kept)
         return pending
 
@@ -128,13 +133,12 @@ class ModelRunner:
         batch = self._batch(plan)
         rows = sampled_rows(plan, np.cumsum(batch.query_lens))
         hidden = self.decoder.forward(batch, self.kv, self._wanted(plan, batch, rows))
-        pending = Pending(plan, [c for c in plan.chunks if c.samples], None)
-        pending.chunks = [c for c in pending.chunks if c.request.pooling is None]
+        pending = Pending(plan, [c for c in plan.others if c.samples and c.request.pooling is None], None)
         if rows:
             picked = hidden if len(rows) == len(hidden) else hidden[self.state.staging.upload(np.asarray(rows))]
             pending.logits = self.decoder.logits(picked)
-        start = 0
-        for c in plan.chunks:
+        start = len(plan.decodes)
+        for c in plan.others:
             if scores_prompt(c):
                 pending.prompt_logprobs.append((c, *self._prompt_logprobs(c, hidden[start : start + c.num_tokens])))
             if c.request.pooling is not None:
@@ -147,35 +151,31 @@ class ModelRunner:
     def sample(self, pending: Pending, masks: GrammarMasks | None = None) -> StepHandle:
         output = None
         if pending.logits is not None:
-            output = self.sampler(pending.logits, pending.chunks, masks, pending.plan.num_drafts)
+            output = self.sampler(pending.logits, pending.plan.decodes, pending.chunks, masks)
         return StepHandle(pending, output, self.device)
 
     def _write_drafts(self, plan: StepPlan) -> None:
         """Put the drafts where the forward finds its ids: those that the host knows, and then those of the drafter."""
-        known = [(c.slot, c.start + 1 + i, d) for c in plan.chunks for i, d in enumerate(c.drafts)]
+        known = [(c.slot, c.start + 1 + i, d) for c in plan.others for i, d in enumerate(c.drafts)]
         if known:
             slots, positions, ids = self.state.staging.upload(np.asarray(known, np.int64).T.copy())
             self.state.token_ids.index_put_((slots, positions), ids.to(torch.int32))
         if self.drafter is not None:
-            self.drafter.propose([c for c in plan.chunks if c.num_drafts and not c.drafts])
+            self.drafter.propose([c for c in plan.others if c.num_drafts and not c.drafts])
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
-        chunks = plan.chunks
-        slots = np.fromiter((c.slot for c in chunks), np.int32, len(chunks))
-        starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
-        counts = np.fromiter((c.num_tokens for c in chunks), np.int32, len(chunks))
-        return self.state.rows(slots, starts, counts)
+        return self.state.rows(*sequences(plan.decodes, plan.others))
 
     def _wanted(self, plan: StepPlan, batch: ForwardBatch, rows: list[int]) -> WantedRows | None:
         """The sampled rows; None where others are read too, or where they are more than attention takes as sequences."""
-        others = any(scores_prompt(c) or c.request.pooling is not None for c in plan.chunks)
+        others = any(scores_prompt(c) or c.request.pooling is not None for c in plan.others)
         if others or len(rows) == batch.num_rows or len(rows) > len(self.state.block_tables):
             return None
         index, stops = np.asarray(rows, np.int64), np.cumsum(batch.query_lens)
         chunk = np.searchsorted(stops, index, side="right")
         contexts = np.asarray(batch.context_lens)[chunk] + 1 + index - stops[chunk]
-        slots = np.fromiter((c.slot for c in plan.chunks), np.int64, len(stops))[chunk]
-        numbers = self.state.staging.upload(np.stack([slots, contexts]).astype(np.int32))
+        slots, _, _ = sequences(plan.decodes, plan.others)
+        numbers = self.state.staging.upload(np.stack([slots[chunk], contexts]).astype(np.int32))
         each = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
         where = self.state.staging.upload(index)
         return WantedRows(where, batch.alone(where, numbers[0], numbers[1], each, contexts.tolist()))
@@ -192,10 +192,10 @@ class ModelRunner:
 
 def sampled_rows(plan: StepPlan, stops: np.ndarray) -> list[int]:
     """The rows whose logits are sampled; chunk i ends before row stops[i]."""
-    chunks = zip(stops.tolist(), plan.chunks, strict=True)
-    if not plan.num_drafts:
-        return [stop - 1 for stop, c in chunks if c.samples and c.request.pooling is None]
-    return [r for stop, c in chunks if c.request.pooling is None for r in range(stop - c.num_sampled, stop)]
+    count = len(plan.decodes)
+    chunks = zip(stops[count:].tolist(), plan.others, strict=True)
+    rows = [r for stop, c in chunks if c.request.pooling is None for r in range(stop - c.num_sampled, stop)]
+    return [*range(count), *rows]
 
 
 def scores_prompt(chunk: Chunk) -> bool:
@@ -206,7 +206,7 @@ def scores_prompt(chunk: Chunk) -> bool:
 def is_decode(plan: StepPlan) -> bool:
     """Every row samples the next token, or one after drafts, of a request whose slot the device knows already."""
     return all(
-        c.num_tokens == 1 + c.num_drafts and c.samples and not c.admitted and c.request.pooling is None for c in plan.chunks
+        c.num_tokens == 1 + c.num_drafts and c.samples and not c.admitted and c.request.pooling is None for c in plan.others
     )
 
 
@@ -235,29 +235,32 @@ class StepHandle:
         """Wait for the step and read what it produced."""
         if self._done is not None:
             self._done.synchronize()
+        decodes, others = self.plan.decodes, self.plan.others
         output = self._output
-        if output is not None and output.plain and len(self._chunks) == len(self.plan.chunks) and not self._prompt:
-            failed_rows = output.failed.numpy().nonzero()[0].tolist()
-            return StepResult([[token] for token in output.token_ids.tolist()], frozenset(failed_rows), {}, {}, {})
-        index = {id(c): i for i, c in enumerate(self.plan.chunks)}
-        token_ids: list[list[int]] = [[] for _ in self.plan.chunks]
-        failed, logprobs = set(), {}
-        if self._output is not None:
-            ids, bad = self._output.token_ids.tolist(), self._output.failed.tolist()
-            kept = None if self._output.kept is None else self._output.kept.tolist()
-            row = 0
-            for chunk in self._chunks:
-                i = index[id(chunk)]
-                stop = row + 1 if kept is None else row + sum(kept[row : row + chunk.num_sampled])
-                token_ids[i] = ids[row:stop]
-                if bad[row] and chunk.num_drafts:
-                    token_ids[i] = []  # perhaps a draft's fault: to be computed again without
-                elif bad[row]:
-                    failed.add(i)
-                if chunk.request.params.logprobs is not None:
-                    num_top = chunk.request.params.logprobs
-                    logprobs[i] = [self._output.logprobs_of(r, num_top) for r in range(row, row + len(token_ids[i]))]
-                row += chunk.num_sampled
-        prompt = {index[id(c)]: (i.numpy(), p.numpy(), r.numpy()) for c, i, p, r in self._prompt}
-        pooled = {index[id(c)]: v.numpy() for c, v in self._pooled}
-        return StepResult(token_ids, frozenset(failed), logprobs, prompt, pooled)
+        chunks: list[list[int]] = [[] for _ in others]
+        prompt = [(c, i.numpy(), p.numpy(), r.numpy()) for c, i, p, r in self._prompt]
+        pooled = [(c, v.numpy()) for c, v in self._pooled]
+        if output is None:
+            return StepResult([], chunks, prompt_logprobs=prompt, pooled=pooled)
+        ids, count = output.token_ids.tolist(), len(decodes)
+        bad = set(output.failed.numpy().nonzero()[0].tolist())
+        failed = {row for row in bad if row < count}
+        logprobs = {}
+        for row in output.logprob_rows:
+            if row < count:
+                logprobs[row] = [output.logprobs_of(row, decodes.requests[row].params.logprobs)]
+        index = {id(c): i for i, c in enumerate(others)}
+        kept = None if output.kept is None else output.kept.tolist()
+        row = count
+        for chunk in self._chunks:
+            i = index[id(chunk)]
+            stop = row + 1 if kept is None else row + sum(kept[row : row + chunk.num_sampled])
+            if row not in bad:
+                chunks[i] = ids[row:stop]
+            elif not chunk.num_drafts:  # else perhaps a draft's fault: to be computed again without
+                failed.add(count + i)
+            num_top = chunk.request.params.logprobs
+            if num_top is not None:
+                logprobs[count + i] = [output.logprobs_of(r, num_top) for r in range(row, row + len(chunks[i]))]
+            row += chunk.num_sampled
+        return StepResult(ids[:count], chunks, frozenset(failed), logprobs, prompt, pooled)

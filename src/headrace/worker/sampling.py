@@ -7,6 +7,7 @@ are kept while the same slots run, so that a steady decode builds nothing but it
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.engine.plan import Chunk, StepPlan
+from headrace.engine.plan import Chunk, Decodes, StepPlan
 from headrace.engine.request import Request
 from headrace.sampling.logprobs import LogprobsRequest, prompt_logprobs
 from headrace.sampling.params import GREEDY_EPS, SamplingParams
@@ -32,7 +33,7 @@ from headrace.sampling.penalties import (
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
 from headrace.speculative.verify import counts_with_drafts, kept_rows
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import FLOATS, INTS, BatchState
+from headrace.worker.batch_state import FLOATS, INTS, BatchState, sequences
 
 Host = Callable[[Tensor], Tensor]
 
@@ -98,6 +99,8 @@ class StepSampler:
         self._counts: Tensor | None = None  # [slots, V] int32, made when the first request with penalties comes
         self._gathered_for = b""
         self._gathered: SampleInputs | None = None
+        self._tail_for: array | None = None  # the decodes' slots
+        self._tail = Tail.LOGITS
 
     def load(self, request: Request) -> None:
         """A request got its slot: prepare what it does to its logits. All its ids are known to the host."""
@@ -118,31 +121,37 @@ class StepSampler:
 
     def tail(self, plan: StepPlan) -> Tail:
         """What a captured step must do after its forward, for these slots."""
-        slots = [c.slot for c in plan.chunks]
-        if self._special[slots].any():
-            return Tail.LOGITS
-        return tail_of(self.state, slots)
+        same = plan.decodes.slots
+        if plan.others or same is not self._tail_for:
+            slots = [*same, *(c.slot for c in plan.others)]
+            self._tail_for = None if plan.others else same
+            self._tail = Tail.LOGITS if self._special[slots].any() else tail_of(self.state, slots)
+        return self._tail
 
     def __call__(
-        self, logits: Tensor, chunks: list[Chunk], grammar: GrammarMasks | None = None, num_drafts: int = 0
+        self, logits: Tensor, decodes: Decodes, others: list[Chunk], grammar: GrammarMasks | None = None
     ) -> DeviceOutput:
-        """One id per row of logits [R, V]; row r belongs to chunks[r], or one after the other to their drafts, of which
-        there are `num_drafts`. `grammar` masks some of the rows."""
+        """One id per row of logits [R, V]: a row for each decode, then for each other chunk one and one for each of its
+        drafts. `grammar` masks some of the rows."""
         upload = self.state.staging.upload
         first_row = None
-        if num_drafts:
-            first_row = upload(first_rows(chunks))
-            chunks = [row for c in chunks for row in c.sampled_rows()]
-        slots = np.fromiter((c.slot for c in chunks), np.int64, len(chunks))
+        if any(c.num_drafts for c in others):
+            counts = np.ones(len(decodes) + len(others), np.int64)
+            counts[len(decodes) :] = [c.num_sampled for c in others]
+            first_row = upload(first_rows(counts))
+            others = [row for c in others for row in c.sampled_rows()]
+        slots, starts, counts = sequences(decodes, others)
+        slots, stops = slots.astype(np.int64), (starts + counts).astype(np.int64)
         # two columns, one copy: where the new id goes, and its index among the outputs
-        numbers = np.fromiter((x for c in chunks for x in (c.stop, c.output_index)), np.int64, 2 * len(chunks))
-        positions, output_index = upload(numbers.reshape(-1, 2).T.copy())
+        positions, output_index = upload(np.stack([stops, stops - self.state.host_ints[slots, INTS.index("prompt_len")]]))
         device_slots = upload(slots)
         inputs = replace(self._gather(slots, device_slots), output_index=output_index)
+        special = np.flatnonzero(self._special[slots]).tolist()
+        chunks = [(r, decodes.chunk(r) if r < len(decodes) else others[r - len(decodes)]) for r in special]
         inputs.edits = self._step_edits(chunks, device_slots, grammar)
-        wanted = [r for r, c in enumerate(chunks) if c.request.params.logprobs is not None]
+        wanted = [r for r, c in chunks if c.request.params.logprobs is not None]
         if wanted:
-            tops = [c.request.params.logprobs for c in chunks if c.request.params.logprobs is not None]
+            tops = [c.request.params.logprobs for _, c in chunks if c.request.params.logprobs is not None]
             inputs.logprobs = LogprobsRequest(upload(np.asarray(wanted)), -1 if min(tops) < 0 else max(tops))
         table, guesses = self.state.token_ids, None
         if first_row is not None:
@@ -174,14 +183,14 @@ class StepSampler:
         logprobs = None if found is None else (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
         return DeviceOutput(output.token_ids, output.failed, {r: q for q, r in enumerate(wanted)}, logprobs, kept)
 
-    def _count_drafts(self, penalties: Penalties, rows: list[Chunk]) -> None:
+    def _count_drafts(self, penalties: Penalties, rows: list[tuple[int, Chunk]]) -> None:
         """Let each row's penalties know the drafts before it."""
-        drafts = [(r, c.slot, c.start - i) for r, c in enumerate(rows) if c.slot in self._edits for i in range(c.draft_index)]
+        drafts = [(r, c.slot, c.start - i) for r, c in rows if c.slot in self._edits for i in range(c.draft_index)]
         if drafts:
             where, slots, positions = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
             ids = self.state.token_ids[slots, positions].long()
             penalties.counts = counts_with_drafts(penalties.counts, penalties.slots, where, ids)
-            penalties.slots = torch.arange(len(rows), device=ids.device)
+            penalties.slots = torch.arange(len(penalties.slots), device=ids.device)
 
     def _gather(self, slots: np.ndarray, device_slots: Tensor) -> SampleInputs:
         key = slots.tobytes()
@@ -205,11 +214,14 @@ class StepSampler:
         )
         return self._gathered
 
-    def _step_edits(self, chunks: list[Chunk], device_slots: Tensor, grammar: GrammarMasks | None) -> LogitsEdits | None:
-        rows = [(r, c, self._edits[c.slot]) for r, c in enumerate(chunks) if c.slot in self._edits]
+    def _step_edits(
+        self, chunks: list[tuple[int, Chunk]], device_slots: Tensor, grammar: GrammarMasks | None
+    ) -> LogitsEdits | None:
+        """Of the rows that need more than the fused sampler, with their chunks."""
+        rows = [(r, c, self._edits[c.slot]) for r, c in chunks if c.slot in self._edits]
         users = [
             UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts])
-            for r, c in enumerate(chunks)
+            for r, c in chunks
             if c.request.params.logits_processors
         ]
         if not rows and not users and grammar is None:
@@ -234,7 +246,7 @@ class StepSampler:
             edits.bias = (where[0], where[1], upload(np.asarray([b[2] for b in bias], np.float32)))
         edits.bad_words = self._bad_words([(r, c, w) for r, c, e in rows for w in e.words])
         if any(e.penalties for _, _, e in rows):
-            edits.penalties = self._penalties(chunks, device_slots)
+            edits.penalties = self._penalties(device_slots)
         return edits
 
     @staticmethod
@@ -253,7 +265,7 @@ class StepSampler:
         rows, last, slots, prompt_lens, lengths = upload(np.asarray(columns, np.int64).T.copy())
         return BadWords(rows, upload(prefixes), last, self.state.token_ids, slots, prompt_lens, lengths)
 
-    def _penalties(self, chunks: list[Chunk], device_slots: Tensor) -> Penalties:
+    def _penalties(self, device_slots: Tensor) -> Penalties:
         """Of all rows: rows without penalties get neutral values, whatever their row of the counts holds."""
         assert self._counts is not None
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -270,10 +282,9 @@ def tail_of(state: BatchState, slots: Sequence[int] | np.ndarray) -> Tail:
     return Tail.FILTERED if (filtered | (floats[:, FLOATS.index("min_p")] > 0.0)).any() else Tail.RANDOM
 
 
-def first_rows(chunks: list[Chunk]) -> np.ndarray:
-    """For each sampled row of the chunks, the first row of its chunk: [R] int64."""
-    counts = np.fromiter((c.num_sampled for c in chunks), np.int64, len(chunks))
-    return np.repeat(np.cumsum(counts) - counts, counts)
+def first_rows(counts: np.ndarray) -> np.ndarray:
+    """For each sampled row, the first of its chunk, of which each has `counts`: [R] int64."""
+    return np.repeat(np.cumsum(counts) - counts, counts).astype(np.int64)
 
 
 def slot_edits(params: SamplingParams, vocab_size: int, device: torch.device) -> SlotEdits | None:
