@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from headrace.attention.triton_backend import TritonAttention
+from headrace.kernels import activation, embedding, norm, qkv
 from headrace.kernels.activation import act_mul_reference, act_mul_triton
 from headrace.kernels.embedding import embed_triton
 from headrace.kernels.norm import (
@@ -17,6 +19,10 @@ from headrace.kernels.norm import (
     rms_norm_triton,
 )
 from headrace.kernels.qkv import qkv_rope_write_reference, qkv_rope_write_triton
+from headrace.model import decoder
+from headrace.model.linear import MatrixLinear, make_linear
+from model_harness import Sequences, load_tiny
+from tiny_models import write_tiny
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
 
@@ -133,3 +139,25 @@ def test_qkv_padded_rows_write_nothing() -> None:
         assert (flat[[5, 20]] != 7).all()
         flat[[5, 20]] = 7
         assert (flat == 7).all()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_decoder_on_kernels(family: str, tmp_path, monkeypatch) -> None:
+    """The decoder as a GPU runs it, products that add in place and few wanted rows included, against the torch decoder."""
+    config, weights = load_tiny(write_tiny(family, tmp_path))
+    ids = [3 + 7 * i % 50 for i in range(30)]
+    steps = [  # work, wanted rows
+        ([(0, ids[:7]), (1, ids[7:10])], [[6], []]),
+        ([(0, ids[10:11]), (1, ids[11:15]), (2, ids[15:18])], [[0], [1, 3], [2]]),
+        ([(1, ids[18:20])], [[]]),
+    ]
+    run = Sequences(config, weights, max_len=64, block_size=16)
+    want = [logits[rows] for work, wanted in steps for logits, rows in zip(run.step(work), wanted, strict=True)]
+    for module in (activation, decoder, embedding, norm, qkv):
+        monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    run = Sequences(
+        config, weights, max_len=64, block_size=16, attention=TritonAttention(config, torch.device("cpu")),
+        make=lambda weight, bias: MatrixLinear(weight) if bias is None else make_linear(weight, bias),
+    )  # fmt: skip
+    got = [logits for work, wanted in steps for logits in run.step(work, wanted)]
+    close(torch.cat(got), torch.cat(want), 1e-4)

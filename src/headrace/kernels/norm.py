@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,7 @@ class NormTile:
     num_warps: int
 
 
+@functools.cache
 def default_tile(width: int) -> NormTile:
     """16 elements a thread: two loads of 16 bytes in bfloat16."""
     return NormTile(1, min(16, max(1, next_power_of_2(width) // 512)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -151,6 +152,7 @@ class QkvTile:
     num_warps: int
 
 
+@functools.cache
 def default_tile(num_heads: int, head_dim: int) -> QkvTile:
     """1024 elements a program, 16 a thread: two loads of 16 bytes in bfloat16."""
     dim = next_power_of_2(head_dim)

@@ -12,6 +12,7 @@ from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.activation import act_mul
 from headrace.kernels.embedding import embed
+from headrace.kernels.launch import on_gpu
 from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.batch import ForwardBatch, WantedRows
@@ -121,7 +122,7 @@ class Decoder:
         self.attention.begin(batch, kv)
         positions: Tensor | None = batch.positions
         tables = self.rope
-        if positions is not None and not positions.is_cuda:  # no fused kernel: gather once for all layers
+        if positions is not None and not on_gpu(positions):  # no fused kernel: gather once for all layers
             tables = {kind: rotation_rows(*table, positions) for kind, table in tables.items()}
             positions = None
         residual = embed(batch.token_ids, self.embedding, self.embed_scale)
