@@ -46,8 +46,11 @@ lint: $(VENV)/.test
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not terminal"
 
+# Most of the time goes to compiling kernels on the CPU, so workers share the card; a test at a time, the long ones come first.
+# GPU_WORKERS times a few GB of host memory and 60 GB of the card are used at most; 1 needs 20 GB of the card.
+GPU_WORKERS ?= 10
 test-gpu: $(VENV)/.test
-	$(BIN)/python -m pytest -m gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1 --durations 15
 
 bench-gpu: $(VENV)/.run
 	for shape in qwen3-0.6b qwen3-8b; do \

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +14,15 @@ if not torch.cuda.is_available():
     import triton_interpreter
 
     triton_interpreter.mend()
+
+
+@pytest.fixture(autouse=True)
+def memory_goes_back() -> Iterator[None]:
+    """Several workers share a card: none keeps what its last test has freed."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,15 @@ def test_attention_shapes(heads: int, kv_heads: int, head_dim: int, block: int) 
     close(varlen(mixed), reference(mixed))
 
 
+@pytest.mark.parametrize("block", [1, 8, 32, 128, 256])
+def test_attention_block_sizes(block: int) -> None:
+    """Smaller and larger than the tiles of keys; a ratio of 8."""
+    decode = paged_case([1] * 5, [1, 63, 1000, 0, 257], 16, 2, 64, block, dtype=BF16, device="cuda")
+    close(split(decode), reference(decode))
+    mixed = paged_case([130, 1, 77], [300, 65, 78], 16, 2, 64, block, dtype=BF16, device="cuda")
+    close(varlen(mixed), reference(mixed))
+
+
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 4, 256), (32, 8, 128)])
 @pytest.mark.parametrize("window, softcap", [(100, 0.0), (512, 20.0), (0, 30.0)])
 def test_attention_window_and_softcap(heads: int, kv_heads: int, head_dim: int, window: int, softcap: float) -> None:

@@ -74,7 +74,7 @@ def dense_llama(path, ids: Tensor) -> tuple[Tensor, Tensor]:
     config, weights = load_tiny(path)
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     length, device = len(ids), ids.device
-    # in float32, as models are trained, and on the CPU: the last bit of a frequency is a hundredth of a turn at 128k
+    # in float32, as models are trained, and on the CPU: the last bit of a frequency is 0.01 radians at 128k
     angle = torch.outer(torch.arange(length).float(), 1.0 / config.rope.theta ** (torch.arange(0, dim, 2) / dim))
     cos, sin = (torch.cat((f, f), 1)[:, None].to(device) for f in (angle.cos(), angle.sin()))
 
