@@ -21,7 +21,7 @@ class Trace:
 
     ids: list[int] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
-    prompt_rows: list[np.ndarray] = field(default_factory=list)  # of those that asked for prompt_logprobs = -1
+    prompt_rows: list[np.ndarray] = field(default_factory=list)  # of requests with prompt_logprobs = vocab_size
     end: tuple = ()
 
 

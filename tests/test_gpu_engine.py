@@ -122,12 +122,18 @@ def test_speculation_gives_the_same_tokens(model, method):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A model that every attention backend takes, prompts of all sizes, and what the CPU says to them in float32."""
-    shape = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    shape = {
+        "head_dim": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "vocab_size": 100,
+    }
     path = str(write_tiny("qwen3", tmp_path_factory.mktemp("wide"), **shape))
-    params = complete(SamplingParams(temperature=0.0, max_tokens=4, logprobs=-1, prompt_logprobs=-1))
+    params = complete(SamplingParams(temperature=0.0, max_tokens=4, logprobs=-1, prompt_logprobs=100))
     rng = random.Random(5)
     lengths = (1024, 1500, 2048, 2048, 300, 40, 3)
-    requests = [EngineRequest(f"r{i} of {n}", [rng.randrange(512) for _ in range(n)], params, i) for i, n in enumerate(lengths)]
+    requests = [EngineRequest(f"r{i} of {n}", [rng.randrange(100) for _ in range(n)], params, i) for i, n in enumerate(lengths)]
     return path, requests, traces(make_core(path, max_model_len=4096, num_kv_blocks=1200), requests)
 
 

@@ -34,7 +34,7 @@ BAD = {
     "ignore_eos": [None, 0, "false"],
     "seed": [*NO_INT, 2**63, -(2**63) - 1],
     "logprobs": [*NO_INT, -2, 101],
-    "prompt_logprobs": [*NO_INT, -2, 101],
+    "prompt_logprobs": [*NO_INT, -1, 101],
     "skip_special_tokens": [None, 1, "yes"],
     "spaces_between_special_tokens": [None, 1],
     "detokenize": [None, 0],
@@ -59,7 +59,7 @@ GOOD = {
     "stop_token_ids": [None, [], [0]],
     "seed": [None, 0, -1, 2**63 - 1, -(2**63)],
     "logprobs": [None, 0, 100, -1],
-    "prompt_logprobs": [None, 0, 100, -1],
+    "prompt_logprobs": [None, 0, 100],
     "truncate_prompt_tokens": [None, -1, 1],
     "logits_processors": [None, [], [lambda ids, row: row]],
 }

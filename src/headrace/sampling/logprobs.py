@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -30,9 +30,12 @@ class Logprobs:
     top_logprobs: Tensor  # [Q, K] float32
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, request: LogprobsRequest) -> Logprobs:
-    """Logprobs of `token_ids` [R] under `logits` [R, V], for the rows asked; memory: 2 * Q * V floats."""
-    return logprobs_of(logits[request.rows], token_ids[request.rows], request.num_top)
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, request: LogprobsRequest, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> Logprobs:
+    """Logprobs of `token_ids` [R] under `logits` [R, V], for the rows asked; memory as of `prompt_logprobs`."""
+    rows = rows_per_chunk(logits.shape[1], chunk_bytes)
+    return joined([logprobs_of(logits[part], token_ids[part], request.num_top) for part in request.rows.split(rows)])
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
@@ -61,17 +64,19 @@ def prompt_logprobs(
     ([n, H] -> [n, V]) in chunks of chunk_bytes / (4 V), at least one. The result itself is [T, num_top].
     """
     rows = rows_per_chunk(vocab_size, chunk_bytes)
-    parts = [
-        logprobs_of(to_logits(hidden[start : start + rows]), next_ids[start : start + rows], num_top)
-        for start in range(0, max(1, len(next_ids)), rows)
-    ]
-    return Logprobs(
-        torch.cat([p.token_ids for p in parts]),
-        torch.cat([p.logprobs for p in parts]),
-        torch.cat([p.ranks for p in parts]),
-        torch.cat([p.top_ids for p in parts]),
-        torch.cat([p.top_logprobs for p in parts]),
+    return joined(
+        [
+            logprobs_of(to_logits(hidden[start : start + rows]), next_ids[start : start + rows], num_top)
+            for start in range(0, max(1, len(next_ids)), rows)
+        ]
     )
+
+
+def joined(parts: list[Logprobs]) -> Logprobs:
+    """The parts' rows as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Logprobs(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Logprobs)))
 
 
 def rows_per_chunk(vocab_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> int:

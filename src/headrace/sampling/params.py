@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None  # 0: the sampled token only; -1: the whole vocabulary
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = None  # not -1: a prompt times a vocabulary is more than any memory plan holds
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
@@ -72,8 +72,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", self.min_tokens, f"an integer in [0, max_tokens = {self.max_tokens}]")
         check_int("seed", self.seed, -INT64, INT64 - 1, optional=True)
-        for name in ("logprobs", "prompt_logprobs"):
-            check_int(name, getattr(self, name), -1, MAX_LOGPROBS, optional=True)
+        check_int("logprobs", self.logprobs, -1, MAX_LOGPROBS, optional=True)
+        check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
         check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise ParameterError("truncate_prompt_tokens", 0, "-1 or an integer >= 1")

@@ -64,7 +64,8 @@ def plan_memory(
     # the widest moment of a layer: residual, normed input, qkv, attention output, gate_up and its product
     row = 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
     activations = max_num_batched_tokens * row * item
-    logits = (max_num_seqs + max_draft_rows) * model.vocab_size * (item + 3 * 4)
+    # penalties hold six float32 copies of them at their widest, the logprobs of all ids fewer
+    logits = (max_num_seqs + max_draft_rows) * model.vocab_size * (item + 6 * 4)
     state = BatchState.bytes(max_num_seqs, max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
     block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + extra_block_bytes  # of a draft model's cache
     if device.type == "cuda":
