@@ -21,7 +21,7 @@ TEXT = "A headrace is the channel that leads water onto a mill wheel; nothing is
 
 class Recited:
     def __init__(self, result: StepResult):
-        self._result = result
+        self._result, self.finished = result, time.perf_counter()
 
     def result(self) -> StepResult:
         return self._result

@@ -9,7 +9,7 @@ ENGINE_OPTIONS = (
     "model", "revision", "local_files_only", "tokenizer", "skip_tokenizer_init", "load_format",
     "device", "dtype", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "gpu_memory_utilization", "kv_cache_bytes", "enable_prefix_caching",
-    "enable_chunked_prefill", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
+    "enable_chunked_prefill", "max_itl_ms", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
     "tensor_parallel_size", "debug_checks", "seed", "speculative_method", "speculative_model", "num_speculative_tokens",
     "prompt_lookup_min", "prompt_lookup_max", "speculative_max_rows",
 )  # fmt: skip
@@ -37,6 +37,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         ("async-scheduling", "launch a step before the previous one is read"),
     ):
         engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+    engine.add_argument("--max-itl-ms", type=float, help="prefill no more in a step than keeps running streams this smooth")
     engine.add_argument("--scheduling-policy", choices=("fcfs", "priority"))
     engine.add_argument("--attention-backend", help="auto, torch, triton, cudnn or fa3")
     engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")

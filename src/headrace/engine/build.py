@@ -110,6 +110,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
             num_blocks=plan.num_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
             policy=config.scheduling_policy,
             max_draft_rows=speculator.max_rows if speculator is not None else 0,
         )

@@ -67,7 +67,8 @@ class EngineCore:
         self.times = StepTimes()
         self.steps = 0
         self._seed, self._seeds_drawn = seed, 0
-        self._in_flight: tuple[StepPlan, StepHandle] | None = None
+        self._in_flight: tuple[StepPlan, StepHandle, float] | None = None  # and when its launch began
+        self._finished = 0.0  # time.perf_counter() at which the device was done with the step before
         self._news: list[EngineOutput] = []  # of requests that ended outside of a step
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._pooled: dict[str, np.ndarray] = {}
@@ -151,7 +152,7 @@ class EngineCore:
         if plan is None and not outputs and self._compiling:
             time.sleep(0.0005)  # nothing to do until a grammar is there
         if plan is not None and handle is not None:
-            self._in_flight = (plan, handle)
+            self._in_flight = (plan, handle, scheduled)
             self.steps += 1
             self.times.num_tokens, self.times.num_seqs = plan.num_tokens, plan.num_seqs
             if not self.async_scheduling:
@@ -221,11 +222,13 @@ class EngineCore:
     def _settle_in_flight(self) -> Outputs | None:
         if self._in_flight is None:
             return None
-        plan, handle = self._in_flight
+        plan, handle, launched = self._in_flight
         self._in_flight = None
         began = time.perf_counter()
         result = handle.result()
         waited = time.perf_counter()
+        self.scheduler.took(plan, handle.finished - max(launched, self._finished))
+        self._finished = handle.finished
         for found in result.prompt_logprobs:
             self._keep_prompt_logprobs(*found)
         for chunk, vector in result.pooled:
@@ -252,9 +255,7 @@ class EngineCore:
         rows = {chunk.request: row for row, chunk in enumerate(plan.chunks)}
         requests = {request.id: request for request in plan.decodes.requests}
         plain = [(requests[name], [token]) for name, token in zip(settled.ids, settled.tokens, strict=True)]
-        return Outputs(
-            news=[self._output(request, ids, result, rows.get(request)) for request, ids in plain + settled.others]
-        )
+        return Outputs(news=[self._output(request, ids, result, rows.get(request)) for request, ids in plain + settled.others])
 
     def _output(
         self, request: Request, ids: list[int], result: StepResult | None = None, row: int | None = None

@@ -19,6 +19,7 @@ class SchedulerConfig:
     num_blocks: int
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    max_itl: float | None = None  # seconds that a step with decodes is expected to take at most, but for one block of prefill
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_draft_rows: int = 0  # decodes are filled up to so many rows with drafts; 0: no speculation
 

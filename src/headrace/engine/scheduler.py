@@ -22,6 +22,7 @@ from headrace.engine.admission import Admission, token_limit
 from headrace.engine.decode_batch import RANK, DecodeBatch
 from headrace.engine.entry import OFF_INDEX, Entry, Step
 from headrace.engine.invariants import check_scheduler
+from headrace.engine.pace import Pace
 from headrace.engine.plan import Chunk, Decodes, StepPlan
 from headrace.engine.request import Request, Status
 from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
@@ -55,6 +56,9 @@ class Scheduler:
         self._block_size = config.block_size
         self._key_bytes = config.block_size * ID_BYTES
         self._admission = Admission(config, self.tree)
+        self._pace: Pace | None = None
+        if config.max_itl is not None:
+            self._pace = Pace(config.max_itl, config.block_size, config.max_num_batched_tokens)
         self._live: dict[str, Entry] = {}  # all requests that are not finished
         self._decoding: list[Entry] = []  # by rank; each wants exactly one token
         self._batch = DecodeBatch(config.block_size)  # those of them that lack nothing
@@ -96,6 +100,8 @@ class Scheduler:
         step = Step(self._num_steps + 1, self.config.max_num_batched_tokens)
         if self._decoding:
             self._decode(step)
+        if self._pace is not None and (step.decodes or step.chunks):
+            step.budget = min(step.budget, self._pace.prefill_tokens())
         if self._prefilling:
             self._prefill(step)
         if self._admission.num_waiting:
@@ -118,6 +124,11 @@ class Scheduler:
                 if stop > entry.request.num_known:
                     unknown.append((entry, stop))
         step.filled = unknown
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """What a step has cost, for the choice of further ones."""
+        if self._pace is not None and (plan.decodes or plan.num_drafts):
+            self._pace.observe(sum(c.num_tokens for c in plan.others if not c.num_drafts), seconds)
 
     def settle(
         self, plan: StepPlan, tokens: list[int], sampled: Sequence[list[int]], failed: frozenset[int] = frozenset()

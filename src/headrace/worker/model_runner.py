@@ -9,6 +9,7 @@ the forward is launched first and the previous step is settled while it runs.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -221,6 +222,7 @@ class StepHandle:
         self._prompt = [(c, self._host(i), self._host(p), self._host(r)) for c, i, p, r in pending.prompt_logprobs]
         self._pooled = [(c, self._host(v)) for c, v in pending.pooled]
         self._done = None
+        self.finished = time.perf_counter()  # when the device was done, as far as the host knows
         if self._cuda:
             self._done = torch.cuda.Event()
             self._done.record()
@@ -235,6 +237,7 @@ class StepHandle:
         """Wait for the step and read what it produced."""
         if self._done is not None:
             self._done.synchronize()
+            self.finished = time.perf_counter()
         decodes, others = self.plan.decodes, self.plan.others
         output = self._output
         chunks: list[list[int]] = [[] for _ in others]
