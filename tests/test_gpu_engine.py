@@ -15,8 +15,10 @@ from engine_driver import assert_same, complete, make_core, make_requests, run, 
 from engine_traces import BF16_TOLERANCE, compare, traces, with_rows
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
+from headrace.structured_output.params import StructuredOutputsParams
 from scheduler_fake import NoForecast
 from test_engine_invariance import SCHEDULES
+from test_speculative_engine import Guesser, drafting_core, write_eagle
 from tiny_models import write_tiny
 
 pytestmark = pytest.mark.gpu
@@ -98,25 +100,42 @@ def test_any_schedule_gives_the_same_tokens(model, dtype, part):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_speculation_gives_the_same_tokens(model, method):
-    """float32, captured and eager, with requests that repeat themselves so that drafts are accepted."""
-    options = {
-        "speculative_method": method,
-        "speculative_model": model if method == "draft_model" else None,
-        "num_speculative_tokens": 3,
-    }
+@pytest.mark.parametrize("proposer", ["half right", "draft model", "eagle"])
+def test_speculation_gives_the_same_tokens(model, proposer, tmp_path):
+    """float32; captured, eager, and in chunks with a pool that is too small. As many drafts as may be, worth it or not."""
     cpu = make_core(model)
-    requests = make_requests(1, 6, cpu.vocab_size)
-    for i, t in enumerate((0.0, 0.0, 0.7)):
-        params = complete(SamplingParams(temperature=t, max_tokens=40, logit_bias={5: 60.0, 9: 59.9} if i else None))
-        requests.append(EngineRequest(f"loop {i}", [5, 9, 5, 9, 5, 9, 7, 5, 9, 5], params, i))
+    requests = make_requests(1, 8, cpu.vocab_size)
     want = run(cpu, requests)
-    for more in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 13, "num_kv_blocks": 24}):
-        core = make_core(model, device="cuda", **options, **more)
+    options = {
+        "half right": {},
+        "draft model": {"speculative_method": "draft_model", "speculative_model": model},
+        "eagle": {"speculative_method": "eagle3", "speculative_model": write_eagle(tmp_path, model)},
+    }[proposer]
+    guesser = Guesser({name: r.ids for name, r in want.items()}, cpu.vocab_size, 0.8) if proposer == "half right" else None
+    for more in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 13, "num_kv_blocks": 16}):
+        core = drafting_core(model, guesser, device="cuda", **options, **more)
         got = run(core, requests)
         for request in requests:
-            assert_same(got[request.id], want[request.id], f"{method}, {more}, {request.id}")
+            assert_same(got[request.id], want[request.id], f"{proposer}, {more}, {request.id}")
+        assert core.speculator.stats.num_drafts > 0
+
+
+def test_grammars_give_the_same_tokens(model):
+    """Masks of the host on logits of captured and eager steps, among requests without a grammar; float32."""
+    pytest.importorskip("llguidance")
+    wishes = [
+        {"regex": "[a-c]{3,12}"}, {"choice": ["wheel", "mill", "water"]}, {"json": {"type": "array", "items": {"type": "integer"}}},
+        {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}},
+    ]  # fmt: skip
+    requests = make_requests(6, 4, 512)
+    for i, (wish, t) in enumerate((w, t) for w in wishes for t in (0.0, 0.9)):
+        params = SamplingParams(temperature=t, max_tokens=20, structured_outputs=StructuredOutputsParams(**wish), logprobs=0)
+        requests.append(EngineRequest(f"grammar {i}", [3, 5, 7 + i], complete(params, eos_token_ids=[2]), i))
+    want = run(make_core(model), requests)
+    for options in ({}, {"enforce_eager": True}):
+        got = run(make_core(model, device="cuda", **options), requests)
+        for request in requests:
+            assert_same(got[request.id], want[request.id], f"{options}, {request.id}")
 
 
 @pytest.fixture(scope="module")
