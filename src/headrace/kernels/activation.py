@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, on_gpu, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, on_gpu, tl
+from headrace.kernels.launcher import Launcher
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -45,6 +46,9 @@ def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIN
     tl.store(out_ptr + row * WIDTH + column, (y * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_launcher = Launcher(_act_mul)
+
+
 @dataclass(frozen=True, slots=True)
 class ActTile:
     """Elements and warps of a program."""
@@ -58,9 +62,8 @@ def act_mul_triton(gate_up: Tensor, kind: Activation, *, tile: ActTile = ActTile
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _act_mul[(rows * -(-width // tile.block),)](
-            gate_up.contiguous(), out, WIDTH=width, BLOCK=tile.block, KIND=kind, num_warps=tile.num_warps, **pdl(gate_up)
-        )
+        grid = rows * -(-width // tile.block)
+        _launcher(grid, (gate_up.contiguous(), out), (), num_warps=tile.num_warps, WIDTH=width, BLOCK=tile.block, KIND=kind)
     return out
 
 

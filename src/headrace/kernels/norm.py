@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, tl
+from headrace.kernels.launcher import Launcher
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -51,6 +52,9 @@ def _rms_norm(
     tl.store(out_ptr + row * WIDTH + column, (x * rstd * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_launcher = Launcher(_rms_norm)
+
+
 @dataclass(frozen=True, slots=True)
 class NormTile:
     """Rows and warps of a program."""
@@ -69,9 +73,9 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Ten
             scale: float, add: bool, tile: NormTile | None) -> None:  # fmt: skip
     rows, width = x.shape
     tile = tile or default_tile(width)
-    _rms_norm[(-(-rows // tile.rows),)](
-        x, residual, weight, out, total, eps, offset, scale, x.stride(0), rows,
-        WIDTH=width, BLOCK=next_power_of_2(width), ROWS=tile.rows, ADD=add, num_warps=tile.num_warps, **pdl(x),
+    _launcher(
+        -(-rows // tile.rows), (x, residual, weight, out, total), (eps, offset, scale, x.stride(0)), (rows,),
+        num_warps=tile.num_warps, WIDTH=width, BLOCK=next_power_of_2(width), ROWS=tile.rows, ADD=add,
     )  # fmt: skip
 
 

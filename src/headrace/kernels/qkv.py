@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, tl
+from headrace.kernels.launcher import Launcher
 from headrace.kernels.norm import rms_norm_reference, rms_norm_triton
 
 
@@ -144,6 +145,9 @@ def _qkv_rope_write(
                 tl.store(cache + tail_at, tail.to(k_cache_ptr.dtype.element_ty), mask=rest)
 
 
+_launcher = Launcher(_qkv_rope_write)
+
+
 @dataclass(frozen=True, slots=True)
 class QkvTile:
     """Heads and warps of a program."""
@@ -168,11 +172,10 @@ def qkv_rope_write_triton(
     """See `qkv_rope_write`."""
     rows = qkv.shape[0]
     q, k, v = qkv.split_with_sizes((num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim), 1)
-    norm = q_norm is not None and k_norm is not None
-    if q_norm is not None and k_norm is not None and q_norm.numel() != head_dim:  # over the whole projection
-        q = rms_norm_triton(q, q_norm, eps, norm_offset)
-        k = rms_norm_triton(k, k_norm, eps, norm_offset)
-        norm = False
+    weights = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+    if weights is not None and weights[0].numel() != head_dim:  # over the whole projection
+        q, k = (rms_norm_triton(x, weight, eps, norm_offset) for x, weight in zip((q, k), weights, strict=True))
+        weights = None
     queries = q.view(rows, num_heads, head_dim)
     kv.rows = (k.view(rows, num_kv_heads, head_dim), v.view(rows, num_kv_heads, head_dim)) if kv.keep_rows else None
     if not rows:
@@ -181,12 +184,13 @@ def qkv_rope_write_triton(
     tile = tile or default_tile(num_heads, head_dim)
     groups = -(-num_heads // tile.heads) + 2 * -(-num_kv_heads // tile.heads)
     k_cache, v_cache = kv.k[layer], kv.v[layer]
-    _qkv_rope_write[(rows * groups,)](
-        q, k, v, positions, cos, sin, slot_mapping, q_norm if norm else cos, k_norm if norm else cos,
-        k_cache, v_cache, eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1),
-        HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half, HALF_PAD=next_power_of_2(half),
-        REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads, NORM=norm, KEEP=kv.keep_rows,
-        num_warps=tile.num_warps, **pdl(qkv),
+    _launcher(
+        rows * groups,
+        (q, k, v, positions, cos, sin, slot_mapping, *(weights or (cos, cos)), k_cache, v_cache),
+        (eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1)),
+        num_warps=tile.num_warps, HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
+        HALF_PAD=next_power_of_2(half), REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads,
+        NORM=weights is not None, KEEP=kv.keep_rows,
     )  # fmt: skip
     return queries
 
