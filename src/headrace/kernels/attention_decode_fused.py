@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.epilogues import runs_triton, soft_cap
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 from headrace.kernels.qkv import rotate_reference
 
 MERGE_ELEMENTS = 4096  # of partial outputs that a merging program holds at once
@@ -28,7 +28,7 @@ class AttentionTile:
 
     `early`: the next kernel may start (and load its weights) while this one reads the cache; else when it is about to end.
     `heads_first`: programs that run side by side read the KV heads of one sequence, which lie together in memory, rather than
-    one head of many sequences.
+    one head of many sequences. `touch`: tiles after the first that are asked into the L2 cache before the wait.
     """
 
     block_n: int = 64
@@ -37,6 +37,7 @@ class AttentionTile:
     min_tiles: int = 1
     early: bool = False
     heads_first: bool = False
+    touch: int = 0
 
 
 class MergeSpace:
@@ -123,7 +124,8 @@ def _decode_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, HEADS_FIRST: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    TOUCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if HEADS_FIRST:
@@ -179,6 +181,13 @@ def _decode_attention_kernel(
     k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
     v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
     if PDL:
+        for i in tl.static_range(TOUCH):
+            n0 = lo + (i + 1) * BLOCK_N
+            if n0 < hi:
+                lines = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)[:, None]
+                lines += (head * stride_head + tl.arange(0, (DIM_BLOCK + 63) // 64) * 64)[None, :]
+                touch(k_ptr + lines)
+                touch(v_ptr + lines)
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
@@ -288,7 +297,7 @@ def decode_attention(
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
         HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early, HEADS_FIRST=tile.heads_first,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
+        TOUCH=tile.touch, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from headrace.kernels.epilogues import (
     soft_cap,
     sumsq_block,
 )
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 
 MAX_ROWS = 256
 SUMSQ_STEP = 16  # partial sums of squares that a tile of many rows adds at a time: all at once would not fit its registers
@@ -39,8 +39,8 @@ class GemmTile:
 
     It takes all rows, or `block_m` (a power of two) of them if there are more.
 
-    The first `prefetch` steps' weights are loaded into shared memory before the wait for the previous kernel, and the next
-    kernel may start to do the same with its own at once.
+    The first `prefetch` steps' weights are loaded into shared memory before the wait for the previous kernel, and those of
+    `touch` steps after them into the L2 cache; with either, the next kernel may start to do the same with its own at once.
     """
 
     block_n: int
@@ -50,6 +50,7 @@ class GemmTile:
     num_stages: int
     prefetch: int = 0
     block_m: int = MAX_ROWS
+    touch: int = 0
 
     def row_block(self, rows: int) -> int:
         """Rows of a program's tile when there are `rows`, those past the last included."""
@@ -94,6 +95,11 @@ def _load_sumsq(sumsq_ptr, tiles, rm, first, BLOCK: tl.constexpr):
 
 
 @jit
+def _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok):
+    return tl.load(residual_ptr + rm[None, :] * N + rn[:, None], mask=row_ok[None, :] & column_ok[:, None], other=0.0)
+
+
+@jit
 def _update_residual(
     acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
 ):  # fmt: skip
@@ -110,9 +116,10 @@ def _skinny_kernel(
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr,
     LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL and PREFETCH > 0:
+    if PDL and PREFETCH + LINES > 0:
         gdc_launch_dependents()
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -132,6 +139,12 @@ def _skinny_kernel(
         early = early + (_load_weights(weights, column_ok, k_start + i * BLOCK_K, k_end, rk, EVEN),)
         if MODE == "glu":
             early_up = early_up + (_load_weights(up_weights, column_ok, k_start + i * BLOCK_K, k_end, rk, EVEN),)
+    if PDL and LINES > 0:  # of 64 weights each; past the end the last one again
+        line = k_start + PREFETCH * BLOCK_K + tl.arange(0, LINES) * 64
+        lines = tl.minimum(rn, N - 1)[:, None].to(tl.int64) * K + tl.minimum(line, K - 1)[None, :]
+        touch(w_ptr + lines)
+        if MODE == "glu":
+            touch(w_ptr + N.to(tl.int64) * K + lines)
     norm = tl.zeros([BLOCK_N], tl.float32)
     if MODE == "residual":
         norm = tl.load(norm_ptr + rn, mask=column_ok, other=0.0).to(tl.float32) + norm_offset
@@ -142,19 +155,17 @@ def _skinny_kernel(
             bias = tl.where(split == 0, bias, 0.0)
     if PDL:
         gdc_wait()
-        if PREFETCH == 0:
+        if PREFETCH + LINES == 0:
             gdc_launch_dependents()
     xs = ()  # all of them are asked for before the first is used: a product's barrier would stop later loads
     for i in tl.static_range(PREFETCH):
         xs = xs + (_load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
-    place = rm[None, :] * N + rn[:, None]
-    ok = row_ok[None, :] & column_ok[:, None]
     # what the epilogue reads is asked for now, where it is small: behind the sums' barriers its latency would show
-    if SUMSQ_BLOCK > 0:
-        sumsq_rows = tl.minimum(rm, M - 1)
+    sumsq_rows = tl.minimum(rm, M - 1)
+    if SUMSQ_BLOCK > 0 and BLOCK_M <= 64:
         sumsq = _load_sumsq(sumsq_ptr, sumsq_tiles, sumsq_rows, 0, SUMSQ_BLOCK)
-    if MODE == "residual" and BLOCK_M <= 64:
-        before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+    if MODE == "residual" and BLOCK_M * BLOCK_N <= 2048:
+        before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.static_range(PREFETCH):
@@ -170,14 +181,18 @@ def _skinny_kernel(
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     if SUMSQ_BLOCK > 0:
-        total = tl.sum(sumsq, 1)
-        if BLOCK_M > 64:
-            for s0 in range(SUMSQ_BLOCK, sumsq_tiles, SUMSQ_BLOCK):
+        if BLOCK_M <= 64:
+            total = tl.sum(sumsq, 1)
+        else:
+            total = tl.zeros([BLOCK_M], tl.float32)
+            for s0 in range(0, sumsq_tiles, SUMSQ_BLOCK):
                 total += tl.sum(_load_sumsq(sumsq_ptr, sumsq_tiles, sumsq_rows, s0, SUMSQ_BLOCK), 1)
         factor = tl.rsqrt(total / K + eps)
         acc = acc * factor[None, :]
         if MODE == "glu":
             up_acc = up_acc * factor[None, :]
+    place = rm[None, :] * N + rn[:, None]
+    ok = row_ok[None, :] & column_ok[:, None]
     if MODE == "glu":
         tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
     elif MODE == "project":
@@ -186,8 +201,8 @@ def _skinny_kernel(
             y = soft_cap(y, softcap)
         tl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
     elif SPLITS == 1:
-        if BLOCK_M > 64:
-            before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+        if BLOCK_M * BLOCK_N > 2048:
+            before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
         _update_residual(acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
                          scale)  # fmt: skip
     else:
@@ -203,8 +218,8 @@ def _skinny_kernel(
             for s in tl.static_range(1, SPLITS):
                 total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
             tl.store(tickets_ptr + whole, 0)
-            if BLOCK_M > 64:
-                before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+            if BLOCK_M * BLOCK_N > 2048:
+                before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
             _update_residual(total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
                              row_ok, scale)  # fmt: skip
 
@@ -220,7 +235,9 @@ def _launch(
         raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
     block_m = tile.row_block(rows)
     k_split = split_width(width, tile)
-    prefetch = min(tile.prefetch, k_split // tile.block_k)
+    steps = k_split // tile.block_k
+    prefetch = min(tile.prefetch, steps)
+    touched = min(tile.touch, steps - prefetch) * tile.block_k // 64
     _skinny_kernel[(-(-columns // tile.block_n), tile.splits, tile.row_tiles(rows))](
         x, weight, bias, sumsq, out, residual, norm, sumsq_out,
         None if space is None else space.partials, None if space is None else space.tickets,
@@ -231,6 +248,7 @@ def _launch(
         SUMSQ_BLOCK=sumsq_block(sumsq, 64) if sumsq is None or block_m <= 64 else SUMSQ_STEP,
         ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
         EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
+        LINES=next_power_of_2(touched) if touched else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ GEMV_ROWS = 4  # up to here the defaults use GEMVs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
 ALONE_BYTES = 208 * 1024  # one to an SM
+TOUCH_BYTES = 128 * 1024  # of weights that a program may ask into the L2 cache before the wait
 MERGE_ELEMENTS = 32768  # partial sums of a tile, 128 KB: about a microsecond for the program that adds them
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
@@ -171,6 +172,12 @@ def _ahead(
     return GemmTile(block_n, 128, splits, warps, 2, prefetch=steps) if held <= most else None
 
 
+def _touched(shape: Shape, tile: GemmTile) -> int:
+    """Steps of a tile whose weights are TOUCH_BYTES at most."""
+    step = 2 * tile.block_k * tile.block_n * (2 if shape.gated else 1)
+    return min(-(-shape.width // (tile.block_k * tile.splits)), TOUCH_BYTES // step)
+
+
 def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
     """What `tune` tries for one product: about twenty tiles."""
     if rows > FEW_ROWS:
@@ -184,18 +191,18 @@ def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
             early = _prefetch(shape, block_n, 256 * warps, 32 * warps, 128 if rows == 1 else 64)
             found.append(GemvTile(block_n, 256 * warps, warps, early))
     if rows > 1:
-        for block_n in (16, 32, 64, 128):
+        for block_n in (16, 32, 64):
             for splits in (1, 2, 4, 8):
                 programs = -(-shape.columns // block_n) * splits
                 if splits > 1 and (not shape.splittable or programs > 4 * FILL or shape.width < 256 * splits):
                     continue
                 if programs < 0.35 * FILL or (splits == 1 and block_n < 64 and programs > 16 * FILL):
                     continue
-                for warps in (4, 8) if block_n > 16 else (2, 4, 8):
-                    ahead = _ahead(shape, rows, block_n, splits, warps, ALONE_BYTES)
-                    found.append(ahead or GemmTile(block_n, 128, splits, warps, 3, prefetch=2))
-                found.append(GemmTile(block_n, 128, splits, 8 if block_n == 128 else 4, 3 if block_n == 128 else 4))
+                ahead = _ahead(shape, rows, block_n, splits, 4, ALONE_BYTES)
+                found.append(ahead or GemmTile(block_n, 128, splits, 4, 3, prefetch=2))
                 found.append(GemmTile(block_n, 64, splits, 4, 6, prefetch=2))
+                for tile in (GemmTile(block_n, 128, splits, 4, 4), GemmTile(block_n, 64, splits, 4, 6)):
+                    found += [tile, replace(tile, touch=_touched(shape, tile))]
     return found
 
 
@@ -223,24 +230,23 @@ def wide_candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
 def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int]]:
     """(tile, programs) pairs that `tune` tries."""
     if rows > FEW_ROWS:
-        fused = [
-            AttentionTile(block_n, warps, stages, 1, False, heads_first)
-            for block_n, warps, stages in ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 3), (32, 2, 4), (64, 8, 3))
-            for heads_first in ((True, False) if (block_n, stages) == (64, 3) else (True,))
+        wide: list[AttentionTile | SplitTile] = [
+            AttentionTile(block_n, 4, stages, 1, False, True, touch)
+            for block_n, stages in ((64, 3), (64, 2), (32, 3), (32, 4)) for touch in (0, 1, 3)
+        ]  # fmt: skip
+        return [(tile, 4 * FILL) for tile in [*wide, SplitTile(64, 4, 3), SplitTile(64, 2, 3)]]
+    if rows <= GEMV_ROWS:
+        return [
+            (AttentionTile(block_n, 4, 3, 1, early), programs)
+            for early in (True, False)
+            for block_n in ((64, 32) if rows <= 2 else (64,))
+            for programs in ((FILL, 2 * FILL) if rows == 1 else (FILL, 2 * FILL, 4 * FILL, 8 * FILL))
         ]
-        pairs: list[tuple[AttentionTile | SplitTile, int]] = [(tile, 4 * FILL) for tile in fused]
-        pairs += [(fused[0], 16 * FILL), (fused[0], 32 * FILL)]
-        return pairs + [(SplitTile(64, warps, 3), 4 * FILL) for warps in (4, 2)]
-    found = [
-        (AttentionTile(block_n, 4, 3, 1, early), programs)
-        for early in (True, False)
-        for block_n in ((64, 32) if rows <= 2 else (64,))
-        for programs in ((FILL, 2 * FILL) if rows == 1 else (FILL, 2 * FILL, 4 * FILL, 8 * FILL))
-    ]
-    if rows > 4:
-        shapes = ((64, 4, 2), (64, 8, 3), (64, 8, 2), (128, 8, 2), (32, 4, 4), (32, 2, 4), (64, 2, 3))
-        found += [(AttentionTile(*shape, 1, True, first), 2 * FILL) for shape in shapes for first in (False, True)]
-    return found
+    return [
+        (AttentionTile(block_n, 4, stages, 1, early, False, touch), programs)
+        for block_n, stages in ((64, 3), (64, 2), (32, 3), (32, 4)) for early in (True, False) for touch in (0, 1, 3)
+        for programs in ((FILL, 4 * FILL) if (block_n, touch) == (64, 1) else (2 * FILL,))
+    ]  # fmt: skip
 
 
 def tune(
