@@ -20,6 +20,7 @@ from typing import Any
 
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.errors import ParameterError
+from headrace.prewarm import prewarm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -201,6 +202,7 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
 
 
 def first_token(options: dict[str, Any]) -> None:
+    prewarm(options.get("device", "auto"))
     from headrace.llm import LLM
     from headrace.sampling.params import SamplingParams
 

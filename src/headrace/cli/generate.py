@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
 from headrace.errors import ParameterError
+from headrace.prewarm import prewarm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +31,11 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise ParameterError("--system", args.system, "a system message only together with --chat")
     params = sampling_params(args)  # a bad value is reported before the model is loaded
+    options = engine_options(args)
+    prewarm(options.get("device", "auto"))
     from headrace.llm import LLM
 
-    with LLM(progress=sys.stderr.isatty(), **engine_options(args)) as llm:
+    with LLM(progress=sys.stderr.isatty(), **options) as llm:
         inputs: list[Any] = list(prompts)
         if args.chat:
             system = [{"role": "system", "content": args.system}] if args.system is not None else []

@@ -41,6 +41,7 @@ from headrace.engine.messages import (
     ToCore,
 )  # fmt: skip
 from headrace.errors import HeadraceError
+from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
     from headrace.engine.core import EngineCore
@@ -195,9 +196,13 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
     begun = threading.Event()
     threading.Thread(target=watch, args=(lambda: loop, begun, send, parent), daemon=True).start()
     try:
+        decoder = msgspec.msgpack.Decoder(EngineConfig)
+        config = decoder.decode(inbox.recv()) if inbox.poll(0) else None  # None: we are to stand by
+        if config is not None:
+            prewarm(config.device)
         module, _, function = builder.partition(":")
         build = getattr(importlib.import_module(module), function)
-        config = msgspec.msgpack.decode(inbox.recv(), type=EngineConfig)
+        config = config or decoder.decode(inbox.recv())
         begun.set()
         engine = build(config)
         resolved = engine.config
