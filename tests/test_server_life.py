@@ -54,7 +54,7 @@ class Reader(threading.Thread):
 
 def test_sigterm_lets_streams_end(model, tmp_path):
     trace = tmp_path / "trace.json"
-    with start(model, tmp_path, "--trace", str(trace), "--stats-interval", "0.5") as server:
+    with start(model, tmp_path, "--trace", str(trace), "--stats-interval", "0.1") as server:
         assert server.http.get("/health").status_code == 200 and server.http.get("/ready").status_code == 503
         early = server.http.post("/v1/completions", json=LONG)
         assert early.status_code == 503 and early.json()["error"]["code"] == "loading" and early.headers["retry-after"]

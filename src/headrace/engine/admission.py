@@ -115,14 +115,15 @@ class Admission:
     waits one step, once, and then finds it in the prefix index (n > 1, shared system prompts).
 
     The rule: the first chunk finds budget and a block now, and the peak of future KV use of all who run, with the
-    candidate, fits the cache (PeakForecast). Where nobody runs it may always start. A head that was refused is asked
-    about again when somebody has given blocks back.
+    candidate, fits the cache (PeakForecast; needless where all could have all that they may ask for). Where nobody runs it
+    may always start. A head that was refused is asked about again when somebody has given blocks back.
     """
 
     def __init__(self, config: SchedulerConfig, tree: RadixTree):
         self._config, self._tree = config, tree
         self._heap: list[tuple[tuple[float, float, int], Entry]] = []  # those who ended in the queue are skipped
         self._refused: Entry | None = None
+        self._promised = 0  # blocks that those who hold some can come to hold
         self.num_waiting = 0
         self.estimate = LengthEstimate()
 
@@ -143,8 +144,13 @@ class Admission:
             self._heap = [item for item in self._heap if not item[1].finished]
             heapify(self._heap)
 
-    def blocks_returned(self) -> None:
+    def left(self, entry: Entry) -> None:
+        """Somebody has given all blocks back."""
         self._refused = None
+        self._promised -= self._most_blocks(entry)
+
+    def _most_blocks(self, entry: Entry) -> int:
+        return -(-(entry.limit - 1) // self._config.block_size)
 
     def waiting(self) -> list[Entry]:
         return [entry for _, entry in self._heap if not entry.finished]
@@ -176,7 +182,8 @@ class Admission:
                 break
             demand = self._demand(entry)
             fits = self._finds_blocks(entry, demand)
-            if fits and crowded:
+            promised = self._promised + self._most_blocks(entry)
+            if fits and crowded and promised > self._config.num_blocks:
                 forecast = forecast or self._forecast(running)
                 fits = forecast.fits(*demand)
             if not fits:
@@ -186,6 +193,7 @@ class Admission:
                 forecast.add(*demand)
             heappop(self._heap)
             self.num_waiting -= 1
+            self._promised = promised
             yield entry
         for item in aside:
             heappush(self._heap, item)

@@ -25,6 +25,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for entry in resident:
         _check_counters(scheduler, entry)
         _check_cursor(entry, scheduler.config.block_size)
+    promised = sum(-(-(entry.limit - 1) // scheduler.config.block_size) for entry in resident)
+    assert scheduler._admission._promised == promised, "what running requests can ask for is miscounted"
     for entry in waiting:
         request = entry.request
         assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"

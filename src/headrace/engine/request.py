@@ -63,12 +63,14 @@ class Request:
 
     @property
     def num_pending(self) -> int:
-        """Tokens sampled by launched steps whose results the host has not read: who computed all that was known, samples."""
-        return 0 if self.status is Status.FINISHED else max(0, self.num_scheduled + 1 - self.num_known)
+        """Tokens sampled by launched steps whose results the host has not read."""
+        return self.num_tokens - self.num_known
 
     @property
     def num_tokens(self) -> int:
-        return self.num_known + self.num_pending
+        known = len(self.prompt_ids) + len(self.output_ids)
+        # who computed all that was known has sampled; what comes after the end is discarded
+        return known if self.status is Status.FINISHED else max(known, self.num_scheduled + 1)
 
     @property
     def num_known(self) -> int:

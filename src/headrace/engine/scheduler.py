@@ -505,7 +505,7 @@ class Scheduler:
         request.block_ids = []
         self._free_slots.append(request.slot)
         request.slot = -1
-        self._admission.blocks_returned()
+        self._admission.left(entry)
         if not entry.finished:
             request.status = Status.WAITING
             request.num_scheduled = 0

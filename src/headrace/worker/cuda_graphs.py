@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -75,17 +76,19 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
 
     def size_for(self, rows: int) -> int:
-        return next(s for s in self.sizes if s >= rows)
+        return self.sizes[bisect_left(self.sizes, rows)]
 
     def bucket_for(self, context: int, size: int) -> int:
         """Only a small batch gains by a graph for short contexts: there attention's split of them shows."""
-        fitting = [b for b in self.buckets if b >= context]
-        return fitting[1] if fitting[0] == SHORT_CONTEXT and size > SHORT_ROWS and len(fitting) > 1 else fitting[0]
+        place = bisect_left(self.buckets, context)
+        small = self.buckets[place] == SHORT_CONTEXT and place + 1 < len(self.buckets)
+        return self.buckets[place + 1] if small and size > SHORT_ROWS else self.buckets[place]
 
     def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> Captured:
         """Launch the step of the rows `numbers` [3, R] int32 (slot, position, new block or -1), contexts up to `context`."""
         count = numbers.shape[1]
-        size, bucket = self.size_for(count), self.bucket_for(context, self.size_for(count))
+        size = self.size_for(count)
+        bucket = self.bucket_for(context, size)
         captured = self._graphs.get((size, bucket, tail)) or self.capture(size, bucket, tail)
         padded = np.full((3, size), -1, np.int32)
         padded[0] = self.state.dummy_slot

@@ -26,6 +26,7 @@ from headrace.speculative.verify import kept_rows
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, new_blocks, sequences
 from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
+from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
     from headrace.worker.cuda_graphs import DecodeGraphs
@@ -79,7 +80,7 @@ class ModelRunner:
         pending = self._replay(plan, tail)
         if tail is Tail.LOGITS:
             return self.sample(pending)
-        return StepHandle(pending, pending.sampled, self.device)
+        return StepHandle(pending, pending.sampled, self.state.staging)
 
     def idle(self) -> bool:
         """There is nothing to run: prepare for what may come. False if there is nothing left to prepare."""
@@ -115,8 +116,9 @@ class ModelRunner:
         count = numbers.shape[1]
         pending = Pending(plan, plan.others, None if captured.logits is None else captured.logits[:count])
         if captured.token_ids is not None and captured.failed is not None:
-            token_ids, failed, kept = captured.token_ids[:count], captured.failed[:count], None
+            token_ids, failed, kept = captured.token_ids, captured.failed, None
             if guesses is not None:
+                token_ids, failed = token_ids[:count], failed[:count]
                 kept = kept_rows(token_ids, guesses, failed, self.state.staging.upload(first_rows(counts)))
             pending.sampled = DeviceOutput(token_ids, failed, {}, kept=kept)
         return pending
@@ -153,7 +155,7 @@ class ModelRunner:
         output = None
         if pending.logits is not None:
             output = self.sampler(pending.logits, pending.plan.decodes, pending.chunks, masks)
-        return StepHandle(pending, output, self.device)
+        return StepHandle(pending, output, self.state.staging)
 
     def _write_drafts(self, plan: StepPlan) -> None:
         """Put the drafts where the forward finds its ids: those that the host knows, and then those of the drafter."""
@@ -214,24 +216,18 @@ def is_decode(plan: StepPlan) -> bool:
 class StepHandle:
     """The result of a launched step, on its way to the host."""
 
-    def __init__(self, pending: Pending, output, device: torch.device):
+    def __init__(self, pending: Pending, output: DeviceOutput | None, staging: Staging):
         self.plan = pending.plan
         self._chunks = pending.chunks
-        self._cuda = device.type == "cuda"
-        self._output = None if output is None else output.to_host(self._host)
-        self._prompt = [(c, self._host(i), self._host(p), self._host(r)) for c, i, p, r in pending.prompt_logprobs]
-        self._pooled = [(c, self._host(v)) for c, v in pending.pooled]
+        host = staging.download
+        self._output = None if output is None else output.to_host(host)
+        self._prompt = [(c, host(i), host(p), host(r)) for c, i, p, r in pending.prompt_logprobs]
+        self._pooled = [(c, host(v)) for c, v in pending.pooled]
         self._done = None
         self.finished = time.perf_counter()  # when the device was done, as far as the host knows
-        if self._cuda:
+        if staging.device.type == "cuda":
             self._done = torch.cuda.Event()
             self._done.record()
-
-    def _host(self, tensor: Tensor) -> Tensor:
-        if not self._cuda:
-            return tensor.cpu()
-        target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return target.copy_(tensor, non_blocking=True)
 
     def result(self) -> StepResult:
         """Wait for the step and read what it produced."""
@@ -250,8 +246,9 @@ class StepHandle:
         failed = {row for row in bad if row < count}
         logprobs = {}
         for row in output.logprob_rows:
-            if row < count:
-                logprobs[row] = [output.logprobs_of(row, decodes.requests[row].params.logprobs)]
+            num_top = decodes.requests[row].params.logprobs if row < count else None
+            if num_top is not None:
+                logprobs[row] = [output.logprobs_of(row, num_top)]
         index = {id(c): i for i, c in enumerate(others)}
         kept = None if output.kept is None else output.kept.tolist()
         row = count

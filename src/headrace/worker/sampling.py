@@ -61,7 +61,7 @@ class SlotEdits:
 
 @dataclass(slots=True)
 class DeviceOutput:
-    """Ids and logprobs of R rows; `to_host` starts their copies, then `logprobs_of` reads them."""
+    """Ids and logprobs of R rows, perhaps with padded ones behind; `to_host` starts their copies, `logprobs_of` reads them."""
 
     token_ids: Tensor
     failed: Tensor

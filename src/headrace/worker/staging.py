@@ -1,4 +1,4 @@
-"""Host arrays to the device without waiting: two pinned buffers in turn, one per launched step."""
+"""Host arrays to the device and results back without waiting: two pinned buffers in turn, one per launched step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 class Staging:
     """Copies small numpy arrays to the device. On the CPU a tensor simply shares the array's memory.
 
-    On a GPU an asynchronous copy reads its pinned source later than this call returns. A buffer is therefore written again
-    only two steps on: `next_step` is called once per step, and the step before the previous one has been settled by then.
+    On a GPU an asynchronous copy reads or writes its pinned side later than this call returns. A buffer is therefore used
+    again only two steps on: `next_step` is called once per step, and the step before the previous one has been settled by
+    then, its results read.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 22):
@@ -28,14 +29,21 @@ class Staging:
     def pin(self, array: np.ndarray) -> Tensor:
         """A pinned copy of `array` that stays as it is until two steps on."""
         source = torch.from_numpy(np.ascontiguousarray(array))
-        size = source.numel() * source.element_size()
+        return self._room(source).copy_(source)
+
+    def _room(self, like: Tensor) -> Tensor:
+        size = like.numel() * like.element_size()
         begin = -(-self._used // 16) * 16
         if begin + size > self._capacity:  # rare and large: a buffer of its own, which the copy's stream keeps alive
-            return source.pin_memory()
+            return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
         self._used = begin + size
-        pinned = self._pinned[self._turn][begin : self._used].view(source.dtype).view(source.shape)
-        pinned.copy_(source)
-        return pinned
+        return self._pinned[self._turn][begin : self._used].view(like.dtype).view(like.shape)
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the host, to be read when the step is done and before the step after the next."""
+        if self.device.type != "cuda":
+            return tensor.cpu()
+        return self._room(tensor).copy_(tensor, non_blocking=True)
 
     def upload(self, array: np.ndarray) -> Tensor:
         """`array` as a tensor on the device, same shape and dtype."""
