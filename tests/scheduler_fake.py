@@ -59,6 +59,8 @@ class FakeDevice:
         self.tables: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
         self.owner: list[Request | None] = [None] * config.max_num_seqs
         self.kv: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
+        self.accepted = [0] * config.max_num_seqs  # drafts, of the last step with drafts
+        self.breaks = lambda: False  # whether a chunk with drafts comes to nothing
         self.flight: deque[tuple[StepPlan, dict[Request, list[int]], list[list[int]]]] = deque()
         self.max_num_batched_tokens = config.max_num_batched_tokens
 
@@ -97,13 +99,17 @@ class FakeDevice:
     def _compute(self, chunk, table: list[int]) -> list[int]:
         ids, size, request = self.ids[chunk.slot], self.block_size, chunk.request
         context, contexts = 0, []
-        for i, draft in enumerate(chunk.drafts):
-            ids[chunk.start + 1 + i] = draft
-        for position in range(chunk.stop):
-            context = extend(context, ids[position])
+        moved = self.accepted[chunk.slot] if chunk.slack else 0
+        start, stop = chunk.start + moved, chunk.stop + moved
+        assert moved <= chunk.slack and chunk.stop + chunk.slack <= len(table) * size, "no block for what may be accepted"
+        for position, draft in enumerate(chunk.drafts, chunk.start + 1):
+            if position > start:
+                ids[position] = draft
+        for position in range(stop):
+            context = extend(context, ids.get(position, 0))
             contexts.append(context)
             block = table[position // size]
-            if position >= chunk.start:
+            if position >= start:
                 self._write(request, block, position % size, context)
             else:
                 assert self.kv[block][position % size] == context, (
@@ -111,16 +117,24 @@ class FakeDevice:
                 )
         if not chunk.samples:
             return []
-        taken = []
-        first = chunk.stop - chunk.num_drafts
-        assert chunk.output_index == max(0, first - len(request.prompt_ids))
-        for i, position in enumerate(range(first, chunk.stop + 1)):
+        taken: list[int] = []
+        first = stop - chunk.num_drafts
+        index = chunk.output_index + moved
+        assert index == max(0, first - len(request.prompt_ids))
+        if chunk.num_drafts and self.breaks():
+            self.accepted[chunk.slot] = -1
+            return []
+        for i, position in enumerate(range(first, stop + 1)):
+            # the host decides what is masked, from what it knows
             masked = chunk.output_index + i < request.params.min_tokens
+            assert masked == (index + i < request.params.min_tokens), "a row's mask depends on what is not known"
             token = sample(request.seed, position, contexts[position - 1], masked)
             taken.append(token)
-            if i == chunk.num_drafts or token != chunk.drafts[i]:
+            if i == chunk.num_drafts or token != ids.get(position, 0):
                 ids[position] = token
                 break
+        if chunk.num_drafts:
+            self.accepted[chunk.slot] = len(taken) - 1
         return taken
 
     def _write(self, request: Request, block: int, offset: int, context: int) -> None:

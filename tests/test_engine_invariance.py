@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafting import drafting_core
 from engine_driver import BLOCK, assert_same, complete, make_core, make_requests, run
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
@@ -74,14 +75,18 @@ def test_any_schedule_gives_the_same_tokens(model, vocab, alone, schedule):
 @pytest.fixture(scope="module")
 def cores(model):
     """Cores that live through all examples: caches get warm, slots and blocks are reused."""
+    itself = {"speculative_method": "draft_model", "speculative_model": model}
     return [
         make_core(model),
         make_core(model, num_kv_blocks=13, max_num_batched_tokens=9, max_num_seqs=4),
         make_core(model, num_kv_blocks=20, async_scheduling=False, max_num_batched_tokens=16),
+        drafting_core(model, overlap=True, **itself),
+        drafting_core(model, overlap=True, **itself, num_kv_blocks=13, max_num_batched_tokens=9, max_num_seqs=4),
+        drafting_core(model, num_kv_blocks=20, max_num_batched_tokens=16),
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_arrivals_and_aborts_change_nobody_else(vocab, alone, cores, data):
     seed = data.draw(st.integers(0, 5), label="requests")

@@ -58,9 +58,15 @@ def test_equals_the_decoder(name: str, table: str) -> None:
     batch, kv = decode_batch(config, LENGTHS, 16)
     _, kv_expected = decode_batch(config, LENGTHS, 16)
     decoder = Decoder(config, weights, TorchAttention())
-    expected = decoder.logits(decoder.forward(batch, kv_expected))
     fast = FastDecode(config, weights, 4, CPU, TABLES[table])
+    streams: dict[object, list[tuple[int, Tensor]]] = {decoder: [], fast: []}
+    for path, seen in streams.items():
+        path.tap = lambda layer, residual, batch, seen=seen: seen.append((layer, residual.clone()))
+    expected = decoder.logits(decoder.forward(batch, kv_expected))
     assert_close(fast.forward(batch, kv), expected)
+    for (layer, ours), (layer_expected, theirs) in zip(*(streams[path] for path in (fast, decoder)), strict=True):
+        assert layer == layer_expected
+        assert_close(ours, theirs)
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
         assert_close(ours, theirs)
 

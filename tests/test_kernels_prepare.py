@@ -21,13 +21,15 @@ def test_rows_equal_the_reference(count):
     floats = torch.from_numpy(rng.random((slots, 6)).astype(np.float32))
     ints = torch.from_numpy(rng.integers(-(2**62), 2**62, (slots, 4)))
     ints[:, 1:] %= 1000
-    position = rng.integers(-1, length, count)
-    new_block = np.where(position % block_size == 0, rng.integers(0, 500, count), -1)
-    numbers = torch.from_numpy(np.stack([rng.permutation(slots)[:count], position, new_block]).astype(np.int32))
+    accepted = torch.from_numpy(rng.integers(-1, 5, slots).astype(np.int32))
+    position = rng.integers(-1, length - 4, count)
+    unsure = np.where(position > 0, rng.integers(-1, 5, count), -1)  # also of padded rows: -1
+    new_block = np.where((position % block_size == 0) & (unsure <= 0), rng.integers(0, 500, count), -1)
+    numbers = torch.from_numpy(np.stack([rng.permutation(slots)[:count], position, new_block, unsure]).astype(np.int32))
     got, want = (DecodeRows.empty(count, torch.device("cpu")) for _ in range(2))
     tables_got, tables_want = tables.clone(), tables.clone()
-    prepare.launch(numbers, token_table, tables_got, floats, ints, got, block_size)
-    prepare_decode_reference(numbers, token_table, tables_want, floats, ints, want, block_size=block_size)
+    prepare.launch(numbers, token_table, tables_got, floats, ints, accepted, got, block_size)
+    prepare_decode_reference(numbers, token_table, tables_want, floats, ints, accepted, want, block_size=block_size)
     assert torch.equal(tables_got, tables_want)
     real = position >= 0
     for name in DecodeRows.__slots__:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafting import drafting_core, write_eagle
 from engine_driver import complete, make_core, run
 from headrace.engine.messages import EngineRequest
 from headrace.errors import CheckpointError
 from headrace.sampling.params import SamplingParams
 from headrace.speculative.eagle import tapped_layers
-from test_speculative_engine import drafting_core, write_eagle
 from tiny_models import write_tiny
 
 DRAFTS = 4
@@ -76,32 +77,38 @@ def streams(model: str, tokens: list[int]) -> tuple[Tensor, Tensor]:
     return torch.cat(seen[:3], -1), core.runner.decoder.embedding
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 20, "block_size": 4}])
+@pytest.mark.parametrize("options", [
+    {}, {"overlap": True}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 20, "block_size": 4, "overlap": True},
+])  # fmt: skip
 def test_drafts_follow_the_definition(model, head, options):
-    """In every step: after chunks, after a prefix hit, after drafts that were right and wrong."""
+    """In every step: after chunks, after a prefix hit, after drafts that were right and wrong, settled or not."""
+    params = complete(SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+    prompt = [(7 * i) % 500 for i in range(21)]
+    request = EngineRequest("a", prompt, params, 1)
+    tokens = prompt + run(make_core(model), [request])["a"].ids
+    features, embedding = streams(model, tokens)
     core = drafting_core(model, speculative_method="eagle3", speculative_model=head, **options)
-    drafter, state = core.runner.drafter, core.runner.state
+    drafter, state, rng = core.runner.drafter, core.runner.state, random.Random(3)
     proposed: list[tuple[int, list[int]]] = []
     propose = drafter.propose
 
     def recording(chunks) -> None:
         propose(chunks)
         for c in chunks:
-            proposed.append((c.start, state.token_ids[c.slot, c.start + 1 : c.stop].tolist()))
+            start = c.start + (int(state.accepted[c.slot]) if c.slack else 0)
+            proposed.append((start, state.token_ids[c.slot, start + 1 : start + 1 + c.num_drafts].tolist()))
+            for position in range(start + 1, min(start + 1 + rng.randint(0, c.num_drafts), len(tokens))):
+                state.token_ids[c.slot, position] = tokens[position]  # the random head's own guess is never right
 
     drafter.propose = recording
-    params = complete(SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))
     weights = load_file(Path(head) / "model.safetensors")
-    prompt = [(7 * i) % 500 for i in range(21)]
     for _ in range(2):  # the second time the prompt is cached
         proposed.clear()
-        result = run(core, [EngineRequest("a", prompt, params, 1)])["a"]
-        tokens = prompt + result.ids
-        features, embedding = streams(model, tokens)
-        assert len(proposed) > 5
+        result = run(core, [request])["a"]
+        assert prompt + result.ids == tokens and len(proposed) > 5
         for start, drafts in proposed:
             assert drafts == guesses(weights, embedding, tokens[: start + 1], features[:start], len(drafts)), start
-    assert result.cached > 0
+    assert result.cached > 0 and core.speculator.stats.num_accepted_tokens > 10
 
 
 def changed(head: str, path: Path, change) -> str:

@@ -19,22 +19,25 @@ class DraftingEngine(FakeEngine):
     def __init__(self, config: SchedulerConfig, depth: int = 0, *, seed: int = 0, p_right: float = 0.7, most: int = 9):
         super().__init__(config, depth)
         self.rng, self.p_right, self.most = random.Random(seed), p_right, most
-        self.num_drafts = self.num_accepted = 0
-        self.p_broken = 0.0
+        self.num_drafts = self.num_accepted = self.num_ahead = 0
+        self.p_broken, self.p_settle = 0.0, 0.5
+        self.device.breaks = lambda: self.rng.random() < self.p_broken
 
-    def guesses(self, request, count: int) -> list[int]:
+    def guesses(self, chunk) -> list[int]:
+        """For the positions from chunk.start + 1 on, which may be followed by those that the step in flight verifies."""
+        request, count = chunk.request, chunk.slack + chunk.num_drafts
         expected, _ = reference(request.prompt_ids, request.seed, request.params, self.scheduler.config.max_model_len)
-        right = expected[len(request.output_ids) :][:count]
+        right = expected[chunk.start + 1 - len(request.prompt_ids) :][:count]
         while right and self.rng.random() > self.p_right ** len(right):
             right.pop()
         return right + [self.rng.randrange(VOCAB) for _ in range(count - len(right))]
 
     def schedule(self) -> StepPlan | None:
-        if self.rng.random() < 0.7:  # guesses need what was sampled last
+        if self.rng.random() < self.p_settle:  # as for guesses that need what was sampled last
             while self.device.flight:
                 self.settle()
         for request in self.scheduler.decoding:
-            request.num_drafts = self.rng.randint(0, self.most) if request.num_pending == 0 else 0
+            request.num_drafts = self.rng.randint(0, self.most)
         plan = super().schedule()
         if plan is None:
             return None
@@ -43,19 +46,16 @@ class DraftingEngine(FakeEngine):
             if chunk.num_drafts:
                 assert chunk.num_drafts <= chunk.request.num_drafts and chunk.num_tokens == 1 + chunk.num_drafts
                 assert rows <= self.scheduler.config.max_draft_rows
-                chunk.drafts = self.guesses(chunk.request, chunk.num_drafts)
+                chunk.drafts = self.guesses(chunk)
                 self.num_drafts += chunk.num_drafts
+                self.num_ahead += chunk.slack > 0
         assert plan.num_drafts == sum(chunk.num_drafts for chunk in plan.chunks)
         return plan
 
     def settle(self, failed=frozenset()):
         plan, _, sampled = self.device.flight[0]
-        for i, chunk in enumerate(plan.chunks):
-            if chunk.num_drafts and self.rng.random() < self.p_broken:
-                sampled[i] = []
-        self.num_accepted += sum(
-            max(0, len(ids) - 1) for chunk, ids in zip(plan.chunks, sampled, strict=True) if chunk.num_drafts
-        )
+        chunks = zip(plan.chunks, sampled, strict=True)
+        self.num_accepted += sum(max(0, len(ids) - 1) for chunk, ids in chunks if chunk.num_drafts)
         return super().settle(failed)
 
 
@@ -68,7 +68,7 @@ class DraftFuzz(Fuzz):
         self.engine = DraftingEngine(
             self.config, self.engine.depth, seed=seed, p_right=rng.choice([0.0, 0.5, 0.9, 1.0]), most=rng.choice([1, 3, 20])
         )
-        self.engine.p_broken = rng.choice([0.0, 0.0, 0.1])
+        self.engine.p_broken, self.engine.p_settle = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.3, 0.9])
         if greedy:
             self.engine.admit_greedily()
 

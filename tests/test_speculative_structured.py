@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
+from drafting import Guesser, capture_nothing, drafting_core
 from engine_driver import Result, assert_same, complete, make_core, run
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
 from structured_driver import EOS, encode
-from test_speculative_engine import Guesser, drafting_core
 from tiny_models import write_tiny
 
 SCHEMA = {
@@ -52,7 +52,7 @@ def alone(model) -> dict[str, Result]:
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"num_kv_blocks": 30}, {"max_num_batched_tokens": 9, "num_kv_blocks": 64}, {"async_scheduling": False, "speculative_max_rows": 10},
+    {}, {"num_kv_blocks": 30, "overlap": True}, {"max_num_batched_tokens": 9, "num_kv_blocks": 64, "overlap": True}, {"async_scheduling": False, "speculative_max_rows": 10},
 ])  # fmt: skip
 @pytest.mark.parametrize("p_right", [None, 0.7, 1.0])
 def test_constrained_output_is_the_same(model, alone, options, p_right):
@@ -67,10 +67,27 @@ def test_constrained_output_is_the_same(model, alone, options, p_right):
 
 
 def test_a_draft_model_leaves_constrained_requests_to_the_grammar(model, alone):
-    core = drafting_core(model, max_model_len=200, speculative_method="draft_model", speculative_model=model)
+    core = drafting_core(model, overlap=True, max_model_len=200, speculative_method="draft_model", speculative_model=model)
     results = run(core, mixed())
     for name, want in alone.items():
         assert_same(results[name], want, name)
+    core.close()
+
+
+@pytest.mark.parametrize("p_right", [None, 0.7])
+def test_masks_of_drafts_in_captured_steps(model, alone, p_right):
+    """The graph ends with the logits; masks, one for each draft, and the verification follow it."""
+    core = drafting_core(model, overlap=True, max_model_len=200)
+    if p_right is not None:
+        core.speculator.proposer = Guesser({name: r.ids for name, r in alone.items()}, core.vocab_size, p_right)
+    graphs = capture_nothing(core)
+    masked: list[int] = []
+    masks = core.structured.masks
+    core.structured.masks = lambda rows: masked.append(sum(len(drafts) for _, _, drafts in rows)) or masks(rows)
+    results = run(core, mixed())
+    for name, want in alone.items():
+        assert_same(results[name], want, name)
+    assert graphs.replays > 20 and sum(masked) > 20
     core.close()
 
 
@@ -101,6 +118,6 @@ def test_user_processors_see_no_guesses(model):
     params = complete(SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logits_processors=[processor]))
     want = run(make_core(model), [EngineRequest("a", [1, 2, 1, 2, 1], params, 1)])["a"]
     seen, calls = calls, []
-    core = drafting_core(model, Guesser({"a": want.ids}, 512, 1.0))
+    core = drafting_core(model, Guesser({"a": want.ids}, 512, 1.0), overlap=True)
     assert_same(run(core, [EngineRequest("a", [1, 2, 1, 2, 1], params, 1)])["a"], want)
     assert calls == seen

@@ -166,7 +166,7 @@ class FlashAttention3(TritonAttention):
                 shape = (FA3_GATHER, *kv.k[0].shape[2:])
                 self.gathered = (kv.k[0].new_empty(shape), kv.v[0].new_empty(shape))
         self.lengths = {}
-        if rows != part.num_seqs * part.tokens or self.keys != part.num_seqs * part.context:
+        if not batch.exact or rows != part.num_seqs * part.tokens or self.keys != part.num_seqs * part.context:
             self.lengths = {
                 "cu_seqlens_q": query_start, "cu_seqlens_k": self.key_start,
                 "max_seqlen_q": part.tokens, "max_seqlen_k": part.context,

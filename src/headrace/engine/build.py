@@ -100,6 +100,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     graphs = decode_graphs(config, decoder, fast, kv, state)
     structured = structured_output(config, model, checkpoint)
     drafter = None if draft is None else draft.drafter(config, decoder, weights.num_bytes, plan.num_blocks, state)
+    if fast is not None:
+        fast.tap = decoder.tap  # an EAGLE-3 head reads the model's inside, whatever runs it
     speculator = make_speculator(config, structured, drafter, device)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -149,7 +151,7 @@ def fast_decode(
     config: EngineConfig, model: ModelConfig, weights: DecoderWeights, dtype: torch.dtype, device: torch.device
 ) -> FastDecode | None:
     """The small-batch path, where there is a card and it can run the model."""
-    if device.type != "cuda" or config.speculative_method == "eagle3":  # whose head reads the decoder's inside
+    if device.type != "cuda":
         return None
     from headrace.model.fast_decode import MAX_ROWS, FastDecode
     from headrace.model.tile_store import load_tiles

@@ -177,14 +177,11 @@ class EngineCore:
             self.structured.close()
 
     def _choose_drafts(self, speculator: Speculator) -> Outputs | None:
-        """Let the next step have drafts. If there may be some, the step in flight is settled first."""
+        """Let the next step have drafts."""
         outputs = None
-        if self._in_flight is not None and (self._in_flight[0].num_drafts or speculator.wants(self.scheduler.decoding)):
+        if self._in_flight is not None and speculator.settles_first(self._in_flight[0], self.scheduler.decoding):
             outputs = self._settle_in_flight()
-        if self._in_flight is None:
-            speculator.choose(self.scheduler.decoding)
-        else:
-            speculator.pause()
+        speculator.choose(self.scheduler.decoding)
         return outputs
 
     def _add_compiled(self) -> None:
@@ -236,7 +233,8 @@ class EngineCore:
         settled = self.scheduler.settle(plan, result.tokens, result.others, result.failed)
         outputs = self._outputs(plan, settled, result)
         if self.speculator is not None:
-            self.speculator.settled(plan, result.token_ids)
+            self.speculator.observe(self.times.schedule + self.times.launch, waited - handle.launched)
+            self.speculator.settled(plan, result.others)
         if self.structured is not None and self.structured.has_any:
             for name, token in zip(settled.ids, settled.tokens, strict=True):
                 self.structured.accept(name, [token])

@@ -20,7 +20,7 @@ class Entry:
     """
 
     __slots__ = (
-        "caching", "capacity", "cursor", "delayed", "drafting", "due", "ids", "last_step", "limit", "max_output", "min_output",
+        "ahead", "caching", "capacity", "cursor", "delayed", "due", "ids", "last_step", "limit", "max_output", "min_output",
         "num_hit", "num_indexed", "num_prompt", "output", "parted", "path", "rank", "reads_cache", "request", "stops",
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ class Entry:
         self.parted = False  # wants no more rows, but launched steps may hold some; it leaves with the last
         self.last_step = 0  # the number of the last step that holds its row; of a batch's member: before it became one
         self.due = 0  # when, on the clock of the batch in which it runs, it must be looked at
-        self.drafting = False  # a launched step verifies drafts: how many tokens there are is not known
+        self.ahead: tuple[Step, Chunk] | None = None  # scheduled behind drafts that have not settled
         self.caching = caching
         self.rest()
 

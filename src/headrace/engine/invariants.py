@@ -53,8 +53,16 @@ def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entr
     assert hungry is None or hungry in scheduler._decoding or hungry in scheduler._prefilling, "blocks are kept for nobody"
     _check_flights(scheduler, resident)
     _check_batch(scheduler, resident)
+    drafts = Counter[Entry]()
+    for number, step in scheduler._flight.items():
+        for entry, chunk in zip(step.entries, step.chunks, strict=True):
+            drafts[entry] += chunk.num_drafts
+            if chunk.slack and not entry.finished:
+                assert entry.ahead == (step, chunk), f"{entry.request.id}: step {number} is behind drafts that have settled"
+    for entry in resident:
+        assert entry.request.num_unsure == drafts[entry], f"{entry.request.id}: drafts in flight miscounted"
     drafting = sum(chunk.num_drafts > 0 for step in scheduler._flight.values() for chunk in step.chunks)
-    assert drafting == scheduler._num_drafting == sum(entry.drafting for entry in resident), "drafts in flight miscounted"
+    assert drafting == scheduler._num_drafting, "chunks with drafts miscounted"
 
 
 def _check_flights(scheduler: Scheduler, resident: list[Entry]) -> None:
@@ -82,7 +90,7 @@ def _check_batch(scheduler: Scheduler, resident: list[Entry]) -> None:
         assert entry.request.clock is None, f"{entry.request.id} moves on without decoding"
     for entry in members:
         request = entry.request
-        assert not entry.drafting, f"{request.id} has drafts and moves on without them"
+        assert not request.num_unsure, f"{request.id} has drafts and moves on without them"
         assert entry in batch._agenda[entry.due], f"{request.id} is due and nobody knows"
         position = request.num_scheduled
         while (position + 1) % size and position < entry.capacity and position + 2 < entry.limit:
@@ -125,7 +133,7 @@ def _check_counters(scheduler: Scheduler, entry: Entry) -> None:
     request, size = entry.request, scheduler.config.block_size
     blocks = -(-request.num_scheduled // size)
     held = len(request.block_ids)
-    most = -(-(request.num_scheduled + scheduler.config.max_draft_rows) // size)  # rejected drafts leave their blocks
+    most = -(-(request.num_scheduled + 2 * scheduler.config.max_draft_rows) // size)  # of two steps; rejected ones leave blocks
     assert blocks <= held <= most, f"{request.id}: {held} blocks, {blocks} needed"
     assert entry.capacity == held * size, f"{request.id}: capacity {entry.capacity} of {held} blocks"
     if entry.finished:

@@ -11,7 +11,12 @@ from headrace.engine.request import Request
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """`num_tokens` tokens of one request, at positions [start, start + num_tokens)."""
+    """`num_tokens` tokens of one request, at positions [start, start + num_tokens).
+
+    With `slack` the step before this one verifies so many drafts and has not settled: `start` and `output_index` are those of
+    no draft accepted, and the device adds what it did accept (at most `slack`; -1: the step came to nothing, and this one
+    computes its token again). When that step settles, the scheduler does the same here and sets `slack` to 0.
+    """
 
     request: Request
     slot: int
@@ -23,7 +28,8 @@ class Chunk:
     block_offset: int = 0  # index in the block table of new_blocks[0]
     output_index: int = 0  # which output token this step samples (0 = the first): known with overlap too
     num_drafts: int = 0  # the last rows are guesses of what the rows before them sample; every one of them is verified
-    drafts: Sequence[int] = ()  # their ids where the host knows them; else the worker's drafter finds them
+    drafts: Sequence[int] = ()  # ids for the positions from start + 1 on, where the host guesses; else the worker's drafter
+    slack: int = 0
     draft_index: int = 0  # of a row on its own (sampled_rows): how many drafts stand before its token and with it
 
     @property
@@ -43,7 +49,7 @@ class Chunk:
         return [
             Chunk(
                 self.request, self.slot, first + i, 1, True,
-                output_index=self.output_index + i, drafts=self.drafts[:i], draft_index=i,
+                output_index=self.output_index + i, drafts=self.drafts[:i], slack=self.slack, draft_index=i,
             )
             for i in range(1 + self.num_drafts)
         ]  # fmt: skip
@@ -95,6 +101,11 @@ class StepPlan:
                 decodes[row].new_blocks, decodes[row].block_offset = [block], index
             self._chunks = decodes + self.others
         return self._chunks
+
+    @property
+    def unsure(self) -> bool:
+        """Whether some rows may be further on than the host knows."""
+        return any(c.slack for c in self.others)
 
     @property
     def num_tokens(self) -> int:

@@ -46,6 +46,7 @@ class Request:
     offset: int = 0  # num_scheduled, but for what the clock says
     clock: Clock | None = None  # of the batch of decodes in which it runs
     num_drafts: int = 0  # guesses of its next tokens that somebody has, to be verified in its next decode
+    num_unsure: int = 0  # drafts in launched steps: how many of them are right the host has not read
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"

@@ -136,8 +136,9 @@ class Scheduler:
         """Take a launched plan's result; steps settle in their order.
 
         `tokens` are the ids of the decodes, `sampled[i]` those of the other chunk i: empty if it does not sample, or has
-        drafts and is to be computed again without (a NaN of theirs reaches the rows before them in attention). The rows
-        in `failed` (decodes, then chunks) have no valid result and end their requests with "error".
+        drafts and is to be computed again without (a NaN of theirs reaches the rows before them in attention), which a step
+        behind it does already (Chunk.slack). The rows in `failed` (decodes, then chunks) have no valid result and end their
+        requests with "error".
         """
         step = self._flight.pop(plan.step)
         self._num_settled = plan.step
@@ -153,15 +154,18 @@ class Scheduler:
         plain = self._settle_decodes(step, tokens, results)
         for entry, chunk, ids in zip(step.entries, step.chunks, sampled, strict=True):
             if chunk.num_drafts:
-                entry.drafting = False
+                entry.request.num_unsure -= chunk.num_drafts
                 self._num_drafting -= 1
-                if not ids and not entry.finished:
-                    self._take_back(entry)
-                    continue
+                if not entry.finished:
+                    self._accept(entry, len(ids) - 1)
             if entry.parted:
                 self._settle_parted(entry, ids if chunk.samples else None, results)
             elif chunk.samples:
-                results.append((entry.request, self._take(entry, ids)))
+                taken = self._take(entry, ids)
+                if taken or entry.finished:
+                    results.append((entry.request, taken))
+                if chunk.num_drafts and entry.request.num_tokens >= entry.limit and not entry.parted:
+                    self._part(entry)  # a launched step samples its last token
         return Settled(*plain, results)
 
     # ---- the three parts of a step
@@ -178,18 +182,18 @@ class Scheduler:
         due, now = batch.due(), batch.clock.now
         everyone = speculating or len(members) < len(self._decoding)
         for entry in self._decoding if everyone else due:  # may lose its tail to preemption on the way, never what was visited
-            member = entry in batch
+            member, request = entry in batch, entry.request
             if not member and not everyone:
                 continue
-            if speculating:
-                if entry.drafting:
-                    continue
-                count = self._draft_count(entry, most_drafts - step.num_drafts) if entry.request.num_drafts else 0
-                if count:
+            if speculating and (request.num_drafts or request.num_unsure):
+                most = max(0, most_drafts - step.num_drafts) if len(self._decoding) <= budget else -1
+                count = self._draft_count(entry, most)
+                if count > 0 or (count == 0 and request.num_unsure):
                     if member:
                         batch.leave(entry, self._num_steps)
                     step.entries.append(entry)
-                    step.chunks.append(self._verify(entry, step, count))
+                    step.chunks.append(self._speculate(entry, step, count))
+                if count > 0 or request.num_unsure:
                     continue
             if not member or entry.due == now:
                 self._advance(entry, step)
@@ -224,35 +228,52 @@ class Scheduler:
             step.last.append(entry)
 
     def _draft_count(self, entry: Entry, most: int) -> int:
-        """How many drafts of a decoding request this step can verify. They never take a block that others need."""
-        request, capacity = entry.request, entry.capacity
-        start = request.num_scheduled
+        """How many drafts of a decoding request this step can verify. They never take a block that others need.
+
+        Behind drafts that have not settled there must be room as if all of them were right, for its own token too; -1: there
+        is none, or what is to be done to that token depends on which one it is. Then it waits until they settle.
+        """
+        request, capacity, unsure = entry.request, entry.capacity, entry.request.num_unsure
+        start = request.num_scheduled + unsure
         count = min(request.num_drafts, most, entry.limit - start - 2)
         if start + count >= capacity:
             spare = max(0, self.tree.num_available - len(self._decoding)) if self._hungry is None else 0
             count = min(count, capacity + spare * self._block_size - start - 1)
-        return max(0, count)
+        if not unsure:
+            return max(0, count)
+        index = request.num_scheduled + 1 - entry.num_prompt
+        early = index + unsure + max(0, count) < entry.min_output  # stop ids are banned in all rows, whatever is accepted
+        return max(-1, count) if entry.ahead is None and (early or index > entry.min_output) else -1
 
-    def _verify(self, entry: Entry, step: Step, count: int) -> Chunk:
-        """The chunk of a decode with `count` drafts: counted as one token until it settles, which says how many it is."""
-        request, size = entry.request, self._block_size
+    def _speculate(self, entry: Entry, step: Step, count: int) -> Chunk:
+        """The chunk of a decode with `count` drafts, or behind drafts that have not settled.
+
+        It is counted as one token, and as one behind a step without drafts, until the steps settle, which say how many it is.
+        """
+        request, size, unsure = entry.request, self._block_size, entry.request.num_unsure
         start = request.num_scheduled
         stop = start + 1
         new_blocks: list[int] = []
         offset = 0
-        missing = -(-(stop + count - entry.capacity) // size)
+        missing = -(-(stop + unsure + count - entry.capacity) // size)
         if missing > 0:
             offset = len(request.block_ids)
             new_blocks = self._grow(entry, missing)
-        if not stop % size:
+        index = stop - entry.num_prompt
+        chunk = Chunk(
+            request, request.slot, start, 1 + count, True, False, new_blocks, offset, index, count, slack=unsure
+        )  # fmt: skip
+        if unsure:
+            entry.ahead = (step, chunk)
+        elif not stop % size:
             step.filled.append((entry, stop))
         request.num_scheduled = stop
         entry.last_step = step.number
-        entry.drafting = True
-        self._num_drafting += 1
-        step.num_drafts += count
-        index = stop - entry.num_prompt
-        return Chunk(request, request.slot, start, 1 + count, True, False, new_blocks, offset, index, count)
+        if count:
+            request.num_unsure += count
+            self._num_drafting += 1
+            step.num_drafts += count
+        return chunk
 
     def _prefill(self, step: Step) -> None:
         complete = []
@@ -404,35 +425,34 @@ class Scheduler:
         for n, token in enumerate(ids, 1):
             output.append(token)
             length = len(output)
-            if token in stops and length >= entry.min_output:
-                if n > 1:
-                    self._accept(entry, n - 1)
-                self._finish(entry, "stop", stops[token])
+            stopped = token in stops and length >= entry.min_output
+            if stopped or length >= entry.max_output:
+                self._index_accepted(entry, n)
+                self._finish(entry, "stop" if stopped else "length", stops[token] if stopped else None)
                 return ids[:n]
-            if length >= entry.max_output:
-                if n > 1:
-                    self._accept(entry, n - 1)
-                self._finish(entry, "length")
-                return ids[:n]
-        if len(ids) > 1:
-            self._accept(entry, len(ids) - 1)
+        self._index_accepted(entry, len(ids))
         return ids
 
-    def _take_back(self, entry: Entry) -> None:
-        """A step with drafts came to nothing: be as if it had not been."""
-        request = entry.request
-        request.num_scheduled -= 1
-        if entry.cursor is not None:
-            self.tree.drop_path(entry.cursor)  # as in _fail
-        if entry.parted and entry.last_step <= self._num_settled:
-            self._release(entry)
+    def _index_accepted(self, entry: Entry, count: int) -> None:
+        """`count` ids have been taken of a step: all but the last were right drafts, computed tokens like any other."""
+        stop = entry.request.num_known - 1
+        if count > 1 and (entry.num_indexed + 1) * self._block_size <= stop:
+            self._index(entry, stop)
 
     def _accept(self, entry: Entry, count: int) -> None:
-        """`count` drafts were right: they are computed tokens like any other."""
+        """So many drafts of a settled step were right; -1: it came to nothing, which is as if it had not been."""
         request = entry.request
         request.num_scheduled += count
-        if (entry.num_indexed + 1) * self._block_size <= request.num_scheduled:
-            self._index(entry, request.num_scheduled)
+        if count < 0 and entry.cursor is not None:
+            self.tree.drop_path(entry.cursor)  # as in _fail
+        if entry.ahead is not None:
+            step, chunk = entry.ahead
+            entry.ahead = None
+            chunk.start += count
+            chunk.output_index += count
+            chunk.slack = 0
+            if not (chunk.start + 1) % self._block_size:
+                step.filled.append((entry, chunk.start + 1))
 
     def _settle_decodes(
         self, step: Step, tokens: list[int], results: list[tuple[Request, list[int]]]
@@ -461,7 +481,9 @@ class Scheduler:
     def _settle_parted(self, entry: Entry, ids: list[int] | None, results: list[tuple[Request, list[int]]]) -> None:
         """Who is not finished keeps what was sampled for it, if it samples; after its last row it leaves."""
         if ids is not None and not entry.finished:
-            results.append((entry.request, self._take(entry, ids)))  # if that ends it, it may be gone already
+            taken = self._take(entry, ids)  # if that ends it, it may be gone already
+            if taken or entry.finished:
+                results.append((entry.request, taken))
         if entry in self._leaving and entry.last_step <= self._num_settled:
             self._release(entry)
 

@@ -1,4 +1,4 @@
-"""The rows of a decode step from three numbers each: what a captured step derives from the slot tables on the device."""
+"""The rows of a decode step from four numbers each: what a captured step derives from the slot tables on the device."""
 
 from __future__ import annotations
 
@@ -42,37 +42,40 @@ class DecodeRows:
 
 
 def prepare_decode(
-    numbers: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, rows: DecodeRows, *,
-    block_size: int,
-) -> None:
+    numbers: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, accepted: Tensor,
+    rows: DecodeRows, *, block_size: int,
+) -> None:  # fmt: skip
     """Fill `rows` and enter new blocks into the block tables.
 
-    numbers [3, R] int32: slot, position (-1: a padded row), id of the block that this position opens (-1: none);
-    token_table [slots, L] int32; block_tables [slots, B] int32; floats [slots, 6] float32 and ints [slots, 4] int64 as in
-    worker.batch_state. A padded row reads nothing and gets slot_mapping -1, seq_lens 0, temperature 0.
+    numbers [4, R] int32: slot, position (-1: a padded row), id of the block that this position opens (-1: none), and, if > 0,
+    that the position is further on by what the slot accepted. token_table [slots, L], block_tables [slots, B] and accepted
+    [slots] int32, floats [slots, 6] float32 and ints [slots, 4] int64 as in worker.batch_state. A padded row reads nothing
+    and gets slot_mapping -1, seq_lens 0, temperature 0.
     """
     if not on_gpu(numbers):
-        prepare_decode_reference(numbers, token_table, block_tables, floats, ints, rows, block_size=block_size)
+        prepare_decode_reference(numbers, token_table, block_tables, floats, ints, accepted, rows, block_size=block_size)
         return
-    launch(numbers, token_table, block_tables, floats, ints, rows, block_size)
+    launch(numbers, token_table, block_tables, floats, ints, accepted, rows, block_size)
 
 
-def launch(numbers, token_table, block_tables, floats, ints, rows: DecodeRows, block_size: int) -> None:
+def launch(numbers, token_table, block_tables, floats, ints, accepted, rows: DecodeRows, block_size: int) -> None:
     count = numbers.shape[1]
     block = min(256, next_power_of_2(count))
     outputs = (getattr(rows, name) for name in rows.__slots__)
     _prepare_decode[(-(-count // block),)](
-        numbers, token_table, block_tables, floats, ints, *outputs, count, numbers.stride(0), token_table.stride(0),
+        numbers, token_table, block_tables, floats, ints, accepted, *outputs, count, numbers.stride(0), token_table.stride(0),
         block_tables.stride(0), BLOCK_SIZE=block_size, FLOATS=floats.shape[1], INTS=ints.shape[1], BLOCK=block,
         num_warps=4, **pdl(numbers),
     )  # fmt: skip
 
 
-def prepare_decode_reference(numbers, token_table, block_tables, floats, ints, rows: DecodeRows, *, block_size: int) -> None:
+def prepare_decode_reference(
+    numbers, token_table, block_tables, floats, ints, accepted, rows: DecodeRows, *, block_size: int
+) -> None:
     """See `prepare_decode`."""
-    slots, positions, new_blocks = numbers.long()
+    slots, positions, new_blocks, slack = numbers.long()
     real = positions >= 0
-    at = positions.clamp(min=0)
+    at = positions.clamp(min=0) + torch.where(slack > 0, accepted[slots], 0)
     opened = real & (new_blocks >= 0)
     block_tables[slots[opened], at[opened] // block_size] = new_blocks[opened].int()
     blocks = block_tables[slots, at // block_size].long()
@@ -92,7 +95,7 @@ def prepare_decode_reference(numbers, token_table, block_tables, floats, ints, r
 
 @jit
 def _prepare_decode(
-    numbers, token_table, block_tables, floats, ints,
+    numbers, token_table, block_tables, floats, ints, accepted,
     token_ids, positions, slot_mapping, seq_slots, seq_lens, temperature, top_p, min_p, top_k, seed, output_index, sample_index,
     count, number_stride, token_stride, table_stride,
     BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -106,7 +109,8 @@ def _prepare_decode(
     position = tl.load(numbers + number_stride + row, there, -1)
     new_block = tl.load(numbers + 2 * number_stride + row, there, -1)
     real = there & (position >= 0)
-    at = tl.maximum(position, 0)
+    unsure = tl.load(numbers + 3 * number_stride + row, there, 0) > 0
+    at = tl.maximum(position, 0) + tl.load(accepted + slot, unsure, 0)
     place = block_tables + slot * table_stride + at // BLOCK_SIZE
     # a row's block is the new one or the table's: no read after a write
     block = tl.where(new_block >= 0, new_block, tl.load(place, real & (new_block < 0), 0)).to(tl.int64)

@@ -12,7 +12,8 @@ class ForwardBatch:
     """T rows of S sequences, each sequence's rows adjacent and at consecutive positions; the first `num_decodes` sequences
     have exactly one row. A padded row has slot_mapping -1 and its sequence seq_lens 0: it writes nothing and reads nothing.
 
-    The host copies `query_lens` and `context_lens` are exact outside of CUDA graphs; inside they are upper bounds.
+    The host copy `query_lens` is exact; `context_lens` holds upper bounds inside of CUDA graphs, and on a GPU where the host
+    does not know yet how many drafts were right (`exact` says so).
     """
 
     token_ids: Tensor  # [T] int32
@@ -25,6 +26,7 @@ class ForwardBatch:
     num_decodes: int
     query_lens: list[int]  # [S] host copy
     context_lens: list[int]  # [S] host copy of seq_lens
+    exact: bool = True
 
     @property
     def num_rows(self) -> int:

@@ -10,6 +10,8 @@ beforehand and nothing is read by the host, so a step can be captured in a CUDA 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -60,6 +62,8 @@ class FastDecode:
         inner_norms = [w for layer in weights.layers for w in (layer.input_norm, layer.mlp_norm) if w is not None]
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
         assert len(self.norms) == 2 * config.num_layers + 1
+        # as Decoder.tap; the residual stream is in float32
+        self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
         self._allocate(dtype, logits_dtype, device, length)
 
     @staticmethod
@@ -160,6 +164,8 @@ class FastDecode:
             scale=self.embed_scale, norm_offset=offset,
         )  # fmt: skip
         for index, layer in enumerate(layers):
+            if self.tap is not None:
+                self.tap(index, residual, batch)
             qkv = self._project(normed, layer.qkv, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
             self._attend(qkv, batch, kv, index, layer, splits, tiles.attention)
             scale = config.residual_scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 LEVELS = 64  # of the acceptance rate, for which the best length is known beforehand
 MEMORY = 16.0  # drafts over which a rate forgets
 RECOVERY = 0.99  # of the evidence is kept each step in which nothing was drafted: who was switched off is tried again
+LEAST_GAIN = 1.1  # costs are estimates: a draft that cost four times as much would still not lose anything
 PRIOR_RIGHT, PRIOR_ALL = 0.7, 1.0  # a new request is taken for one that repeats itself
 
 
@@ -23,15 +24,18 @@ class DraftLengths:
 
 
 def best_length(rate: float, most: int, cost: float) -> int:
-    """The k in [0, most] that maximizes (1 + rate + ... + rate^k) / (1 + k * cost)."""
-    best, best_gain, tokens, power = 0, 1.0, 1.0, 1.0
+    """The k in [0, most] that maximizes (1 + rate + ... + rate^k) / (1 + k * cost); 0 where that is below LEAST_GAIN."""
+    best, best_gain = 0, LEAST_GAIN
     for k in range(1, most + 1):
-        power *= rate
-        tokens += power
-        gain = tokens / (1.0 + k * cost)
+        gain = expected_tokens(rate, k) / (1.0 + k * cost)
         if gain > best_gain * 1.0001:
             best, best_gain = k, gain
     return best
+
+
+def expected_tokens(rate: float, count: int) -> float:
+    """That a step with `count` drafts yields, each of which is right with probability `rate` < 1 if those before it are."""
+    return 1.0 + count if rate >= 1.0 else (1.0 - rate ** (count + 1)) / (1.0 - rate)
 
 
 class AcceptanceRate:
@@ -45,6 +49,11 @@ class AcceptanceRate:
     @property
     def value(self) -> float:
         return (self._right + PRIOR_RIGHT) / (self._all + PRIOR_ALL)
+
+    @property
+    def measured(self) -> float:
+        """The same without what is believed of a new request, once there is evidence: 1 where no draft was wrong."""
+        return self._right / self._all if self._all >= 4.0 else self.value
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Of `drafted` tokens the first `accepted` were right; of those after the first wrong one nothing is known."""

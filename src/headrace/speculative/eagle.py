@@ -153,7 +153,7 @@ class EagleHead(DraftModel):
         """The target is about to run a layer; after the last tapped one the features of the rows are kept."""
         for part, tapped in zip(self._parts, self.taps, strict=True):
             if tapped == layer:
-                seen = part(residual)
+                seen = part(residual.to(self._features.dtype))
                 self._fused = seen if self._fused is None else self._fused + seen
         if layer == max(self.taps) and self._fused is not None:
             places = torch.where(batch.slot_mapping < 0, len(self._features) - 1, batch.slot_mapping)
@@ -163,19 +163,21 @@ class EagleHead(DraftModel):
     def _stop(self, chunk: Chunk) -> int:
         return chunk.start  # the features of the last known token come with this step
 
-    def _note(self, chunk: Chunk) -> None:
-        self._seen[chunk.slot] = chunk.start  # rows after that had no features of the target
+    def _computed(self, drafted: Chunk, chunk: Chunk) -> int:
+        return drafted.start  # rows after that had no features of the target
 
-    def _forward(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
-        batch = self._shifted(slots, starts, counts)
+    def _forward(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None) -> Tensor:
+        batch = self._shifted(slots, starts, counts, slack)
         return self._run(batch, self._features[batch.slot_mapping])
 
-    def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray) -> Tensor:
-        return self._run(self._shifted(slots, places - 1, np.ones_like(slots)), hidden)
+    def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, slack: np.ndarray) -> Tensor:
+        return self._run(self._shifted(slots, places - 1, np.ones_like(slots), slack), hidden)
 
-    def _shifted(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> ForwardBatch:
+    def _shifted(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None
+    ) -> ForwardBatch:
         """Rows with the tokens after them."""
-        batch = self.state.rows(slots, starts, counts)
+        batch = self.state.rows(slots, starts, counts, slack)
         row_slots = self.state.staging.upload(np.repeat(slots, counts).astype(np.int64))
         batch.token_ids = self.state.token_ids[row_slots, batch.positions.long() + 1]
         return batch

@@ -131,4 +131,5 @@ def make_speculator(
         cost += drafter.cost
     else:
         proposer = NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculator(config.num_speculative_tokens, config.speculative_max_rows, cost, proposer, structured)
+    overlap = device.type == "cuda" and config.async_scheduling  # on a CPU a launched step is done
+    return Speculator(config.num_speculative_tokens, config.speculative_max_rows, cost, proposer, structured, overlap)

@@ -1,11 +1,15 @@
 """Speculation as the core sees it: who gets how many drafts in the next step, whose they are, and how good they were.
 
-    core.step:  wants(requests) -> settle the step in flight first: proposers need its ids
-                choose(requests) -> Request.num_drafts, which the scheduler grants in part or whole
-                fill(plan)       -> Chunk.drafts, where the host knows them
-                settled(...)     -> counters and acceptance rates
+    core.step:  settles_first(...) -> whether the step in flight must be read before the next is scheduled
+                choose(requests)   -> Request.num_drafts, which the scheduler grants in part or whole
+                fill(plan)         -> Chunk.drafts, where the host knows them
+                settled(...)       -> counters and acceptance rates
 
-Who has no guess costs nothing: as long as nobody wants drafts, steps overlap as ever.
+A drafter on the device needs no ids on the host: its steps overlap as ever. A proposer on the host knows the tokens one step
+late. It may guess on, from the ids that it has through those that the step in flight is sampling; but behind a guess that
+fails all drafts are wrong. Or that step is settled first, and the device waits while the host schedules. What yields more
+follows from the acceptance so far and from the host's share of a step, both measured: text that is copied and small models
+are guessed on, partly accepted drafts of a large model are worth the wait.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.engine.plan import StepPlan
+from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
-from headrace.speculative.draft_length import AcceptanceRate, DraftLengths
+from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, expected_tokens
 from headrace.speculative.proposer import HostProposer
 from headrace.structured_output.manager import StructuredOutput
 
@@ -46,34 +50,56 @@ class Speculator:
 
     Each request drafts as many tokens as its acceptance rate makes worth while (at most `num_tokens`; `cost` is that of one
     draft, relative to a step), and all together no more than fill a step up to `max_rows`: the more requests run, the less.
-    What a grammar forces comes first: those drafts are free.
+    What a grammar forces comes first: those drafts are free. `overlap`: a launched step runs while the host goes on, so that
+    there is something to gain by not waiting for it.
     """
 
     def __init__(
         self, num_tokens: int, max_rows: int, cost: float,
-        proposer: HostProposer | None = None, structured: StructuredOutput | None = None,
+        proposer: HostProposer | None = None, structured: StructuredOutput | None = None, overlap: bool = False,
     ):  # fmt: skip
-        self.max_rows, self.proposer, self.structured = max_rows, proposer, structured
+        self.max_rows, self.proposer, self.structured, self.overlap = max_rows, proposer, structured, overlap
         self.stats = SpeculationStats()
+        self.idle = 0.1  # how long a device that waits for the host does so, relative to a step
         self._lengths = DraftLengths(num_tokens, cost)
         self._rates: dict[str, AcceptanceRate] = {}
         self._wishes: list[Request] = []
         self._drafts: dict[str, list[int]] = {}
         self._forced: set[str] = set()
+        self._free: set[Chunk] = set()  # in flight with what a grammar forces: no evidence of how good the guesses are
         self._broken: set[str] = set()  # a step with drafts yielded nothing: these get none any more
 
-    def wants(self, requests: Sequence[Request]) -> bool:
-        """Whether somebody would draft, by the ids known so far; the last ones may still be on the device."""
-        return len(requests) < self.max_rows and any(self._guess(r, 1) for r in requests)
+    def settles_first(self, in_flight: StepPlan, requests: Sequence[Request]) -> bool:
+        """Whether the step in flight must be read before the next is scheduled, for the sake of these decoding requests."""
+        if len(requests) >= self.max_rows:
+            return False
+        if not self.overlap:
+            return in_flight.num_drafts > 0 or any(self._guess(r, 1, 0) for r in requests)
+        settled = guessed = 0.0  # tokens that a step yields
+        for request in requests:
+            gain = 0.0
+            if request.num_pending and (count := self._guess(request, 1 << 30, 0)):  # by the ids known so far
+                if self._has_grammar(request):  # its masks need the ids as well
+                    return True
+                rate = self._rates[request.id].measured
+                gain = expected_tokens(rate, count) - 1.0
+                guessed += gain * rate ** (request.num_pending + request.num_unsure)
+            settled += 1.0 + gain
+            guessed += 1.0
+        return self.proposer is not None and settled > max(guessed, len(requests)) * (1.0 + self.idle)
+
+    def observe(self, host: float, device: float) -> None:
+        """Seconds of a step on both sides: of scheduling and launching it, and from then until its result was there."""
+        self.idle = 0.9 * self.idle + 0.1 * host / max(device, 1e-6)
 
     def choose(self, requests: Sequence[Request]) -> None:
-        """Say how many drafts each of these decoding requests has, all of whose ids are known; the others have none."""
+        """Say how many drafts each of these decoding requests has; the others have none."""
         self._forget_wishes()
         room = self.max_rows - len(requests)
         if room <= 0:
             return
         for request in requests:
-            count = self._guess(request, room)
+            count = 0 if request.num_pending and self._has_grammar(request) else self._guess(request, room, request.num_pending)
             if count:
                 request.num_drafts = count
                 self._wishes.append(request)
@@ -82,29 +108,32 @@ class Speculator:
             for request in self._wishes:
                 request.num_drafts = min(request.num_drafts, fair)
 
-    def pause(self) -> None:
-        """The next step is scheduled before the last one is settled: no drafts."""
-        self._forget_wishes()
-
     def fill(self, plan: StepPlan) -> None:
-        for chunk in plan.chunks:
+        for chunk in plan.others:
             if chunk.num_drafts:
-                chunk.drafts = self._drafts.get(chunk.request.id, ())[: chunk.num_drafts]
+                chunk.drafts = self._drafts.get(chunk.request.id, ())[: chunk.slack + chunk.num_drafts]
+                if chunk.request.id in self._forced:
+                    self._free.add(chunk)
 
     def settled(self, plan: StepPlan, sampled: Sequence[list[int]]) -> None:
-        """`sampled[i]`: the ids of chunk i, one more than its drafts that were right."""
-        for chunk, ids in zip(plan.chunks, sampled, strict=True):
+        """`sampled[i]`: the ids of plan.others[i], one more than its drafts that were right."""
+        for name in plan.decodes.ids if self._rates else ():
+            if (rate := self._rates.get(name)) is not None:
+                rate.rest()
+        for chunk, ids in zip(plan.others, sampled, strict=True):
+            if not chunk.num_drafts:
+                continue
             if not ids:
-                if chunk.num_drafts and chunk.request.finish_reason is None:
+                self._free.discard(chunk)
+                if chunk.request.finish_reason is None:
                     self._broken.add(chunk.request.id)
                 continue
+            self.stats.count(chunk.num_drafts, len(ids) - 1)
             rate = self._rates.get(chunk.request.id)
-            if chunk.num_drafts:
-                self.stats.count(chunk.num_drafts, len(ids) - 1)
-                if rate is not None and chunk.request.id not in self._forced:
-                    rate.observe(chunk.num_drafts, len(ids) - 1)
+            if chunk in self._free:
+                self._free.remove(chunk)
             elif rate is not None:
-                rate.rest()
+                rate.observe(chunk.num_drafts, len(ids) - 1)
 
     def end(self, request_id: str) -> None:
         self._rates.pop(request_id, None)
@@ -119,8 +148,14 @@ class Speculator:
         self._drafts.clear()
         self._forced.clear()
 
-    def _guess(self, request: Request, room: int) -> int:
-        """How many drafts there are for a request, at most `room`; those of the host are kept for `fill`."""
+    def _has_grammar(self, request: Request) -> bool:
+        return self.structured is not None and self.structured.has(request.id)
+
+    def _guess(self, request: Request, room: int, pending: int) -> int:
+        """How many drafts there are for a request, at most `room`; those of the host are kept for `fill`.
+
+        They come behind `pending` tokens that have no id on the host yet, and behind the drafts of the steps that sample those.
+        """
         if request.params.logits_processors or request.id in self._broken:
             return 0  # users' functions may count their calls
         matcher = None if self.structured is None else self.structured.matcher(request.id)
@@ -139,9 +174,11 @@ class Speculator:
         if self.proposer is None:
             # what masks on the host must know cannot be guessed on the device
             return 0 if matcher is not None else most
-        drafts = self.proposer.propose(request, most)
+        unsure = request.num_unsure if pending else 0
+        drafts = self.proposer.propose(request, pending + unsure + most)[pending:]
         if matcher is not None and drafts:
             drafts = drafts[: matcher.valid_prefix(drafts)]
-        if drafts:
-            self._drafts[request.id] = drafts
-        return len(drafts)
+        if len(drafts) <= unsure:
+            return 0
+        self._drafts[request.id] = drafts
+        return len(drafts) - unsure

@@ -22,13 +22,18 @@ def kept_rows(sampled: Tensor, guesses: Tensor, failed: Tensor, first_row: Tenso
     """Whether the row counts: [R] bool.
 
     sampled [R]: ids; guesses [R]: the draft that follows the row (anything in a request's last row); failed [R] bool: the
-    logits were not usable; first_row [R] int64: the first row of the same request. A failed row counts only where it is the
-    first: further on it is computed again in the next step, and fails there if it has to.
+    logits were not usable; first_row [R] int64: the first row of the same request. A failed row does not count: it is computed
+    again in the next step, and fails there if it has to.
     """
     wrong = ((sampled != guesses) | failed).to(torch.int32)
     before = wrong.cumsum(0) - wrong
-    rows = torch.arange(len(sampled), device=sampled.device)
-    return (before == before[first_row]) & (~failed | (rows == first_row))
+    return (before == before[first_row]) & ~failed
+
+
+def note_accepted(accepted: Tensor, slots: Tensor, kept: Tensor) -> None:
+    """accepted [slots] int32 of the rows' slots [R] int64: how many of their rows are `kept` [R], less one."""
+    accepted[slots] = -1
+    accepted.index_add_(0, slots, kept.to(torch.int32))
 
 
 def counts_with_drafts(counts: Tensor, slots: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:

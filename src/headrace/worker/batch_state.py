@@ -27,7 +27,9 @@ class BatchState:
     """Slot-indexed tensors. Slot `max_num_seqs` belongs to the padded rows of CUDA graphs.
 
     token_ids [slots, max_model_len + 1] int32; block_tables [slots, blocks per sequence] int32;
-    floats [slots, len(FLOATS)] float32; ints [slots, len(INTS)] int64.
+    floats [slots, len(FLOATS)] float32; ints [slots, len(INTS)] int64; accepted [slots] int32: how many drafts of the last
+    step that had some were right, -1 if its logits were not usable; rows behind it, which the host placed without this number,
+    are moved on by it (`shift`).
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
@@ -38,6 +40,7 @@ class BatchState:
         self.block_tables = zeros((slots, -(-max_model_len // block_size)), torch.int32, device)
         self.floats = zeros((slots, len(FLOATS)), torch.float32, device)
         self.ints = zeros((slots, len(INTS)), torch.int64, device)
+        self.accepted = zeros((slots,), torch.int32, device)
         self.host_floats = np.zeros((slots, len(FLOATS)), np.float32)
         self.host_ints = np.zeros((slots, len(INTS)), np.int64)
         self.host_floats[:, FLOATS.index("top_p")] = self.host_floats[:, FLOATS.index("repetition_penalty")] = 1.0
@@ -45,7 +48,7 @@ class BatchState:
     @staticmethod
     def bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
         """Device memory of the tables."""
-        per_slot = 4 * (max_model_len + 1) + 4 * -(-max_model_len // block_size) + 4 * len(FLOATS) + 8 * len(INTS)
+        per_slot = 4 * (max_model_len + 1) + 4 * -(-max_model_len // block_size) + 4 * len(FLOATS) + 8 * len(INTS) + 4
         return (max_num_seqs + 1) * per_slot
 
     def apply(self, plan: StepPlan) -> list[Request]:
@@ -78,8 +81,13 @@ class BatchState:
         rows, columns, values = self.staging.upload(np.asarray(blocks, np.int64).T.copy())
         self.block_tables.index_put_((rows, columns), values.to(torch.int32))
 
-    def rows(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> ForwardBatch:
-        """The rows of sequences that compute `counts` tokens each, from positions `starts` on; all [S] int32."""
+    def rows(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None
+    ) -> ForwardBatch:
+        """The rows of sequences that compute `counts` tokens each, from positions `starts` on; all [S] int32.
+
+        Where `slack` > 0 the sequence starts later, by what its slot accepted, at most so much (Chunk.slack).
+        """
         query_start = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         # row r of sequence i is at position starts[i] + (r - query_start[i])
@@ -87,19 +95,32 @@ class BatchState:
         up = self.staging.upload
         row_slots, row_positions = up(np.repeat(slots, counts).astype(np.int64)), up(positions)
         contexts = starts + counts
+        seq_slots, seq_lens, context_lens = up(slots), up(contexts), contexts.tolist()
+        exact = True
+        if slack is not None and slack.any():
+            row_positions = row_positions + self.shift(row_slots, np.repeat(slack, counts))
+            seq_lens = seq_lens + self.shift(seq_slots, slack)
+            # attention wants exact numbers on a CPU, where they are no further away than any others
+            exact = self.device.type != "cuda"
+            context_lens = seq_lens.tolist() if exact else (contexts + slack).tolist()
         longer = np.flatnonzero(counts != 1)
         return ForwardBatch(
             token_ids=self.token_ids[row_slots, row_positions],
             positions=row_positions,
             slot_mapping=self.slot_mapping(row_slots, row_positions),
             block_tables=self.block_tables,
-            seq_slots=up(slots),
+            seq_slots=seq_slots,
             query_start=up(query_start),
-            seq_lens=up(contexts),
+            seq_lens=seq_lens,
             num_decodes=int(longer[0]) if longer.size else len(slots),
             query_lens=counts.tolist(),
-            context_lens=contexts.tolist(),
+            context_lens=context_lens,
+            exact=exact,
         )
+
+    def shift(self, slots: Tensor, slack: np.ndarray) -> Tensor:
+        """How much further on than the host knows each row is [R] int32: what its slot [R] accepted, where slack [R] > 0."""
+        return self.accepted[slots] * self.staging.upload((slack > 0).astype(np.int32))
 
     def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Place of each row in the KV cache [T] int64."""
@@ -124,6 +145,11 @@ def sequences(decodes: Decodes, others: Sequence[Chunk]) -> tuple[np.ndarray, np
     counts = np.ones(len(slots), np.int32)
     counts[len(decodes) :] = [c.num_tokens for c in others]
     return slots, starts.astype(np.int32), counts
+
+
+def slack_of(decodes: Decodes, others: Sequence[Chunk]) -> np.ndarray:
+    """Chunk.slack of each sequence of a step: [S] int32."""
+    return np.asarray([0] * len(decodes) + [c.slack for c in others], np.int32)
 
 
 def as_int64(seed: int) -> int:

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: captured for a set of batch sizes, padded up to the next one, replayed with one small copy.
 
 A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table. So the ids
-feed the next step without leaving the device, and what the host gives a step is three int32 per row. Steps whose logits need
+feed the next step without leaving the device, and what the host gives a step is four int32 per row. Steps whose logits need
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
 Graphs are keyed by (rows, context bucket, what follows the forward) and captured when first needed; the remaining sizes of
@@ -37,7 +37,7 @@ DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequenc
 @dataclass(slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
-    numbers: Tensor  # [3, R] int32, the graph's input
+    numbers: Tensor  # [4, R] int32, the graph's input
     rows: DecodeRows
     token_ids: Tensor | None  # [R] int32
     failed: Tensor | None  # [R] bool
@@ -65,7 +65,7 @@ class DecodeGraphs:
         self.forward, self.kv, self.state = forward, kv, state
         self.sizes, self.buckets = graph_sizes(max_num_seqs), context_buckets(max_model_len)
         device = state.device
-        self._numbers = torch.zeros(3 * self.sizes[-1], dtype=torch.int32, device=device)
+        self._numbers = torch.zeros(4 * self.sizes[-1], dtype=torch.int32, device=device)
         self._rows = DecodeRows.empty(self.sizes[-1], device)
         self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -85,12 +85,12 @@ class DecodeGraphs:
         return self.buckets[place + 1] if small and size > SHORT_ROWS else self.buckets[place]
 
     def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> Captured:
-        """Launch the step of the rows `numbers` [3, R] int32 (slot, position, new block or -1), contexts up to `context`."""
+        """Launch the step of the rows `numbers` [4, R] int32 (see prepare_decode), contexts up to `context`."""
         count = numbers.shape[1]
         size = self.size_for(count)
         bucket = self.bucket_for(context, size)
         captured = self._graphs.get((size, bucket, tail)) or self.capture(size, bucket, tail)
-        padded = np.full((3, size), -1, np.int32)
+        padded = np.full((4, size), -1, np.int32)
         padded[0] = self.state.dummy_slot
         padded[:, :count] = numbers
         captured.numbers.copy_(self.state.staging.pin(padded), non_blocking=True)
@@ -116,7 +116,7 @@ class DecodeGraphs:
         current = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            numbers = self._numbers[: 3 * size].view(3, size)
+            numbers = self._numbers[: 4 * size].view(4, size)
             numbers[0].fill_(self.state.dummy_slot)
             numbers[1:].fill_(-1)
             self._step(size, bucket, tail)  # padded rows only: compiles and loads what is not there yet
@@ -136,10 +136,11 @@ class DecodeGraphs:
 
     def _step(self, size: int, bucket: int, tail: Tail) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         state, rows = self.state, self._rows.first(size)
-        numbers = self._numbers[: 3 * size].view(3, size)
+        numbers = self._numbers[: 4 * size].view(4, size)
         prepare_decode(
-            numbers, state.token_ids, state.block_tables, state.floats, state.ints, rows, block_size=state.block_size
-        )
+            numbers, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted, rows,
+            block_size=state.block_size,
+        )  # fmt: skip
         batch = ForwardBatch(
             rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
             self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size,

@@ -22,9 +22,9 @@ from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
-from headrace.speculative.verify import kept_rows
+from headrace.speculative.verify import kept_rows, note_accepted
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import BatchState, new_blocks, sequences
+from headrace.worker.batch_state import BatchState, new_blocks, sequences, slack_of
 from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
 from headrace.worker.staging import Staging
 
@@ -54,11 +54,6 @@ class StepResult:
     logprobs: dict[int, list[tuple[np.ndarray, np.ndarray, int]]] = field(default_factory=dict)  # of each id: ids, values, rank
     prompt_logprobs: list[tuple[Chunk, np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
     pooled: list[tuple[Chunk, np.ndarray]] = field(default_factory=list)
-
-    @property
-    def token_ids(self) -> list[list[int]]:
-        """Of each of plan.chunks."""
-        return [[token] for token in self.tokens] + self.others
 
 
 class ModelRunner:
@@ -98,28 +93,34 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.placed(plan.chunks)
         slots, starts, counts = sequences(plan.decodes, plan.others)
-        numbers = np.full((3, len(slots)), -1, np.int32)
-        numbers[0], numbers[1] = slots, starts
+        numbers = np.full((4, len(slots)), -1, np.int32)
+        numbers[0], numbers[1], numbers[3] = slots, starts, 0
         for row, _, block in plan.decodes.new_blocks:
             numbers[2, row] = block
         self.state.append_blocks(new_blocks(plan.others))
-        guesses = None
+        unsure = plan.unsure
+        if unsure:
+            numbers[3] = slack_of(plan.decodes, plan.others)
+        guesses = where = None
         if plan.num_drafts:
             # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
             self._write_drafts(plan)
-            ahead = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+            further = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
             numbers = np.repeat(numbers, counts, axis=1)
-            numbers[1] += ahead.astype(np.int32)
+            numbers[1] += further.astype(np.int32)
             where, positions = self.state.staging.upload(numbers[:2].astype(np.int64))
+            if unsure:
+                positions = positions + self.state.shift(where, numbers[3])
             guesses = self.state.token_ids[where, positions + 1]  # before the step writes there what it samples
-        captured = self.graphs.replay(numbers, int(numbers[1].max()) + 1, tail)
+        captured = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail)
         count = numbers.shape[1]
         pending = Pending(plan, plan.others, None if captured.logits is None else captured.logits[:count])
         if captured.token_ids is not None and captured.failed is not None:
             token_ids, failed, kept = captured.token_ids, captured.failed, None
-            if guesses is not None:
+            if guesses is not None and where is not None:
                 token_ids, failed = token_ids[:count], failed[:count]
                 kept = kept_rows(token_ids, guesses, failed, self.state.staging.upload(first_rows(counts)))
+                note_accepted(self.state.accepted, where, kept)
             pending.sampled = DeviceOutput(token_ids, failed, {}, kept=kept)
         return pending
 
@@ -159,15 +160,20 @@ class ModelRunner:
 
     def _write_drafts(self, plan: StepPlan) -> None:
         """Put the drafts where the forward finds its ids: those that the host knows, and then those of the drafter."""
-        known = [(c.slot, c.start + 1 + i, d) for c in plan.others for i, d in enumerate(c.drafts)]
+        known = [(c.slot, c.start, i, d, c.slack > 0) for c in plan.others for i, d in enumerate(c.drafts, 1)]
         if known:
-            slots, positions, ids = self.state.staging.upload(np.asarray(known, np.int64).T.copy())
-            self.state.token_ids.index_put_((slots, positions), ids.to(torch.int32))
+            slots, starts, after, ids, unsure = self.state.staging.upload(np.asarray(known, np.int64).T.copy())
+            table, positions = self.state.token_ids, starts + after
+            if plan.unsure:  # guesses for positions that have been sampled since must not take their place
+                sampled = self.state.accepted[slots] * unsure >= after
+                ids = torch.where(sampled, table[slots, positions], ids)
+            table.index_put_((slots, positions), ids.to(torch.int32))
         if self.drafter is not None:
             self.drafter.propose([c for c in plan.others if c.num_drafts and not c.drafts])
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
-        return self.state.rows(*sequences(plan.decodes, plan.others))
+        slack = slack_of(plan.decodes, plan.others) if plan.unsure else None
+        return self.state.rows(*sequences(plan.decodes, plan.others), slack)
 
     def _wanted(self, plan: StepPlan, batch: ForwardBatch, rows: list[int]) -> WantedRows | None:
         """The sampled rows; None where others are read too, or where they are more than attention takes as sequences."""
@@ -178,10 +184,10 @@ class ModelRunner:
         chunk = np.searchsorted(stops, index, side="right")
         contexts = np.asarray(batch.context_lens)[chunk] + 1 + index - stops[chunk]
         slots, _, _ = sequences(plan.decodes, plan.others)
-        numbers = self.state.staging.upload(np.stack([slots[chunk], contexts]).astype(np.int32))
         each = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
-        where = self.state.staging.upload(index)
-        return WantedRows(where, batch.alone(where, numbers[0], numbers[1], each, contexts.tolist()))
+        where, slots = self.state.staging.upload(np.stack([index, slots[chunk].astype(np.int64)]))
+        lengths = batch.positions[where] + 1
+        return WantedRows(where, batch.alone(where, slots.int(), lengths, each, contexts.tolist()))
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs of the prompt tokens that the rows of `chunk` predict (row p predicts position p + 1)."""
@@ -223,6 +229,7 @@ class StepHandle:
         self._output = None if output is None else output.to_host(host)
         self._prompt = [(c, host(i), host(p), host(r)) for c, i, p, r in pending.prompt_logprobs]
         self._pooled = [(c, host(v)) for c, v in pending.pooled]
+        self.launched = time.perf_counter()
         self._done = None
         self.finished = time.perf_counter()  # when the device was done, as far as the host knows
         if staging.device.type == "cuda":

@@ -31,9 +31,9 @@ from headrace.sampling.penalties import (
     pack_mask,
 )
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
-from headrace.speculative.verify import counts_with_drafts, kept_rows
+from headrace.speculative.verify import counts_with_drafts, kept_rows, note_accepted
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import FLOATS, INTS, BatchState, sequences
+from headrace.worker.batch_state import FLOATS, INTS, BatchState, sequences, slack_of
 
 Host = Callable[[Tensor], Tensor]
 
@@ -145,10 +145,13 @@ class StepSampler:
         # two columns, one copy: where the new id goes, and its index among the outputs
         positions, output_index = upload(np.stack([stops, stops - self.state.host_ints[slots, INTS.index("prompt_len")]]))
         device_slots = upload(slots)
+        if any(c.slack for c in others):
+            shift = self.state.shift(device_slots, slack_of(decodes, others))
+            positions, output_index = positions + shift, output_index + shift
         inputs = replace(self._gather(slots, device_slots), output_index=output_index)
         special = np.flatnonzero(self._special[slots]).tolist()
         chunks = [(r, decodes.chunk(r) if r < len(decodes) else others[r - len(decodes)]) for r in special]
-        inputs.edits = self._step_edits(chunks, device_slots, grammar)
+        inputs.edits = self._step_edits(chunks, device_slots, positions, grammar)
         wanted = [r for r, c in chunks if c.request.params.logprobs is not None]
         if wanted:
             tops = [c.request.params.logprobs for _, c in chunks if c.request.params.logprobs is not None]
@@ -157,11 +160,12 @@ class StepSampler:
         if first_row is not None:
             guesses = table[device_slots, positions]
             if inputs.edits is not None and inputs.edits.penalties is not None:
-                self._count_drafts(inputs.edits.penalties, chunks)
+                self._count_drafts(inputs.edits.penalties, chunks, positions)
         output = sample(logits, inputs)
         kept = None
         if first_row is not None and guesses is not None:
             kept = kept_rows(output.token_ids, guesses, output.failed, first_row)
+            note_accepted(self.state.accepted, device_slots, kept)
         # after a wrong draft come ids that nobody reads: the next step begins where they begin
         table.index_put_((device_slots, positions), output.token_ids)
         if inputs.edits is not None and inputs.edits.penalties is not None:
@@ -183,12 +187,12 @@ class StepSampler:
         logprobs = None if found is None else (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
         return DeviceOutput(output.token_ids, output.failed, {r: q for q, r in enumerate(wanted)}, logprobs, kept)
 
-    def _count_drafts(self, penalties: Penalties, rows: list[tuple[int, Chunk]]) -> None:
-        """Let each row's penalties know the drafts before it."""
-        drafts = [(r, c.slot, c.start - i) for r, c in rows if c.slot in self._edits for i in range(c.draft_index)]
+    def _count_drafts(self, penalties: Penalties, rows: list[tuple[int, Chunk]], positions: Tensor) -> None:
+        """Let each row's penalties know the drafts before it; `positions` [R] is where the rows' own ids go."""
+        drafts = [(r, c.slot, 1 + i) for r, c in rows if c.slot in self._edits for i in range(c.draft_index)]
         if drafts:
-            where, slots, positions = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
-            ids = self.state.token_ids[slots, positions].long()
+            where, slots, back = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
+            ids = self.state.token_ids[slots, positions[where] - back].long()
             penalties.counts = counts_with_drafts(penalties.counts, penalties.slots, where, ids)
             penalties.slots = torch.arange(len(penalties.slots), device=ids.device)
 
@@ -215,9 +219,9 @@ class StepSampler:
         return self._gathered
 
     def _step_edits(
-        self, chunks: list[tuple[int, Chunk]], device_slots: Tensor, grammar: GrammarMasks | None
+        self, chunks: list[tuple[int, Chunk]], device_slots: Tensor, positions: Tensor, grammar: GrammarMasks | None
     ) -> LogitsEdits | None:
-        """Of the rows that need more than the fused sampler, with their chunks."""
+        """Of the rows that need more than the fused sampler, with their chunks; `positions` [R] is where the new ids go."""
         rows = [(r, c, self._edits[c.slot]) for r, c in chunks if c.slot in self._edits]
         users = [
             UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts])
@@ -244,7 +248,7 @@ class StepSampler:
         if bias:
             where = upload(np.asarray([b[:2] for b in bias], np.int64).T.copy())
             edits.bias = (where[0], where[1], upload(np.asarray([b[2] for b in bias], np.float32)))
-        edits.bad_words = self._bad_words([(r, c, w) for r, c, e in rows for w in e.words])
+        edits.bad_words = self._bad_words([(r, c, w) for r, c, e in rows for w in e.words], positions)
         if any(e.penalties for _, _, e in rows):
             edits.penalties = self._penalties(device_slots)
         return edits
@@ -253,7 +257,7 @@ class StepSampler:
     def _early(chunk: Chunk, edits: SlotEdits) -> list[int]:
         return edits.banned_early if chunk.output_index < chunk.request.params.min_tokens else []
 
-    def _bad_words(self, words: list[tuple[int, Chunk, list[int]]]) -> BadWords | None:
+    def _bad_words(self, words: list[tuple[int, Chunk, list[int]]], positions: Tensor) -> BadWords | None:
         if not words:
             return None
         upload = self.state.staging.upload
@@ -261,9 +265,9 @@ class StepSampler:
         prefixes = np.full((len(words), width), -1, np.int32)
         for i, (_, _, w) in enumerate(words):
             prefixes[i, width - len(w) + 1 :] = w[:-1]
-        columns = [(r, w[-1], c.slot, len(c.request.prompt_ids), c.stop) for r, c, w in words]
-        rows, last, slots, prompt_lens, lengths = upload(np.asarray(columns, np.int64).T.copy())
-        return BadWords(rows, upload(prefixes), last, self.state.token_ids, slots, prompt_lens, lengths)
+        columns = [(r, w[-1], c.slot, len(c.request.prompt_ids)) for r, c, w in words]
+        rows, last, slots, prompt_lens = upload(np.asarray(columns, np.int64).T.copy())
+        return BadWords(rows, upload(prefixes), last, self.state.token_ids, slots, prompt_lens, positions[rows])
 
     def _penalties(self, device_slots: Tensor) -> Penalties:
         """Of all rows: rows without penalties get neutral values, whatever their row of the counts holds."""

@@ -1,0 +1,141 @@
+"""For tests of speculation: cores that draft whatever it is worth, guesses of any quality, captured steps without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from engine_driver import make_core
+from headrace.engine.core import EngineCore
+from headrace.engine.request import Request
+from headrace.kernels.prepare import DecodeRows, prepare_decode, publish
+from headrace.model.batch import ForwardBatch
+from headrace.sampling.sampler import SampleInputs, choose
+from headrace.worker.sampling import Tail
+
+
+def write_eagle(path: Path, target: str, width: int = 96, guesses: int = 300) -> str:
+    """A random EAGLE-3 head in the published layout, for a tiny target."""
+    hidden = json.loads((Path(target) / "config.json").read_text())["hidden_size"]
+    torch.manual_seed(5)
+    shapes = {
+        "fc": (width, 3 * hidden), "midlayer.self_attn.q_proj": (4 * 16, 2 * width), "midlayer.self_attn.k_proj": (2 * 16, 2 * width),
+        "midlayer.self_attn.v_proj": (2 * 16, 2 * width), "midlayer.self_attn.o_proj": (width, 4 * 16),
+        "midlayer.mlp.gate_proj": (128, width), "midlayer.mlp.up_proj": (128, width), "midlayer.mlp.down_proj": (width, 128),
+        "midlayer.input_layernorm": (width,), "midlayer.hidden_norm": (width,), "midlayer.post_attention_layernorm": (width,),
+        "norm": (width,), "lm_head": (guesses, width),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    ids = torch.randperm(512)[:guesses].sort().values
+    tensors |= {"d2t": ids - torch.arange(guesses), "t2d": torch.isin(torch.arange(512), ids)}
+    save_file(tensors, path / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": width, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 512,
+        "draft_vocab_size": guesses, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+class Guesser:
+    """Guesses right with probability `p_right` for each token; 0: always wrong, 1: never."""
+
+    def __init__(self, expected: dict[str, list[int]], vocab: int, p_right: float, seed: int = 0):
+        self.expected, self.vocab, self.p_right, self.rng = expected, vocab, p_right, random.Random(seed)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        rng, known = self.rng, len(request.output_ids)
+        right = self.expected.get(request.id, [])[known : known + rng.randint(1, most)]
+        return [t if rng.random() < self.p_right else (t + rng.randint(1, self.vocab - 1)) % self.vocab for t in right]
+
+    def end(self, request_id: str) -> None:
+        pass
+
+
+def drafting_core(model: str, proposer=None, *, overlap: bool = False, **options) -> EngineCore:
+    """Drafts as many tokens as may be, whatever their worth, unless told otherwise.
+
+    `overlap`: as on a GPU, and a proposer on the host guesses on whatever its guesses were worth so far.
+    """
+    lookup = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4}
+    options = lookup | {"speculative_max_rows": 64} | options
+    core = make_core(model, **options)
+    draft_always(core, options["num_speculative_tokens"], overlap)
+    if proposer is not None:
+        core.speculator.proposer = proposer
+    return core
+
+
+def draft_always(core: EngineCore, count: int, overlap: bool) -> None:
+    assert core.speculator is not None
+    core.speculator._lengths.best[:] = [count] * len(core.speculator._lengths.best)
+    if overlap:
+        core.speculator.overlap, core.speculator.idle = True, math.inf
+
+
+def count_overlaps(core: EngineCore) -> list[int]:
+    """[steps with drafts that are launched before the step before them is settled, those among them behind drafts]."""
+    counts, launch, forward = [0, 0], core.runner.launch, core.runner.forward
+
+    def counted(plan):
+        if plan.num_drafts and core._in_flight is not None:
+            counts[0] += 1
+            counts[1] += core._in_flight[0].num_drafts > 0 and plan.unsure
+        return plan
+
+    core.runner.launch = lambda plan: launch(counted(plan))
+    core.runner.forward = lambda plan: forward(counted(plan))
+    return counts
+
+
+class UncapturedGraphs:
+    """What captured decode steps do (worker/cuda_graphs.py), done at once and without padding."""
+
+    def __init__(self, forward, kv, state, most: int):
+        self.forward, self.kv, self.state, self.sizes = forward, kv, state, [most]
+        self.replays = 0
+
+    def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> SimpleNamespace:
+        state, count = self.state, numbers.shape[1]
+        assert numbers[1].max() < context
+        rows = DecodeRows.empty(count, state.device)
+        prepare_decode(
+            torch.from_numpy(numbers), state.token_ids, state.block_tables, state.floats, state.ints, state.accepted,
+            rows, block_size=state.block_size,
+        )  # fmt: skip
+        batch = ForwardBatch(
+            rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
+            torch.arange(count + 1, dtype=torch.int32), rows.seq_lens, count, [1] * count, rows.seq_lens.tolist(),
+        )  # fmt: skip
+        logits = self.forward(batch, self.kv)
+        self.replays += 1
+        if tail is Tail.LOGITS:
+            return SimpleNamespace(token_ids=None, failed=None, logits=logits)
+        token_ids, failed = choose(
+            logits,
+            SampleInputs(
+                rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
+                all_greedy=tail is Tail.GREEDY, any_top_k=tail is Tail.FILTERED, any_top_p=tail is Tail.FILTERED,
+                any_min_p=tail is Tail.FILTERED,
+            ),
+        )  # fmt: skip
+        publish(token_ids, rows, state.token_ids)
+        return SimpleNamespace(token_ids=token_ids, failed=failed, logits=None)
+
+
+def capture_nothing(core: EngineCore) -> UncapturedGraphs:
+    """Let a core's decode steps run as captured ones do."""
+    runner = core.runner
+    runner.graphs = UncapturedGraphs(
+        lambda batch, kv: runner.decoder.logits(runner.decoder.forward(batch, kv)), runner.kv, runner.state, 40
+    )
+    return runner.graphs
