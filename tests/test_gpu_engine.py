@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from drafting import Guesser, count_overlaps, drafting_core, write_eagle
 from engine_driver import Result as EngineResult
 from engine_driver import assert_same, complete, make_core, make_requests, run, take
 from engine_traces import BF16_TOLERANCE, compare, traces, with_rows
@@ -18,7 +19,6 @@ from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
 from scheduler_fake import NoForecast
 from test_engine_invariance import SCHEDULES
-from test_speculative_engine import Guesser, drafting_core, write_eagle
 from tiny_models import write_tiny
 
 pytestmark = pytest.mark.gpu
@@ -113,11 +113,12 @@ def test_speculation_gives_the_same_tokens(model, proposer, tmp_path):
     }[proposer]
     guesser = Guesser({name: r.ids for name, r in want.items()}, cpu.vocab_size, 0.8) if proposer == "half right" else None
     for more in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 13, "num_kv_blocks": 16}):
-        core = drafting_core(model, guesser, device="cuda", **options, **more)
+        core = drafting_core(model, guesser, overlap=True, device="cuda", **options, **more)
+        overlaps = count_overlaps(core)
         got = run(core, requests)
         for request in requests:
             assert_same(got[request.id], want[request.id], f"{proposer}, {more}, {request.id}")
-        assert core.speculator.stats.num_drafts > 0
+        assert core.speculator.stats.num_drafts > 0 and overlaps[0] > 0
 
 
 def test_grammars_give_the_same_tokens(model):
