@@ -224,7 +224,8 @@ class EngineCore:
         began = time.perf_counter()
         result = handle.result()
         waited = time.perf_counter()
-        self.scheduler.took(plan, handle.finished - max(launched, self._finished))
+        seconds = handle.finished - max(launched, self._finished)
+        self.scheduler.took(plan, seconds)
         self._finished = handle.finished
         for found in result.prompt_logprobs:
             self._keep_prompt_logprobs(*found)
@@ -233,7 +234,7 @@ class EngineCore:
         settled = self.scheduler.settle(plan, result.tokens, result.others, result.failed)
         outputs = self._outputs(plan, settled, result)
         if self.speculator is not None:
-            self.speculator.observe(self.times.schedule + self.times.launch, waited - handle.launched)
+            self.speculator.observe(self.times.schedule + self.times.launch, seconds)
             self.speculator.settled(plan, result.others)
         if self.structured is not None and self.structured.has_any:
             for name, token in zip(settled.ids, settled.tokens, strict=True):

@@ -89,7 +89,7 @@ class Speculator:
         return self.proposer is not None and settled > max(guessed, len(requests)) * (1.0 + self.idle)
 
     def observe(self, host: float, device: float) -> None:
-        """Seconds of a step on both sides: of scheduling and launching it, and from then until its result was there."""
+        """Seconds that the host schedules and launches, and that the device computes, a step."""
         self.idle = 0.9 * self.idle + 0.1 * host / max(device, 1e-6)
 
     def choose(self, requests: Sequence[Request]) -> None:

@@ -229,7 +229,6 @@ class StepHandle:
         self._output = None if output is None else output.to_host(host)
         self._prompt = [(c, host(i), host(p), host(r)) for c, i, p, r in pending.prompt_logprobs]
         self._pooled = [(c, host(v)) for c, v in pending.pooled]
-        self.launched = time.perf_counter()
         self._done = None
         self.finished = time.perf_counter()  # when the device was done, as far as the host knows
         if staging.device.type == "cuda":
