@@ -103,6 +103,20 @@ class Stream:
         if news.prompt_logprobs is not None:  # delivered: not to be computed again
             request.params = msgspec.structs.replace(request.params, prompt_logprobs=None)
         self.news = news if self.news is None else merged(self.news, news)
+        self._wake()
+
+    def push_token(self, token: int) -> None:
+        """As `push` of one more token and nothing else."""
+        self.request.output_ids.append(token)
+        self.num_in_core += 1
+        if self.news is None:
+            self.news = EngineOutput(self.request.id, [token])
+            self.news.num_cached_tokens = self.num_cached
+        else:
+            self.news.token_ids.append(token)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -422,8 +436,13 @@ class EngineClient:
     # ---------------------------------------------------------------- news
 
     def _take(self, message: News) -> None:
-        now, tokens = time.monotonic(), 0
-        for news in message.outputs:
+        now, tokens, outputs, streams = time.monotonic(), 0, message.outputs, self._streams
+        for name, token in zip(outputs.ids, outputs.tokens, strict=True):
+            stream = streams.get(name)
+            if stream is not None:
+                tokens += self._note(stream, 1, now)
+                stream.push_token(token)
+        for news in outputs.news:
             tokens += self._deliver(news, now)
         self._drain.add(tokens, now)
         if self._probation.active:
@@ -443,19 +462,24 @@ class EngineClient:
             if news.finish_reason is not None:
                 self._end(stream)
             if count:
-                spent = count
-                if not stream.first:
-                    spent += len(stream.request.prompt_ids)
-                    if not stream.ended:
-                        self._waiting_tokens -= len(stream.request.prompt_ids)
-                for observer in self.observers:
-                    observer.tokens(stream, count, now)
-                stream.first, stream.last = stream.first or now, now
+                spent = self._note(stream, count, now)
             stream.push(news)
         if stream is not None and news.finish_reason is not None:
             for observer in self.observers:
                 observer.ended(stream, news, now)
         return spent
+
+    def _note(self, stream: Stream, count: int, now: float) -> int:
+        """Count a stream's tokens; what they have cost, with the prompt before the first."""
+        for observer in self.observers:
+            observer.tokens(stream, count, now)
+        stream.last = now
+        if stream.first:
+            return count
+        stream.first = now
+        if not stream.ended:
+            self._waiting_tokens -= len(stream.request.prompt_ids)
+        return count + len(stream.request.prompt_ids)
 
     # ---------------------------------------------------------------- after a death
 

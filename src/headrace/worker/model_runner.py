@@ -250,6 +250,8 @@ class StepHandle:
         ids, count = output.token_ids.tolist(), len(decodes)
         bad = set(output.failed.numpy().nonzero()[0].tolist())
         failed = {row for row in bad if row < count}
+        if not others and not output.logprob_rows:  # nearly always
+            return StepResult(ids[:count], chunks, frozenset(failed))
         logprobs = {}
         for row in output.logprob_rows:
             num_top = decodes.requests[row].params.logprobs if row < count else None
