@@ -128,7 +128,7 @@ class Scheduler:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """What a step has cost, for the choice of further ones."""
         if self._pace is not None and (plan.decodes or plan.num_drafts):
-            self._pace.observe(sum(c.num_tokens for c in plan.others if not c.num_drafts), seconds)
+            self._pace.observe(sum(c.num_tokens for c in plan.others if c.num_tokens > 1 + c.num_drafts), seconds)
 
     def settle(
         self, plan: StepPlan, tokens: list[int], sampled: Sequence[list[int]], failed: frozenset[int] = frozenset()
