@@ -42,11 +42,12 @@ class FakeGraphs:
 
     def __init__(self, most: int):
         self.sizes = [most]
-        self._padded = np.empty((3, most), np.int32)
+        self._most = most
         self._ids, self._failed = torch.full((most,), 11, dtype=torch.int32), torch.zeros(most, dtype=torch.bool)
 
     def replay(self, numbers: np.ndarray, context: int, tail) -> SimpleNamespace:
-        self._padded[:, : numbers.shape[1]] = numbers
+        padded = np.full((len(numbers), self._most), -1, np.int32)
+        padded[:, : numbers.shape[1]] = numbers
         return SimpleNamespace(token_ids=self._ids, failed=self._failed, logits=None)
 
     def capture_next(self) -> bool:
