@@ -4,7 +4,8 @@
         the embedded SmolLM2-135M-Instruct and prompt lookup, on texts that repeat themselves and on one that does not
     python benchmarks/speculative.py --config benchmarks/shapes/qwen3-8b.json --accept 0.6,0.8 --batches 1,4,16 --drafts 4
         random weights of that shape on a GPU; each draft is taken as right with the given probability, whatever it is, so
-        the output means nothing and the speed is that of a model and a proposer that agree so often
+        the output means nothing and the speed is that of a model and a drafter that agree so often, where drafts cost
+        nothing. Milliseconds in which each request gets one token, while all of them decode
 
 Each figure is the median over the rounds; the ratio is that of the medians.
 """
@@ -16,7 +17,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.cli.bench import shape_directory
-from headrace.engine.request import Request
+from headrace.engine.messages import EngineRequest
+from headrace.engine.plan import Chunk
+from headrace.speculative import verify
+
+WARM_TOKENS = 8  # of each request, before the clock starts
 
 PARAGRAPH = (
     "The headrace leads the water from the weir to the mill. Along its way the channel is lined with stone, and every few "
@@ -104,31 +109,55 @@ def on_text(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class AnyIds:
-    """Guesses ids that mean nothing."""
+    """A drafter on the device without a model: what stands in the token table is the draft, and costs nothing."""
 
-    def propose(self, request: Request, most: int) -> list[int]:
-        return [1000 + i for i in range(most)]
+    cost = 0.0
 
-    def end(self, request_id: str) -> None:
+    def placed(self, chunks: Sequence[Chunk]) -> None:
+        pass
+
+    def propose(self, chunks: Sequence[Chunk]) -> None:
         pass
 
 
-def accept_by_chance(probability: list[float]) -> Callable[..., Tensor]:
-    """In place of speculative.verify.kept_rows: each draft is right with probability[0]."""
+def accept_by_chance(real: Callable[..., Tensor], probability: list[float]) -> Callable[..., Tensor]:
+    """speculative.verify.kept_rows for guesses of which each is right with probability[0]; the same work, and one draw more."""
 
     def kept_rows(sampled: Tensor, guesses: Tensor, failed: Tensor, first_row: Tensor) -> Tensor:
-        wrong = (torch.rand(len(sampled), device=sampled.device) >= probability[0]).to(torch.int32)
-        before = wrong.cumsum(0) - wrong
-        return before == before[first_row]
+        wrong = torch.rand(len(sampled), device=sampled.device) >= probability[0]
+        return real(sampled, sampled + wrong, failed, first_row)
 
     return kept_rows
+
+
+def seconds_per_step_and_token(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Seconds in which each request gets one more token, over the steps in which all of them decode."""
+    core = llm.engine.core  # type: ignore[union-attr]
+    for i, prompt in enumerate(prompts):
+        core.add(EngineRequest(f"r{i}", prompt, params, i))
+    counts = dict.fromkeys((f"r{i}" for i in range(len(prompts))), 0)
+    began = start = 0.0
+    tokens = 0
+    while core.has_work:
+        news = core.step()
+        for name, ids in [*zip(news.ids, [[t] for t in news.tokens], strict=True), *((n.id, n.token_ids) for n in news.news)]:
+            counts[name] += len(ids)
+        now = time.perf_counter()
+        if not began and min(counts.values()) >= WARM_TOKENS:
+            began, start = now, sum(counts.values())
+        if began and not tokens and (max(counts.values()) >= params.max_tokens - 8 or not core.has_work):
+            seconds, tokens = now - began, sum(counts.values()) - start
+            for name in counts:
+                core.abort(name)
+    return seconds / tokens * len(prompts)
 
 
 def on_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
     from headrace.worker import model_runner, sampling
 
+    began = time.perf_counter()
     probability = [0.0]
-    model_runner.kept_rows = sampling.kept_rows = accept_by_chance(probability)  # type: ignore[attr-defined]
+    model_runner.kept_rows = sampling.kept_rows = accept_by_chance(verify.kept_rows, probability)  # type: ignore[attr-defined]
     options = {
         "model": shape_directory(args.config), "load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 256,
         "max_model_len": args.input_len + args.max_tokens + 64,
@@ -137,34 +166,35 @@ def on_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
         options["device"] = args.device
     results = []
     lookup = {"speculative_method": "ngram", "num_speculative_tokens": args.drafts, "speculative_max_rows": args.max_rows}
-    # one engine: weights twice would leave little for the cache. Without a proposer's guesses it is the plain engine
+    # one engine: weights twice would leave little for the cache. Without its speculator it is the plain engine
     with LLM(**options, **lookup) as llm:
         speculator, core = drafting(llm), llm.engine.core  # type: ignore[union-attr]
-        speculator.proposer = AnyIds()
+        speculator.proposer, core.runner.drafter = None, AnyIds()
+        vocab = core.vocab_size
         rng = random.Random(0)
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True).resolved({})
         for batch in args.batches:
-            prompts = [[rng.randrange(1000, 50000) for _ in range(args.input_len)] for _ in range(batch)]
-            params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True)
+            prompts = [[rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(batch)]
 
-            def speed(drafts: bool, prompts=prompts, params=params) -> float:
+            def speed(drafts: bool, prompts=prompts) -> float:
                 core.speculator = speculator if drafts else None
-
-                def run(llm: LLM) -> list[list[int]]:
-                    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
-
-                return timed(llm, run)[0]
+                return seconds_per_step_and_token(llm, prompts, params)
 
             for accept in args.accept:
                 probability[0] = accept
                 for drafts in (False, True):
                     speed(drafts)  # captures
+                before = speculator.stats.num_drafts, speculator.stats.num_accepted_tokens
                 pairs = [(speed(False), speed(True)) for _ in range(args.rounds)]
-                a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
+                steps = speculator.stats.num_drafts - before[0]
+                a, b = (1e3 * statistics.median(column) for column in zip(*pairs, strict=True))
                 results.append({
-                    "batch": batch, "accept": accept, "tokens_per_second_plain": round(a, 1),
-                    "tokens_per_second_drafted": round(b, 1), "ratio": round(b / a, 3),
+                    "batch": batch, "accept": accept, "ms_per_token_plain": round(a, 3), "ms_per_token_drafted": round(b, 3),
+                    "ratio": round(a / b, 3),
+                    "mean_accepted_length": round(1 + (speculator.stats.num_accepted_tokens - before[1]) / max(1, steps), 2),
                 })  # fmt: skip
                 print(json.dumps(results[-1]), flush=True)
+    print(f"{time.perf_counter() - began:.0f} s in all")
     return results
 
 
@@ -176,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=6)
-    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--max-tokens", type=int, default=160, help="of each request")
     parser.add_argument("--config", help="a config.json: random weights, drafts right by chance")
     parser.add_argument("--device", help="of --config")
     parser.add_argument("--accept", type=numbers(float), default=[0.6, 0.8])
@@ -184,8 +214,10 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--max-rows", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="default with --config: results/speculative-<config>.json beside this script")
     args = parser.parse_args()
+    if args.config and not args.out:
+        args.out = Path(__file__).parent / "results" / f"speculative-{Path(args.config).stem}.json"
     results = on_shape(args) if args.config else on_text(args)
     if args.out:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
