@@ -96,6 +96,17 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none(p_right, depth):
         assert driven.num_accepted < 6 and steps > 45  # a random guess may be right
 
 
+@pytest.mark.parametrize("p_right, block_size", [(0.0, 1), (0.6, 4), (0.9, 3), (1.0, 2)])
+def test_steps_with_drafts_follow_one_another_unsettled(p_right, block_size):
+    driven = engine(p_right, depth=1, block_size=block_size, num_blocks=256 // block_size)
+    driven.p_settle, driven.p_broken = 0.0, 0.1
+    requests = [driven.add(f"r{i}", [i, 2, 3], max_tokens=50, min_tokens=20, stop_token_ids=[3, 4, 5]) for i in range(3)]
+    driven.run()
+    assert driven.num_ahead > 5
+    for request in requests:
+        assert (request.output_ids, request.finish_reason) == reference(request.prompt_ids, 0, request.params, 64)
+
+
 def test_accepted_tokens_enter_the_prefix_index_and_rejected_ones_do_not():
     for p_right in (0.0, 1.0):
         driven = engine(p_right)

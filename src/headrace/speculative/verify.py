@@ -32,7 +32,7 @@ def kept_rows(sampled: Tensor, guesses: Tensor, failed: Tensor, first_row: Tenso
 
 def note_accepted(accepted: Tensor, slots: Tensor, kept: Tensor) -> None:
     """accepted [slots] int32 of the rows' slots [R] int64: how many of their rows are `kept` [R], less one."""
-    accepted[slots] = -1
+    accepted.index_fill_(0, slots, -1)
     accepted.index_add_(0, slots, kept.to(torch.int32))
 
 
