@@ -24,7 +24,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from headrace.kernels import attention_decode, attention_prefill, launch
+from headrace.kernels import attention_decode, attention_prefill, launch, prepare
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.attention_decode import SplitWorkspace, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
@@ -136,6 +136,16 @@ def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, nor
     return run
 
 
+def rows(count: int) -> Callable[[], None]:
+    def run() -> None:
+        out = prepare.DecodeRows.empty(count, META)
+        table, f32 = ints(257, 4097), torch.float32
+        prepare.launch(ints(4, count), table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64)
+        prepare.launch_publish(ints(count), out, table)
+
+    return run
+
+
 CASES: dict[str, Callable[[], None]] = {
     "split 0.6B": attention(16, 8, 128),
     "split 8B": attention(32, 8, 128),
@@ -149,6 +159,7 @@ CASES: dict[str, Callable[[], None]] = {
     "varlen head 64 block 16": attention(9, 3, 64, block=16, kind="varlen"),
     "varlen float32": attention(9, 3, 64, kind="varlen", dtype=torch.float32),
     "gather 8B": attention(32, 8, 128, kind="gather"),
+    "rows of a decode step": rows(32),
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),

@@ -28,7 +28,7 @@ class Chunk:
     block_offset: int = 0  # index in the block table of new_blocks[0]
     output_index: int = 0  # which output token this step samples (0 = the first): known with overlap too
     num_drafts: int = 0  # the last rows are guesses of what the rows before them sample; every one of them is verified
-    drafts: Sequence[int] = ()  # ids for the positions from start + 1 on, where the host guesses; else the worker's drafter
+    drafts: Sequence[int] = ()  # where the host guesses: ids from start + 1 on, as it was scheduled; else the worker's drafter
     slack: int = 0
     draft_index: int = 0  # of a row on its own (sampled_rows): how many drafts stand before its token and with it
 
