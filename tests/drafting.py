@@ -104,9 +104,10 @@ class UncapturedGraphs:
         self.forward, self.kv, self.state, self.sizes = forward, kv, state, [most]
         self.replays = 0
 
-    def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> SimpleNamespace:
+    def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> SimpleNamespace:
         state, count = self.state, numbers.shape[1]
         assert numbers[1].max() < context
+        assert related or len(set(numbers[0])) == count
         rows = DecodeRows.empty(count, state.device)
         prepare_decode(
             torch.from_numpy(numbers), state.token_ids, state.block_tables, state.floats, state.ints, state.accepted,

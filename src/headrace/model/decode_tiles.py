@@ -51,6 +51,14 @@ class StepTiles:
             raise ValueError("attention in two kernels takes no partial QKV sums")
 
 
+def with_attention_in_two(tiles: StepTiles) -> StepTiles:
+    """The same, with all keys and values written before any of them is read."""
+    if isinstance(tiles.attention, SplitTile):
+        return tiles
+    whole = replace(tiles.qkv, splits=1) if isinstance(tiles.qkv, GemmTile) else tiles.qkv
+    return replace(tiles, qkv=whole, attention=SplitTile())
+
+
 TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
 
 

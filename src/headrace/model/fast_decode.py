@@ -26,7 +26,7 @@ from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.kernels.skinny_gemm import GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decode_tiles import StepTiles, TileTable, default_table
+from headrace.model.decode_tiles import StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.model.decoder import DecoderWeights, LayerWeights
 from headrace.model.rope import rope_tables
 
@@ -109,11 +109,9 @@ class FastDecode:
         self.merge_space = MergeSpace(
             rows, row_splits, config.num_heads, config.num_kv_heads, config.head_dim, device
         )  # fmt: skip
-        self.two_kernels: SplitWorkspace | None = None
-        if any(isinstance(step.attention, SplitTile) for step in steps.values()):
-            self.two_kernels = SplitWorkspace.allocate(
-                rows, config.num_heads, config.num_kv_heads, config.head_dim, device
-            )  # fmt: skip
+        self.two_kernels = SplitWorkspace.allocate(
+            rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+        )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
@@ -121,8 +119,7 @@ class FastDecode:
         tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
         for space in (self.split_space, self.merge_space):
             tensors += vars(space).values()
-        if self.two_kernels is not None:
-            tensors += [self.two_kernels.partial, self.two_kernels.lse, self.two_kernels.counters]
+        tensors += [self.two_kernels.partial, self.two_kernels.lse, self.two_kernels.counters]
         tensors += [t for pair in self.rope.values() for t in pair]
         return sum(t.numel() * t.itemsize for t in tensors)
 
@@ -139,6 +136,7 @@ class FastDecode:
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [rows, V] of a batch whose sequences have one row each; writes the rows' keys and values to `kv`.
+        Sequences of one slot must be marked `related`.
 
         A view of a buffer that the next call overwrites. Rows of padding (seq_lens 0, slot_mapping -1) give garbage.
         How far attention is split follows max(batch.context_lens), in a graph the bound that it is captured for.
@@ -148,6 +146,8 @@ class FastDecode:
             allowed = f"1 to {self.max_rows}, one each"
             raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
         config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
+        if batch.related:  # a row of the one kernel would read what another one is about to write
+            tiles = with_attention_in_two(tiles)
         residual, normed = self.residual[:rows], self.normed[:rows]
         sumsq_o, sumsq_down = (
             buffer[: rows * n].view(rows, n)
@@ -221,7 +221,6 @@ class FastDecode:
         self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, tile: SplitTile
     ) -> None:
         """`_attend` as one kernel that rotates and writes the cache and one that reads it; qkv [rows, q + 2 kv]."""
-        assert self.two_kernels is not None
         config, rows = self.config, qkv.shape[0]
         cos, sin = self.rope[self.layer_rope[index]]
         q = qkv_rope_write_triton(

@@ -4,7 +4,7 @@ A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler ->
 feed the next step without leaving the device, and what the host gives a step is four int32 per row. Steps whose logits need
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
-Graphs are keyed by (rows, context bucket, what follows the forward) and captured when first needed; the remaining sizes of
+Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other sizes of
 a kind that is in use are captured one after each step, while the device is busy with it.
 """
 
@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,13 @@ from headrace.worker.sampling import Tail
 logger = logging.getLogger(__name__)
 SHORT_CONTEXT, SHORT_ROWS = 512, 16  # tokens of the first context bucket, and the rows that it is for
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
+
+
+class Key(NamedTuple):
+    rows: int
+    context: int  # bucket
+    tail: Tail
+    related: bool  # as ForwardBatch.related
 
 
 @dataclass(slots=True)
@@ -70,9 +78,9 @@ class DecodeGraphs:
         self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._graphs: dict[tuple[int, int, Tail], Captured] = {}
-        self._todo: list[tuple[int, int, Tail]] = []
-        self._wanted: set[tuple[int, Tail]] = set()
+        self._graphs: dict[Key, Captured] = {}
+        self._todo: list[Key] = []
+        self._wanted: set[tuple[int, Tail, bool]] = set()
         self._logits: Tensor | None = None
 
     def size_for(self, rows: int) -> int:
@@ -84,22 +92,26 @@ class DecodeGraphs:
         small = self.buckets[place] == SHORT_CONTEXT and place + 1 < len(self.buckets)
         return self.buckets[place + 1] if small and size > SHORT_ROWS else self.buckets[place]
 
-    def replay(self, numbers: np.ndarray, context: int, tail: Tail) -> Captured:
-        """Launch the step of the rows `numbers` [4, R] int32 (see prepare_decode), contexts up to `context`."""
+    def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> Captured:
+        """Launch the step of the rows `numbers` [4, R] int32 (see prepare_decode), contexts up to `context`.
+
+        `related`: some of the rows are of one request.
+        """
         count = numbers.shape[1]
         size = self.size_for(count)
         bucket = self.bucket_for(context, size)
-        captured = self._graphs.get((size, bucket, tail)) or self.capture(size, bucket, tail)
+        key = Key(size, bucket, tail, related)
+        captured = self._graphs.get(key) or self.capture(key)
         padded = np.full((4, size), -1, np.int32)
         padded[0] = self.state.dummy_slot
         padded[:, :count] = numbers
         captured.numbers.copy_(self.state.staging.pin(padded), non_blocking=True)
         captured.graph.replay()
-        if (bucket, tail) not in self._wanted:
-            self._wanted.add((bucket, tail))
+        if key[1:] not in self._wanted:
+            self._wanted.add(key[1:])
             below = [s for s in reversed(self.sizes) if s < size]
             others = below + [s for s in self.sizes if s > size]
-            self._todo += [(s, bucket, tail) for s in others if self.bucket_for(context, s) == bucket]
+            self._todo += [key._replace(rows=s) for s in others if self.bucket_for(context, s) == bucket]
         return captured
 
     def capture_next(self) -> bool:
@@ -107,11 +119,12 @@ class DecodeGraphs:
         while self._todo:
             key = self._todo.pop(0)
             if key not in self._graphs:
-                self.capture(*key)
+                self.capture(key)
                 return True
         return False
 
-    def capture(self, size: int, bucket: int, tail: Tail) -> Captured:
+    def capture(self, key: Key) -> Captured:
+        size = key.rows
         began = time.perf_counter()
         current = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(current)
@@ -119,22 +132,21 @@ class DecodeGraphs:
             numbers = self._numbers[: 4 * size].view(4, size)
             numbers[0].fill_(self.state.dummy_slot)
             numbers[1:].fill_(-1)
-            self._step(size, bucket, tail)  # padded rows only: compiles and loads what is not there yet
+            self._step(key)  # padded rows only: compiles and loads what is not there yet
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                token_ids, failed, logits = self._step(size, bucket, tail)
+                token_ids, failed, logits = self._step(key)
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
         captured = Captured(graph, numbers, self._rows.first(size), token_ids, failed, logits)
-        self._graphs[size, bucket, tail] = captured
-        logger.debug(
-            "captured %d rows, context %d, %s in %.1f ms", size, bucket, tail.value, 1e3 * (time.perf_counter() - began)
-        )
+        self._graphs[key] = captured
+        logger.debug("captured %s in %.1f ms", key, 1e3 * (time.perf_counter() - began))
         return captured
 
-    def _step(self, size: int, bucket: int, tail: Tail) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _step(self, key: Key) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        size, bucket, tail, related = key
         state, rows = self.state, self._rows.first(size)
         numbers = self._numbers[: 4 * size].view(4, size)
         prepare_decode(
@@ -143,7 +155,7 @@ class DecodeGraphs:
         )  # fmt: skip
         batch = ForwardBatch(
             rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
-            self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size,
+            self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size, related=related,
         )  # fmt: skip
         logits = self.forward(batch, self.kv)
         if tail is Tail.LOGITS:

@@ -112,7 +112,7 @@ class ModelRunner:
             if unsure:
                 positions = positions + self.state.shift(where, numbers[3])
             guesses = self.state.token_ids[where, positions + 1]  # before the step writes there what it samples
-        captured = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail)
+        captured = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail, plan.num_drafts > 0)
         count = numbers.shape[1]
         pending = Pending(plan, plan.others, None if captured.logits is None else captured.logits[:count])
         if captured.token_ids is not None and captured.failed is not None:
