@@ -140,8 +140,9 @@ def rows(count: int) -> Callable[[], None]:
     def run() -> None:
         out = prepare.DecodeRows.empty(count, META)
         table, f32 = ints(257, 4097), torch.float32
-        prepare.launch(ints(4, count), table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64)
-        prepare.launch_publish(ints(count), out, table)
+        inbox, turn = ints(64, 4, 512), ints(1)
+        prepare.launch(inbox, turn, table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64)
+        prepare.launch_publish(ints(count), ints(count).bool(), out, table, ints(64, 2, 512), turn)
 
     return run
 

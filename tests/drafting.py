@@ -109,8 +109,9 @@ class UncapturedGraphs:
         assert numbers[1].max() < context
         assert related or len(set(numbers[0])) == count
         rows = DecodeRows.empty(count, state.device)
+        inbox, turn, outbox = torch.from_numpy(numbers)[None], torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, count)
         prepare_decode(
-            torch.from_numpy(numbers), state.token_ids, state.block_tables, state.floats, state.ints, state.accepted,
+            inbox, turn, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted,
             rows, block_size=state.block_size,
         )  # fmt: skip
         batch = ForwardBatch(
@@ -129,8 +130,8 @@ class UncapturedGraphs:
                 any_min_p=tail is Tail.FILTERED,
             ),
         )  # fmt: skip
-        publish(token_ids, rows, state.token_ids)
-        return SimpleNamespace(token_ids=token_ids, failed=failed, logits=None)
+        publish(token_ids, failed, rows, state.token_ids, outbox, turn)
+        return SimpleNamespace(token_ids=token_ids, failed=failed, logits=None, sent=tuple(outbox[0].int()))
 
 
 def capture_nothing(core: EngineCore) -> UncapturedGraphs:

@@ -26,11 +26,14 @@ def test_rows_equal_the_reference(count):
     unsure = np.where(position > 0, rng.integers(-1, 5, count), -1)  # also of padded rows: -1
     new_block = np.where((position % block_size == 0) & (unsure <= 0), rng.integers(0, 500, count), -1)
     numbers = torch.from_numpy(np.stack([rng.permutation(slots)[:count], position, new_block, unsure]).astype(np.int32))
+    inbox = torch.full((4, 4, slots), -7, dtype=torch.int32)  # room for more rows
+    inbox[2, :, :count] = numbers
+    turn = torch.tensor([2 + 4 * 5], dtype=torch.int32)
     got, want = (DecodeRows.empty(count, torch.device("cpu")) for _ in range(2))
     tables_got, tables_want = tables.clone(), tables.clone()
-    prepare.launch(numbers, token_table, tables_got, floats, ints, accepted, got, block_size)
+    prepare.launch(inbox, turn, token_table, tables_got, floats, ints, accepted, got, block_size)
     prepare_decode_reference(numbers, token_table, tables_want, floats, ints, accepted, want, block_size=block_size)
-    assert torch.equal(tables_got, tables_want)
+    assert torch.equal(tables_got, tables_want) and int(turn) == 23
     real = position >= 0
     for name in DecodeRows.__slots__:
         a, b = getattr(got, name), getattr(want, name)
@@ -39,7 +42,10 @@ def test_rows_equal_the_reference(count):
         assert torch.equal(a, b), name
     ids = torch.arange(count, dtype=torch.int32) + 5000
     got_table, want_table = token_table.clone(), token_table.clone()
-    prepare.launch_publish(ids, got, got_table)
-    prepare.publish(ids, want, want_table)
+    failed = torch.from_numpy(rng.random(count) < 0.3)
+    got_box, want_box = torch.full((4, 2, slots), -1, dtype=torch.int32), torch.full((4, 2, slots), -1, dtype=torch.int32)
+    prepare.launch_publish(ids, failed, got, got_table, got_box, turn)
+    prepare.publish(ids, failed, want, want_table, want_box, turn)
+    assert torch.equal(got_box, want_box) and torch.equal(got_box[2, 0, :count], ids) and int((got_box != -1).sum()) == 2 * count
     assert torch.equal(got_table, want_table)
     assert int((got_table != token_table).sum()) == int(real.sum())

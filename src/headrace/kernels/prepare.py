@@ -42,30 +42,32 @@ class DecodeRows:
 
 
 def prepare_decode(
-    numbers: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, accepted: Tensor,
+    inbox: Tensor, turn: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, accepted: Tensor,
     rows: DecodeRows, *, block_size: int,
 ) -> None:  # fmt: skip
-    """Fill `rows` and enter new blocks into the block tables.
+    """Fill `rows` from the next page of `inbox`, enter new blocks into the block tables, and count the page in `turn`.
 
-    numbers [4, R] int32: slot, position (-1: a padded row), id of the block that this position opens (-1: none), and, if > 0,
-    that the position is further on by what the slot accepted. token_table [slots, L], block_tables [slots, B] and accepted
-    [slots] int32, floats [slots, 6] float32 and ints [slots, 4] int64 as in worker.batch_state. A padded row reads nothing
-    and gets slot_mapping -1, seq_lens 0, temperature 0.
+    inbox [pages, 4, >= R] int32, in memory that the device can read, its pages a power of two; turn [1] int32. A page has, for
+    each row: slot, position (-1: a padded row), id of the block that this position opens (-1: none), and, if > 0, that the
+    position is further on by what the slot accepted. token_table [slots, L], block_tables [slots, B] and accepted [slots]
+    int32, floats [slots, 6] float32 and ints [slots, 4] int64 as in worker.batch_state. A padded row reads nothing and gets
+    slot_mapping -1, seq_lens 0, temperature 0.
     """
-    if not on_gpu(numbers):
-        prepare_decode_reference(numbers, token_table, block_tables, floats, ints, accepted, rows, block_size=block_size)
+    if on_gpu(turn):
+        launch(inbox, turn, token_table, block_tables, floats, ints, accepted, rows, block_size)
         return
-    launch(numbers, token_table, block_tables, floats, ints, accepted, rows, block_size)
+    numbers = inbox[int(turn) % len(inbox), :, : len(rows.token_ids)]
+    prepare_decode_reference(numbers, token_table, block_tables, floats, ints, accepted, rows, block_size=block_size)
+    turn += 1
 
 
-def launch(numbers, token_table, block_tables, floats, ints, accepted, rows: DecodeRows, block_size: int) -> None:
-    count = numbers.shape[1]
-    block = min(256, next_power_of_2(count))
+def launch(inbox, turn, token_table, block_tables, floats, ints, accepted, rows: DecodeRows, block_size: int) -> None:
+    count = len(rows.token_ids)
     outputs = (getattr(rows, name) for name in rows.__slots__)
-    _prepare_decode[(-(-count // block),)](
-        numbers, token_table, block_tables, floats, ints, accepted, *outputs, count, numbers.stride(0), token_table.stride(0),
-        block_tables.stride(0), BLOCK_SIZE=block_size, FLOATS=floats.shape[1], INTS=ints.shape[1], BLOCK=block,
-        num_warps=4, **pdl(numbers),
+    _prepare_decode[(1,)](
+        inbox, turn, token_table, block_tables, floats, ints, accepted, *outputs, count, inbox.stride(0), inbox.stride(1),
+        token_table.stride(0), block_tables.stride(0), PAGES=inbox.shape[0], BLOCK_SIZE=block_size, FLOATS=floats.shape[1],
+        INTS=ints.shape[1], BLOCK=min(256, next_power_of_2(count)), num_warps=4, **pdl(turn),
     )  # fmt: skip
 
 
@@ -95,66 +97,84 @@ def prepare_decode_reference(
 
 @jit
 def _prepare_decode(
-    numbers, token_table, block_tables, floats, ints, accepted,
+    inbox, turn, token_table, block_tables, floats, ints, accepted,
     token_ids, positions, slot_mapping, seq_slots, seq_lens, temperature, top_p, min_p, top_k, seed, output_index, sample_index,
-    count, number_stride, token_stride, table_stride,
-    BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    count, page_stride, number_stride, token_stride, table_stride,
+    PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    page = tl.load(turn)
+    numbers = inbox + (page & (PAGES - 1)) * page_stride
+    for first in range(0, count, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        there = row < count
+        slot = tl.load(numbers + row, there, 0, volatile=True).to(tl.int64)
+        position = tl.load(numbers + number_stride + row, there, -1, volatile=True)
+        new_block = tl.load(numbers + 2 * number_stride + row, there, -1, volatile=True)
+        real = there & (position >= 0)
+        unsure = tl.load(numbers + 3 * number_stride + row, there, 0, volatile=True) > 0
+        at = tl.maximum(position, 0) + tl.load(accepted + slot, unsure, 0)
+        place = block_tables + slot * table_stride + at // BLOCK_SIZE
+        # a row's block is the new one or the table's: no read after a write
+        block = tl.where(new_block >= 0, new_block, tl.load(place, real & (new_block < 0), 0)).to(tl.int64)
+        tl.store(place, new_block, real & (new_block >= 0))
+        tl.store(seq_slots + row, slot.to(tl.int32), there)
+        tl.store(positions + row, at, there)
+        tl.store(token_ids + row, tl.load(token_table + slot * token_stride + at, real, 0), there)
+        tl.store(slot_mapping + row, tl.where(real, block * BLOCK_SIZE + at % BLOCK_SIZE, -1), there)
+        tl.store(seq_lens + row, tl.where(real, at + 1, 0), there)
+        f, i = floats + slot * FLOATS, ints + slot * INTS
+        tl.store(temperature + row, tl.load(f, real, 0.0), there)
+        tl.store(top_p + row, tl.load(f + 1, there, 1.0), there)
+        tl.store(min_p + row, tl.load(f + 2, there, 0.0), there)
+        tl.store(seed + row, tl.load(i, there, 0), there)
+        tl.store(top_k + row, tl.load(i + 1, there, 0).to(tl.int32), there)
+        tl.store(sample_index + row, tl.load(i + 2, there, 0).to(tl.int32), there)
+        tl.store(output_index + row, at + 1 - tl.load(i + 3, there, 0), there)
+    tl.debug_barrier()  # all threads have read it
+    tl.store(turn, page + 1)  # there is one program
+
+
+def publish(
+    token_ids: Tensor, failed: Tensor, rows: DecodeRows, token_table: Tensor, outbox: Tensor, turn: Tensor
+) -> None:  # fmt: skip
+    """Write sampled ids [R] int32 where the next step reads its input, token_table[slot, position + 1], not of padded rows;
+    and ids and `failed` [R] bool to the page of outbox [pages, 2, >= R] int32 whose numbers these rows came from."""
+    if on_gpu(token_ids):
+        launch_publish(token_ids, failed, rows, token_table, outbox, turn)
+        return
+    real = rows.seq_lens > 0
+    token_table[rows.seq_slots[real].long(), rows.seq_lens[real].long()] = token_ids[real]
+    outbox[(int(turn) - 1) % len(outbox), :, : len(token_ids)] = torch.stack([token_ids, failed.int()])
+
+
+def launch_publish(token_ids, failed, rows: DecodeRows, token_table, outbox, turn) -> None:
+    count = token_ids.shape[0]
+    block = min(256, next_power_of_2(count))
+    _publish[(-(-count // block),)](
+        token_ids, failed, rows.seq_slots, rows.seq_lens, token_table, outbox, turn, count, token_table.stride(0),
+        outbox.stride(0), outbox.stride(1), PAGES=outbox.shape[0], BLOCK=block, num_warps=4, **pdl(token_ids),
+    )  # fmt: skip
+
+
+@jit
+def _publish(
+    token_ids, failed, seq_slots, seq_lens, token_table, outbox, turn, count, stride, page_stride, failed_stride,
+    PAGES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < count
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    slot = tl.load(numbers + row, there, 0).to(tl.int64)
-    position = tl.load(numbers + number_stride + row, there, -1)
-    new_block = tl.load(numbers + 2 * number_stride + row, there, -1)
-    real = there & (position >= 0)
-    unsure = tl.load(numbers + 3 * number_stride + row, there, 0) > 0
-    at = tl.maximum(position, 0) + tl.load(accepted + slot, unsure, 0)
-    place = block_tables + slot * table_stride + at // BLOCK_SIZE
-    # a row's block is the new one or the table's: no read after a write
-    block = tl.where(new_block >= 0, new_block, tl.load(place, real & (new_block < 0), 0)).to(tl.int64)
-    tl.store(place, new_block, real & (new_block >= 0))
-    tl.store(seq_slots + row, slot.to(tl.int32), there)
-    tl.store(positions + row, at, there)
-    tl.store(token_ids + row, tl.load(token_table + slot * token_stride + at, real, 0), there)
-    tl.store(slot_mapping + row, tl.where(real, block * BLOCK_SIZE + at % BLOCK_SIZE, -1), there)
-    tl.store(seq_lens + row, tl.where(real, at + 1, 0), there)
-    f, i = floats + slot * FLOATS, ints + slot * INTS
-    tl.store(temperature + row, tl.load(f, real, 0.0), there)
-    tl.store(top_p + row, tl.load(f + 1, there, 1.0), there)
-    tl.store(min_p + row, tl.load(f + 2, there, 0.0), there)
-    tl.store(seed + row, tl.load(i, there, 0), there)
-    tl.store(top_k + row, tl.load(i + 1, there, 0).to(tl.int32), there)
-    tl.store(sample_index + row, tl.load(i + 2, there, 0).to(tl.int32), there)
-    tl.store(output_index + row, at + 1 - tl.load(i + 3, there, 0), there)
-
-
-def publish(token_ids: Tensor, rows: DecodeRows, token_table: Tensor) -> None:
-    """Write sampled ids [R] int32 where the next step reads its input: token_table[slot, position + 1]; not of padded rows."""
-    if not on_gpu(token_ids):
-        real = rows.seq_lens > 0
-        token_table[rows.seq_slots[real].long(), rows.seq_lens[real].long()] = token_ids[real]
-        return
-    launch_publish(token_ids, rows, token_table)
-
-
-def launch_publish(token_ids: Tensor, rows: DecodeRows, token_table: Tensor) -> None:
-    count = token_ids.shape[0]
-    block = min(256, next_power_of_2(count))
-    _publish[(-(-count // block),)](
-        token_ids, rows.seq_slots, rows.seq_lens, token_table, count, token_table.stride(0), BLOCK=block, num_warps=4,
-        **pdl(token_ids),
-    )  # fmt: skip
-
-
-@jit
-def _publish(token_ids, seq_slots, seq_lens, token_table, count, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = row < count
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    page = (tl.load(turn) - 1) & (PAGES - 1)
     length = tl.load(seq_lens + row, there, 0)
     slot = tl.load(seq_slots + row, there, 0).to(tl.int64)
-    tl.store(token_table + slot * stride + length, tl.load(token_ids + row, there, 0), there & (length > 0))
+    ids = tl.load(token_ids + row, there, 0)
+    tl.store(token_table + slot * stride + length, ids, there & (length > 0))
+    out = outbox + page * page_stride + row
+    tl.store(out, ids, there)
+    tl.store(out + failed_stride, tl.load(failed + row, there, 0).to(tl.int32), there)

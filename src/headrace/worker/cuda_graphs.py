@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: captured for a set of batch sizes, padded up to the next one, replayed with one small copy.
+"""Decode steps as CUDA graphs: captured for a set of batch sizes, padded up to the next one, replayed without a copy.
 
 A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table. So the ids
 feed the next step without leaving the device, and what the host gives a step is four int32 per row. Steps whose logits need
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
-Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other sizes of
-a kind that is in use are captured one after each step, while the device is busy with it.
+Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other
+sizes of a kind that is in use are captured one after each step, while the device is busy with it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headrace.model.batch import ForwardBatch
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.worker.batch_state import BatchState
+from headrace.worker.mailbox import Mailbox
 from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,19 @@ class Key(NamedTuple):
 @dataclass(slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
-    numbers: Tensor  # [4, R] int32, the graph's input
-    rows: DecodeRows
     token_ids: Tensor | None  # [R] int32
     failed: Tensor | None  # [R] bool
     logits: Tensor | None  # [R, V]
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What a replay leaves behind, padded rows too."""
+
+    token_ids: Tensor | None  # [R] int32
+    failed: Tensor | None  # [R] bool
+    logits: Tensor | None  # [R, V]
+    sent: tuple[Tensor, Tensor]  # ids and failures once more, [R] int32, on the host: there when the step is done
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -73,7 +82,7 @@ class DecodeGraphs:
         self.forward, self.kv, self.state = forward, kv, state
         self.sizes, self.buckets = graph_sizes(max_num_seqs), context_buckets(max_model_len)
         device = state.device
-        self._numbers = torch.zeros(4 * self.sizes[-1], dtype=torch.int32, device=device)
+        self._mailbox = Mailbox(self.sizes[-1], device)
         self._rows = DecodeRows.empty(self.sizes[-1], device)
         self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -92,7 +101,7 @@ class DecodeGraphs:
         small = self.buckets[place] == SHORT_CONTEXT and place + 1 < len(self.buckets)
         return self.buckets[place + 1] if small and size > SHORT_ROWS else self.buckets[place]
 
-    def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> Captured:
+    def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> Replayed:
         """Launch the step of the rows `numbers` [4, R] int32 (see prepare_decode), contexts up to `context`.
 
         `related`: some of the rows are of one request.
@@ -102,17 +111,14 @@ class DecodeGraphs:
         bucket = self.bucket_for(context, size)
         key = Key(size, bucket, tail, related)
         captured = self._graphs.get(key) or self.capture(key)
-        padded = np.full((4, size), -1, np.int32)
-        padded[0] = self.state.dummy_slot
-        padded[:, :count] = numbers
-        captured.numbers.copy_(self.state.staging.pin(padded), non_blocking=True)
+        sent = self._mailbox.post(numbers, size, self.state.dummy_slot)
         captured.graph.replay()
         if key[1:] not in self._wanted:
             self._wanted.add(key[1:])
             below = [s for s in reversed(self.sizes) if s < size]
             others = below + [s for s in self.sizes if s > size]
             self._todo += [key._replace(rows=s) for s in others if self.bucket_for(context, s) == bucket]
-        return captured
+        return Replayed(captured.token_ids, captured.failed, captured.logits, sent)
 
     def capture_next(self) -> bool:
         """Capture one of the graphs that are likely to be needed; False if there is none left."""
@@ -124,14 +130,11 @@ class DecodeGraphs:
         return False
 
     def capture(self, key: Key) -> Captured:
-        size = key.rows
         began = time.perf_counter()
         current = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            numbers = self._numbers[: 4 * size].view(4, size)
-            numbers[0].fill_(self.state.dummy_slot)
-            numbers[1:].fill_(-1)
+            self._mailbox.post(np.empty((4, 0), np.int32), key.rows, self.state.dummy_slot)
             self._step(key)  # padded rows only: compiles and loads what is not there yet
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -140,17 +143,15 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
-        captured = Captured(graph, numbers, self._rows.first(size), token_ids, failed, logits)
-        self._graphs[key] = captured
+        captured = self._graphs[key] = Captured(graph, token_ids, failed, logits)
         logger.debug("captured %s in %.1f ms", key, 1e3 * (time.perf_counter() - began))
         return captured
 
     def _step(self, key: Key) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         size, bucket, tail, related = key
-        state, rows = self.state, self._rows.first(size)
-        numbers = self._numbers[: 4 * size].view(4, size)
+        state, rows, mail = self.state, self._rows.first(size), self._mailbox
         prepare_decode(
-            numbers, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted, rows,
+            mail.inbox, mail.turn, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted, rows,
             block_size=state.block_size,
         )  # fmt: skip
         batch = ForwardBatch(
@@ -168,5 +169,5 @@ class DecodeGraphs:
             purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
             all_greedy=tail is Tail.GREEDY, any_filter=tail is Tail.FILTERED,
         )  # fmt: skip
-        publish(token_ids, rows, state.token_ids)
+        publish(token_ids, failed, rows, state.token_ids, mail.outbox, mail.turn)
         return token_ids, failed, None

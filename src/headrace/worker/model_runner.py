@@ -112,16 +112,16 @@ class ModelRunner:
             if unsure:
                 positions = positions + self.state.shift(where, numbers[3])
             guesses = self.state.token_ids[where, positions + 1]  # before the step writes there what it samples
-        captured = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail, plan.num_drafts > 0)
+        done = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail, plan.num_drafts > 0)
         count = numbers.shape[1]
-        pending = Pending(plan, plan.others, None if captured.logits is None else captured.logits[:count])
-        if captured.token_ids is not None and captured.failed is not None:
-            token_ids, failed, kept = captured.token_ids, captured.failed, None
+        pending = Pending(plan, plan.others, None if done.logits is None else done.logits[:count])
+        if done.token_ids is not None and done.failed is not None:
+            kept = None
             if guesses is not None and where is not None:
-                token_ids, failed = token_ids[:count], failed[:count]
-                kept = kept_rows(token_ids, guesses, failed, self.state.staging.upload(first_rows(counts)))
+                first_row = self.state.staging.upload(first_rows(counts))
+                kept = kept_rows(done.token_ids[:count], guesses, done.failed[:count], first_row)
                 note_accepted(self.state.accepted, where, kept)
-            pending.sampled = DeviceOutput(token_ids, failed, {}, kept=kept)
+            pending.sampled = DeviceOutput(*done.sent, {}, kept=kept)
         return pending
 
     @torch.inference_mode()

@@ -41,8 +41,8 @@ class Staging:
 
     def download(self, tensor: Tensor) -> Tensor:
         """`tensor` on the host, to be read when the step is done and before the step after the next."""
-        if self.device.type != "cuda":
-            return tensor.cpu()
+        if not tensor.is_cuda:
+            return tensor.cpu()  # itself, if the device wrote it there
         return self._room(tensor).copy_(tensor, non_blocking=True)
 
     def upload(self, array: np.ndarray) -> Tensor:
