@@ -235,4 +235,3 @@ class FakeEngine:
         assert scheduler.num_running == scheduler.num_waiting == 0 and not scheduler.has_unfinished
         assert scheduler.kv_usage == 0.0
         assert scheduler.pool.num_free + scheduler.tree.num_cached == scheduler.config.num_blocks
-        assert len(scheduler._free_slots) == scheduler.config.max_num_seqs and not scheduler._live

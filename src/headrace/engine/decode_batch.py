@@ -27,6 +27,7 @@ class DecodeBatch:
         self._agenda: dict[int, list[Entry]] = {}  # by time; those who left or were put off are skipped
         self._decoding: list[Entry] = []  # a copy of `entries` for steps; empty: to be made
         self._decodes = Decodes.none()
+        self._last_step = 0  # the number of the last one that has rows of them
 
     def __contains__(self, entry: Entry) -> bool:
         return entry.request.clock is self.clock
@@ -39,12 +40,11 @@ class DecodeBatch:
         self._decoding = []
         self.expect(entry, request.num_scheduled)
 
-    def leave(self, entry: Entry, last_step: int) -> None:
-        """`last_step`: the number of the last step that was scheduled."""
+    def leave(self, entry: Entry) -> None:
         request = entry.request
         request.offset += self.clock.now
         request.clock = None
-        entry.last_step = max(entry.last_step, last_step)
+        entry.last_step = max(entry.last_step, self._last_step)
         self.entries.remove(entry)
         self._decoding = []
 
@@ -72,3 +72,4 @@ class DecodeBatch:
         step.decoding = self._decoding
         step.decodes = Decodes(same.requests, same.ids, same.slots, same.offsets, self.clock.now, blocks)
         self.clock.now += 1
+        self._last_step = step.number

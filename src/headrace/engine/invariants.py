@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Collection
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from headrace.cache.radix_tree import DETACHED, ROOT
-from headrace.engine.entry import OFF_INDEX, Entry
+from headrace.engine.entry import OFF_INDEX, Entry, Step
 from headrace.engine.request import Status
+from headrace.engine.roster import Roster
+from headrace.engine.schedule_config import SchedulerConfig
 
-if TYPE_CHECKING:
-    from headrace.engine.scheduler import Scheduler
 
+def check_scheduler(config: SchedulerConfig, roster: Roster, flight: Collection[Step]) -> None:
+    """Raise AssertionError, naming what does not add up; valid between any two calls of the scheduler's methods.
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    """Raise AssertionError, naming what does not add up; valid between any two calls of the scheduler's methods."""
-    resident = scheduler._decoding + scheduler._prefilling + list(scheduler._leaving)
-    waiting = scheduler._admission.waiting()
-    _check_lists(scheduler, resident, waiting)
-    _check_slots(scheduler, resident)
-    _check_blocks(scheduler, resident)
+    `flight`: the steps that are scheduled and not settled.
+    """
+    resident = roster.decoding + roster.prefilling + list(roster.leaving)
+    waiting = roster.admission.waiting()
+    _check_lists(roster, resident, waiting)
+    _check_flights(roster, resident, flight)
+    _check_drafts(roster, resident, flight)
+    _check_batch(roster, resident)
+    slots = [entry.request.slot for entry in resident] + roster.free_slots
+    assert sorted(slots) == list(range(config.max_num_seqs)), f"slots used or free: {sorted(slots)}"
+    _check_blocks(roster, resident)
     for entry in resident:
-        _check_counters(scheduler, entry)
-        _check_cursor(entry, scheduler.config.block_size)
-    promised = sum(-(-(entry.limit - 1) // scheduler.config.block_size) for entry in resident)
-    assert scheduler._admission._promised == promised, "what running requests can ask for is miscounted"
+        _check_counters(config, entry)
+        _check_cursor(entry, roster.block_size)
+    promised = sum(-(-(entry.limit - 1) // roster.block_size) for entry in resident)
+    assert roster.admission._promised == promised, "what running requests can ask for is miscounted"
     for entry in waiting:
         request = entry.request
         assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"
@@ -34,57 +40,58 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert idle == (0, 0, None, -1, []), f"{request.id} waits and holds {idle}"
 
 
-def _check_lists(scheduler: Scheduler, resident: list[Entry], waiting: list[Entry]) -> None:
+def _check_lists(roster: Roster, resident: list[Entry], waiting: list[Entry]) -> None:
     assert len(set(resident)) == len(resident), "a request is in two lists"
     live = {entry for entry in resident if not entry.finished} | set(waiting)
-    assert live == set(scheduler._live.values()), "the lists and the table of live requests differ"
-    assert len(waiting) == scheduler.num_waiting, f"{len(waiting)} wait, {scheduler.num_waiting} are counted"
-    for entries in (scheduler._decoding, scheduler._prefilling):
+    assert live == set(roster.live.values()), "the lists and the table of live requests differ"
+    assert len(waiting) == roster.admission.num_waiting, f"{len(waiting)} wait, {roster.admission.num_waiting} are counted"
+    for entries in (roster.decoding, roster.prefilling):
         assert all(a.rank < b.rank for a, b in pairwise(entries)), "a list is not in the order of rank"
         assert not any(entry.parted for entry in entries), "a request that parts could get more rows"
-    for entry in scheduler._decoding:
+    for entry in roster.decoding:
         request = entry.request
         assert request.num_tokens - request.num_scheduled == 1, f"{request.id} decodes more or less than one token"
         assert request.num_tokens < entry.limit, f"{request.id} would compute beyond its last token"
-        assert entry.capacity <= -(-(entry.limit - 1) // scheduler.config.block_size) * scheduler.config.block_size, (
+        assert entry.capacity <= -(-(entry.limit - 1) // roster.block_size) * roster.block_size, (
             f"{request.id} holds blocks beyond its last token"
         )
-    hungry = scheduler._hungry
-    assert hungry is None or hungry in scheduler._decoding or hungry in scheduler._prefilling, "blocks are kept for nobody"
-    _check_flights(scheduler, resident)
-    _check_batch(scheduler, resident)
+    hungry = roster.hungry
+    assert hungry is None or hungry in roster.decoding or hungry in roster.prefilling, "blocks are kept for nobody"
+
+
+def _check_drafts(roster: Roster, resident: list[Entry], flight: Collection[Step]) -> None:
     drafts = Counter[Entry]()
-    for number, step in scheduler._flight.items():
+    for step in flight:
         for entry, chunk in zip(step.entries, step.chunks, strict=True):
             drafts[entry] += chunk.num_drafts
             if chunk.slack and not entry.finished:
-                assert entry.ahead == (step, chunk), f"{entry.request.id}: step {number} is behind drafts that have settled"
+                assert entry.ahead == (step, chunk), f"{entry.request.id}: step {step.number} is behind settled drafts"
     for entry in resident:
         assert entry.request.num_unsure == drafts[entry], f"{entry.request.id}: drafts in flight miscounted"
-    drafting = sum(chunk.num_drafts > 0 for step in scheduler._flight.values() for chunk in step.chunks)
-    assert drafting == scheduler._num_drafting, "chunks with drafts miscounted"
+    drafting = sum(chunk.num_drafts > 0 for step in flight for chunk in step.chunks)
+    assert drafting == roster.num_drafting, "chunks with drafts miscounted"
 
 
-def _check_flights(scheduler: Scheduler, resident: list[Entry]) -> None:
+def _check_flights(roster: Roster, resident: list[Entry], flight: Collection[Step]) -> None:
     flights: dict[Entry, list[int]] = {}
-    for step in scheduler._flight.values():
+    for step in flight:
         for entry in step.decoding + step.entries:
             flights.setdefault(entry, []).append(step.number)
     for entry in resident:
         steps = flights.pop(entry, [])
         assert len(set(steps)) == len(steps), f"{entry.request.id} has two rows in a step"
         assert entry.finished or entry.request.num_pending <= len(steps), f"{entry.request.id}: more pending than in flight"
-        assert entry.parted == (entry in scheduler._leaving), f"{entry.request.id} parts, or does not"
+        assert entry.parted == (entry in roster.leaving), f"{entry.request.id} parts, or does not"
         assert steps or not entry.parted, f"{entry.request.id} parts, but nothing holds it back"
-        if entry not in scheduler._batch:
-            last = entry.last_step if entry.last_step > scheduler._num_settled else 0
+        if entry not in roster.batch:
+            last = entry.last_step if entry.last_step > roster.num_settled else 0
             assert last == max(steps, default=0), f"{entry.request.id}: its last row is not in step {entry.last_step}"
     assert not flights, "a launched step holds a row of a request that has left"
 
 
-def _check_batch(scheduler: Scheduler, resident: list[Entry]) -> None:
-    batch, size = scheduler._batch, scheduler.config.block_size
-    members = [entry for entry in scheduler._decoding if entry in batch]
+def _check_batch(roster: Roster, resident: list[Entry]) -> None:
+    batch, size = roster.batch, roster.block_size
+    members = [entry for entry in roster.decoding if entry in batch]
     assert members == batch.entries, "the batch of decodes is not what its members think"
     for entry in set(resident) - set(members):
         assert entry.request.clock is None, f"{entry.request.id} moves on without decoding"
@@ -98,14 +105,9 @@ def _check_batch(scheduler: Scheduler, resident: list[Entry]) -> None:
         assert position - request.num_scheduled == entry.due - batch.clock.now, f"{request.id} is looked at too early or late"
 
 
-def _check_slots(scheduler: Scheduler, resident: list[Entry]) -> None:
-    slots = [entry.request.slot for entry in resident] + scheduler._free_slots
-    assert sorted(slots) == list(range(scheduler.config.max_num_seqs)), f"slots used or free: {sorted(slots)}"
-
-
-def _check_blocks(scheduler: Scheduler, resident: list[Entry]) -> None:
-    pool, size = scheduler.pool, scheduler.config.block_size
-    free, cached = pool.check(), scheduler.tree.check()
+def _check_blocks(roster: Roster, resident: list[Entry]) -> None:
+    pool, size = roster.pool, roster.block_size
+    free, cached = pool.check(), roster.tree.check()
     references = Counter(block for entry in resident for block in entry.request.block_ids)
     for block, count in enumerate(pool.refs):
         assert count == references[block], f"block {block} has {count} references, the tables hold {references[block]}"
@@ -129,11 +131,11 @@ def _check_blocks(scheduler: Scheduler, resident: list[Entry]) -> None:
             assert same, f"block {block} is shared by requests with other tokens"
 
 
-def _check_counters(scheduler: Scheduler, entry: Entry) -> None:
-    request, size = entry.request, scheduler.config.block_size
+def _check_counters(config: SchedulerConfig, entry: Entry) -> None:
+    request, size = entry.request, config.block_size
     blocks = -(-request.num_scheduled // size)
     held = len(request.block_ids)
-    most = -(-(request.num_scheduled + 2 * scheduler.config.max_draft_rows) // size)  # of two steps; rejected ones leave blocks
+    most = -(-(request.num_scheduled + 2 * config.max_draft_rows) // size)  # of two steps; rejected ones leave blocks
     assert blocks <= held <= most, f"{request.id}: {held} blocks, {blocks} needed"
     assert entry.capacity == held * size, f"{request.id}: capacity {entry.capacity} of {held} blocks"
     if entry.finished:
