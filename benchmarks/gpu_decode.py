@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tile_search
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.attention_decode_fused import AttentionTile
@@ -180,7 +181,7 @@ ATTENTION = {"two": SplitTile(), "strided": AttentionTile(heads_first=False)}  #
 KINDS = {  # path -> (tile of a shape, numbers of rows)
     "gemv": (decode_tiles.gemv_tile, [n for n in ROW_STEPS if n <= 8]),
     "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if n > 1]),
-    "ahead": (decode_tiles.ahead_tile, [n for n in ROW_STEPS if 1 < n <= decode_tiles.FEW_ROWS]),
+    "ahead": (tile_search.ahead_tile, [n for n in ROW_STEPS if 1 < n <= decode_tiles.FEW_ROWS]),
     "two": (decode_tiles.gemm_tile, MANY_ROWS),
     "strided": (decode_tiles.gemm_tile, MANY_ROWS),
 }
@@ -262,9 +263,9 @@ def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles]]) -> str:
 
 def tuning_jobs(name: str, rows: int, context: int) -> list[tuple[str, int, int, dict[int, StepTiles]]]:
     start, shapes = decode_tiles.default_tiles(MODELS[name], rows), decode_tiles.product_shapes(MODELS[name])
-    trials = [replace(start, attention=tile, attention_programs=n) for tile, n in decode_tiles.attention_candidates(rows)]
+    trials = [replace(start, attention=tile, attention_programs=n) for tile, n in tile_search.attention_candidates(rows)]
     for product, shape in shapes.items():
-        trials += [replace(start, **{product: tile}) for tile in decode_tiles.candidates(shape, rows)]
+        trials += [replace(start, **{product: tile}) for tile in tile_search.candidates(shape, rows)]
     return [(name, rows, context, {rows: trial}) for trial in trials]
 
 
@@ -367,7 +368,7 @@ class Bench:
         def progress(line: str) -> None:
             say(f"{self.name} tune {rows} rows: {line}")
 
-        self.table[rows], took = decode_tiles.tune(self.table[rows], self.config, rows, measure, seconds, progress)
+        self.table[rows], took = tile_search.tune(self.table[rows], self.config, rows, measure, seconds, progress)
         self.results.append({"kind": "tune", "model": self.name, "rows": rows, "ms": took})
 
     def time(self, rows: int, context: int) -> None:
@@ -504,7 +505,7 @@ def run_model(
                 part()
         except Exception:
             traceback.print_exc()
-    tiles = decode_tiles.to_json(worthwhile(bench.table, [r for r in results if r["kind"] == "time" and r["model"] == name]))
+    tiles = tile_search.to_json(worthwhile(bench.table, [r for r in results if r["kind"] == "time" and r["model"] == name]))
     results.append({"kind": "table", "model": name, "tiles": json.loads(tiles)})
     saved = table_file(args.tables, name)
     if saved is not None:

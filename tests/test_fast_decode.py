@@ -15,9 +15,10 @@ from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.epilogues import runs_triton
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.skinny_gemm import GemmTile
-from headrace.model.decode_tiles import StepTiles, candidates, default_table, from_json, product_shapes, to_json, tune
+from headrace.model.decode_tiles import StepTiles, default_table, from_json, product_shapes
 from headrace.model.decoder import Decoder
 from headrace.model.fast_decode import FastDecode
+from tile_search import candidates, to_json, tune
 
 CPU = torch.device("cpu")
 LENGTHS = [150, 1, 33]

@@ -20,9 +20,10 @@ from headrace.kernels.attention_decode_fused import (
 from headrace.kernels.gemv import GemvTile, gemv_project
 from headrace.kernels.skinny_gemm import GemmTile, skinny_project
 from headrace.model.config import RopeConfig
-from headrace.model.decode_tiles import ROW_STEPS, ahead_tile, default_table, default_tiles, gemv_tile, product_shapes
+from headrace.model.decode_tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes
 from headrace.model.decoder import Decoder
 from headrace.model.fast_decode import FastDecode
+from tile_search import ahead_tile
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16

@@ -38,7 +38,7 @@ MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_T
 class FastDecode:
     """Runs decode steps of up to `max_rows` <= 256 sequences of a model that `supports` accepts.
 
-    `tiles`: a table found by `decode_tiles.tune`; None: the defaults. Workspaces are sized for the tables' tiles and
+    `tiles`: a table (see decode_tiles.py); None: the defaults. Workspaces are sized for the tables' tiles and
     `max_model_len` tokens a sequence.
     """
 
