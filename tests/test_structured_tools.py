@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from api_client import Api, error_of
+from api_client import Api, error_of, joined
 from engine_driver import make_core, run
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.events import CallArguments, CallBegin, Text
@@ -53,9 +53,10 @@ def reader(form: str | None) -> ToolParser:
     return JsonListParser() if form in ("pythonic", None) else TOOL_PARSERS[form.split()[0]]()
 
 
-def read(form: str | None, answer: str) -> tuple[list[tuple[str, Any]], str]:
+def read(form: str | None, answer: str, constrained: bool = False) -> tuple[list[tuple[str, Any]], str]:
     """Calls, and the text beside them."""
     parser = reader(form)
+    parser.constrained = constrained
     events = parser.push(answer) + parser.finish()
     names = [e.name for e in events if isinstance(e, CallBegin)]
     arguments = ["".join(a.text for a in events if isinstance(a, CallArguments) and a.index == i) for i in range(len(names))]
@@ -81,6 +82,7 @@ def test_forced_calls_are_calls(core, form, many):
             ended += 1
             calls, plain = read(form, decode(result.ids[:-1]))
             assert calls and plain == ""
+            assert read(form, decode(result.ids[:-1]), constrained=True) == (calls, "")
             assert many or len(calls) == 1
             for name, arguments in calls:
                 jsonschema.Draft202012Validator(SCHEMAS[name]).validate(arguments)
@@ -155,14 +157,14 @@ TEMPLATES = {
     "llama3_json": TEMPLATE + "{# <|python_tag|> #}",
     "mistral": TEMPLATE + "{# [TOOL_CALLS] #}",
     "mistral 11": TEMPLATE + "{# [TOOL_CALLS] [ARGS] #}",
-    None: TEMPLATE.replace("tools", "tulls"),
+    None: TEMPLATE,
 }
 
 
 def api_of(form: str | None, answer: str) -> Api:
     engine = FakeEngine(script=lambda ids, params: answer, supports_structured=True)
     engine.tokenizer.chat_templates = {"default": TEMPLATES[form]}
-    return Api(engine, tool_parser="auto")
+    return Api(engine, tool_parser="auto" if form else None)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
@@ -180,6 +182,46 @@ def test_calls_are_forced_in_the_format_of_the_model(form, choice):
     assert takes(matcher, WRITTEN[form])
     other = WRITTEN[form].replace("weather", "now").replace('{"city": "Köln", "days": 3}', "{}")
     assert takes(matcher, other) == (choice == "required")
+    api.close()
+
+
+ARGUMENTS = '{"city": "Köln", "days": 3}'
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize("form", list(WRITTEN))
+def test_a_forced_call_that_is_cut_keeps_what_there_is(form, choice):
+    named = choice != "required"
+    text = ARGUMENTS if form is None and named else WRITTEN[form]
+    api = api_of(form, text)
+    begin = text.index(ARGUMENTS)
+    for most in (1, max(1, begin), begin + 1, begin + 9, begin + 14, begin + len(ARGUMENTS) - 1):
+        body = {"messages": HI, "tools": BODY_TOOLS, "tool_choice": choice, "max_tokens": most}
+        answer = api.ok("/v1/chat/completions", body)["choices"][0]
+        written = text.encode()[begin:most].decode("utf-8", "replace")
+        calls = answer["message"].get("tool_calls", [])
+        assert [c["function"] for c in calls] == ([{"name": "weather", "arguments": written}] if named or written else [])
+        assert answer["finish_reason"] == "length" and not answer["message"]["content"]
+        events = api.events("/v1/chat/completions", body)
+        streamed = joined(events)[0]
+        assert (streamed["finish_reason"], streamed["content"]) == ("length", "")
+        assert [(c["name"], c["arguments"]) for c in streamed["tool_calls"]] == [tuple(c["function"].values()) for c in calls]
+        tools = [{"type": "function", **t["function"]} for t in BODY_TOOLS]
+        flat = {"type": "function", "name": "weather"} if named else choice
+        response = api.ok("/v1/responses", {"input": "hi", "tools": tools, "tool_choice": flat, "max_output_tokens": most})
+        assert response["status"] == "incomplete"
+        items = [(i["name"], i["arguments"], i["status"]) for i in response["output"] if i["type"] == "function_call"]
+        assert items == [(*c["function"].values(), "incomplete") for c in calls]
+    api.close()
+
+
+@pytest.mark.parametrize("how", [{"tool_choice": "required"}, {}], ids=["required", "strict"])
+def test_arguments_under_a_grammar_are_streamed(how):
+    api = api_of("hermes", WRITTEN["hermes"])
+    tools = [{"type": "function", "function": {**t["function"], "strict": not how}} for t in BODY_TOOLS]
+    events = api.events("/v1/chat/completions", {"messages": HI, "tools": tools, **how})
+    assert sum("tool_calls" in c["delta"] for e in events for c in e["choices"]) > 5
+    assert joined(events)[0]["tool_calls"][0]["arguments"] == ARGUMENTS
     api.close()
 
 

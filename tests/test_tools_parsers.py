@@ -95,6 +95,47 @@ def test_what_is_written_is_read(name, text, wanted, data):
     assert tools(name, *pieces) == expected
 
 
+JSON_NAMES = ["hermes", "llama3_json", "mistral", "mistral list", "list"]
+spaces = st.sampled_from(["", " ", "\n", " \t\r\n"])
+
+
+def write_constrained(name: str, spelled: list[tuple[str, str]], space: str) -> str:
+    """Calls as the grammars of tool_grammar have them; the arguments are JSON text."""
+    if name == "mistral":
+        return "".join(f"[TOOL_CALLS]{n}[ARGS]{a}" for n, a in spelled)
+    key = "arguments" if name in ("hermes", "mistral list") else "parameters"
+    objects = [f'{{{space}"name"{space}:{space}"{n}"{space},{space}"{key}":{space}{a}{space}}}' for n, a in spelled]
+    if name == "hermes":
+        return "\n".join(f"<tool_call>\n{o}\n</tool_call>" for o in objects)
+    if name == "llama3_json":
+        return "; ".join(objects)
+    return "[TOOL_CALLS]" * (name == "mistral list") + f"[{', '.join(objects)}]"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(JSON_NAMES), st.lists(calls, min_size=1, max_size=3), spaces, st.booleans(), st.data())
+def test_arguments_of_constrained_calls_come_as_they_are_written(name, wanted, space, ascii, data):
+    """In any pieces, and up to any end: what is there of a call is the beginning of what would have come."""
+    indent = data.draw(st.sampled_from([None, 1]))
+    spelled = [(n, json.dumps(a, ensure_ascii=ascii, indent=indent)) for n, a in wanted]
+    answer = write_constrained(name, spelled, space)
+
+    def read(*pieces: str) -> list[tuple]:
+        parser = JsonListParser() if name == "list" else TOOL_PARSERS[name.split()[0]]()
+        parser.constrained = True
+        return parse(parser, *pieces)
+
+    whole = [("call", i, n, a) for i, (n, a) in enumerate(spelled)]
+    assert read(*cut(answer, data.draw(st.lists(st.integers(0, len(answer)), max_size=8)))) == read(*answer) == whole
+    end = data.draw(st.integers(0, len(answer)))
+    at = data.draw(st.lists(st.integers(0, end), max_size=4))
+    found = [e for e in read(*cut(answer[:end], at)) if e[0] == "call"]
+    assert len(found) <= len(whole)
+    for i, (got, full) in enumerate(zip(found, whole, strict=False)):
+        assert got[:3] == full[:3] and (full[3].startswith(got[3]) if i == len(found) - 1 else got == full)
+    assert bool(found) == (end > answer.index(spelled[0][1])), "a call begins with its arguments"
+
+
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "\n<tool_call>", "<tool", '{"name": "f", "arguments": {"a": "<tool_call>"}}', "{", "}",
     '"name"', '{"name": "f"', '"}', "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "f", " ", "\n", "[", "]", ",", ";", "(a=1)",

@@ -37,19 +37,23 @@ class AnswerFormat:
             or (tools and self.tools and TOOL_PARSERS[self.tools].special)
         )
 
-    def parser(self, prompt: str = "", *, reasoning: bool = True, tools: bool = True) -> AnswerParser:
-        """A parser for one output. `prompt` (its end is enough) tells whether the output begins in reasoning."""
-        return AnswerParser(
-            ReasoningParser(self.reasoning, prompt) if reasoning and self.reasoning else None,
-            TOOL_PARSERS[self.tools]() if tools and self.tools else None,
-        )
+    def parser(
+        self, prompt: str = "", *, reasoning: bool = True, tools: bool = True, constrained: bool = False
+    ) -> AnswerParser:
+        """A parser for one output. `prompt` (its end is enough) tells whether the output begins in reasoning.
+
+        `constrained`: the calls obey a grammar."""
+        reader = TOOL_PARSERS[self.tools]() if tools and self.tools else None
+        if reader is not None:
+            reader.constrained = constrained
+        return AnswerParser(ReasoningParser(self.reasoning, prompt) if reasoning and self.reasoning else None, reader)
 
 
 class AnswerParser:
     """State of one output. What push() and finish() return is, joined, the same for every way to cut the text."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None):
-        self._reasoning, self._tools = reasoning, tools
+        self._reasoning, self.tools = reasoning, tools
 
     @property
     def in_reasoning(self) -> bool:
@@ -57,7 +61,7 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        return self._tools.num_calls if self._tools is not None else 0
+        return self.tools.num_calls if self.tools is not None else 0
 
     def push(self, text: str) -> list[Event]:
         if self._reasoning is not None:
@@ -66,12 +70,12 @@ class AnswerParser:
 
     def finish(self) -> list[Event]:
         events = self._with_tools(self._reasoning.finish()) if self._reasoning is not None else []
-        return events + (self._tools.finish() if self._tools is not None else [])
+        return events + (self.tools.finish() if self.tools is not None else [])
 
     def _with_tools(self, events: list[Event]) -> list[Event]:
-        if self._tools is None:
+        if self.tools is None:
             return events
         found: list[Event] = []
         for event in events:
-            found.extend(self._tools.push(event.text) if isinstance(event, Text) else [event])
+            found.extend(self.tools.push(event.text) if isinstance(event, Text) else [event])
         return found

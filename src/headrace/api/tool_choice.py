@@ -78,7 +78,7 @@ class ToolPolicy:
         strict tools, beside which any text may stand)."""
         form = self.ctx.answer_format
         if self.forced and form.tools in JSON_FORMATS:
-            return AnswerReader(self, form.parser(prompt_end, reasoning=False))
+            return AnswerReader(self, form.parser(prompt_end, reasoning=False, constrained=True))
         if self.named is not None:
             return AnswerReader(self, AnswerParser(None, NamedCallParser(self.named)))
         if self.forced:
@@ -86,7 +86,7 @@ class ToolPolicy:
         plain = (structured and not self.strict) or form.reasoning is None
         if plain and not self.tools:
             return AnswerReader(self, None)
-        return AnswerReader(self, form.parser(prompt_end, reasoning=not plain, tools=bool(self.tools)))
+        return AnswerReader(self, form.parser(prompt_end, reasoning=not plain, tools=bool(self.tools), constrained=self.strict))
 
 
 class AnswerReader:
@@ -110,9 +110,16 @@ class AnswerReader:
         return self._wanted(self._parser.push(text))
 
     def finish(self) -> list[Event]:
-        return self._wanted(self._parser.finish()) if self._parser is not None else []
+        if self._parser is None:
+            return []
+        events = self._wanted(self._parser.finish())
+        if self.policy.named is not None and not self.num_calls and self._parser.tools is not None:
+            events.append(CallBegin(0, self._parser.tools.new_id(), self.policy.named))  # cut off before its arguments
+        return events
 
     def _wanted(self, events: list[Event]) -> list[Event]:
+        if self.policy.forced:  # text is there only where a call was cut off before it began
+            events = [e for e in events if not isinstance(e, Text)]
         if self.policy.parallel:
             return events
         return [e for e in events if not (isinstance(e, CallBegin | CallArguments) and e.index)]

@@ -1,7 +1,8 @@
 """What all parsers of tool calls share.
 
 All parsers are linear scanners with a little state. A call is given out when it is complete: a client never gets the
-beginning of a call that then turns out to be broken or cut off.
+beginning of a call that then turns out to be broken or cut off. But where a grammar makes the calls, which can then only be
+cut off, the arguments are given out as they are written, and what there is of them at the end stays.
 - What looked like a call but is not well-formed is plain text, every character of it.
 - A call that the output ends in the middle of is dropped if its format marks calls (its beginning is no answer), and
   plain text if the format does not (it may be anything).
@@ -10,12 +11,13 @@ beginning of a call that then turns out to be broken or cut off.
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable
 
 from headrace.api.events import CallArguments, CallBegin, Event, Text
-from headrace.api.tool_syntax import BracketScanner, cut_off, parse_json, read_call
+from headrace.api.tool_syntax import MAX_NAME, BracketScanner, cut_off, parse_json, read_call
 from headrace.engine.text import Markers, MarkerScanner
 
 
@@ -40,10 +42,11 @@ class ToolParser:
 
     opening = Markers([])
     special = False  # the markers are special tokens: the text must be decoded with them
+    constrained = False  # the calls obey a grammar of tool_grammar
 
     def __init__(self, new_id: Callable[[], str] = random_id):
         self.num_calls = 0
-        self._new_id = new_id
+        self.new_id = new_id
         self._scanner = MarkerScanner(self.opening)
         self._handler: Handler = self._plain
         self._taken: list[str] = []  # of the call that is being read
@@ -101,8 +104,11 @@ class ToolParser:
         return text[end:]
 
     def _call(self, name: str, arguments: str, events: list[Event], call_id: str | None = None) -> None:
-        events.append(CallBegin(self.num_calls, call_id or self._new_id(), name))
-        events.append(CallArguments(self.num_calls, arguments))
+        self._begin_call(name, events, call_id)
+        events.append(CallArguments(self.num_calls - 1, arguments))
+
+    def _begin_call(self, name: str, events: list[Event], call_id: str | None = None) -> None:
+        events.append(CallBegin(self.num_calls, call_id or self.new_id(), name))
         self.num_calls += 1
         self._taken, self._space = [], []
         self._handler = self._plain
@@ -113,6 +119,11 @@ class ToolParser:
         self._give(taken, events)
 
 
+# what the grammars put before the arguments
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w.:/-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_MAX_HEAD = 2 * MAX_NAME  # characters: no more is looked at again with each piece of text
+
+
 class JsonObjectParser(ToolParser):
     """What the formats share that write a call as a JSON object."""
 
@@ -121,13 +132,21 @@ class JsonObjectParser(ToolParser):
     def _start_object(self) -> None:
         """The next character is the object's opening bracket."""
         self._object: list[str] = []
+        self._size = 0  # of the object so far
         self._brackets = BracketScanner()
         self._handler = self._in_object
 
     def _in_object(self, text: str, events: list[Event]) -> str:
+        if self.constrained and self._size < _MAX_HEAD:
+            so_far = "".join((*self._object, text))
+            if head := _HEAD.match(so_far, 0, _MAX_HEAD):
+                self._begin_call(head.group(1), events)
+                self._start_arguments(enclosed=True)
+                return so_far[head.end() :]
         end = self._brackets.push(text)
         taken = len(text) if end < 0 else end
         self._object.append(text[:taken])
+        self._size += taken
         text = self._take(text, taken)
         if self._brackets.too_deep:
             self._reject(events)
@@ -144,6 +163,33 @@ class JsonObjectParser(ToolParser):
             self._reject(events)
             return
         self._call(*call, events)
+        self._after_call()
+
+    def _start_arguments(self, *, enclosed: bool) -> None:
+        """The next character is the opening bracket of the arguments of the call that has begun."""
+        self._brackets, self._enclosed = BracketScanner(), enclosed
+        self._handler = self._in_arguments
+
+    def _in_arguments(self, text: str, events: list[Event]) -> str:
+        end = self._brackets.push(text)
+        if end < 0:
+            end = len(text)
+        elif self._enclosed:
+            self._handler = self._behind_arguments
+        else:
+            self._end_call()
+        events.append(CallArguments(self.num_calls - 1, text[:end]))
+        return text[end:]
+
+    def _behind_arguments(self, text: str, events: list[Event]) -> str:
+        """The call's object has still to end."""
+        rest = text.lstrip()
+        if rest:
+            self._end_call()
+        return rest.removeprefix("}")
+
+    def _end_call(self) -> None:
+        self._handler = self._plain
         self._after_call()
 
     def _after_call(self) -> None:

@@ -236,6 +236,16 @@ class MistralParser(JsonObjectParser):
             return rest
         return self._take(text, len(text))
 
+    def _start_object(self) -> None:
+        super()._start_object()
+        if self._name and self.constrained:
+            self._handler = self._begin_named
+
+    def _begin_named(self, text: str, events: list[Event]) -> str:
+        self._begin_call(self._name, events, self._id or None)
+        self._start_arguments(enclosed=False)
+        return text
+
     def _read_object(self, events: list[Event]) -> None:
         if not self._name:
             super()._read_object(events)
@@ -277,6 +287,7 @@ class JsonListParser(MistralParser):
 
     opening = Markers([])
     special = False
+    constrained = True
 
     def __init__(self, new_id: Callable[[], str] = random_id):
         super().__init__(new_id)
@@ -382,7 +393,7 @@ class NamedCallParser(ToolParser):
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
         if text and not self.num_calls:
-            events.append(CallBegin(0, self._new_id(), self._name))
+            events.append(CallBegin(0, self.new_id(), self._name))
             self.num_calls = 1
         if text:
             events.append(CallArguments(0, text))
