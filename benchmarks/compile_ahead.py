@@ -1,6 +1,18 @@
-"""Turns this process into a compiler: Triton launches on meta tensors compile for a named target and fill Triton's cache."""
+"""Turns this process into a compiler: Triton launches on meta tensors compile for a card that is not there.
+
+What is compiled lies in Triton's cache. One target per process (Triton remembers it), TRITON_INTERPRET unset.
+"""
 
 from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -8,12 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from headrace.kernels import attention_decode_fused, embed_residual, gemv, launch, skinny_gemm
-from headrace.model import fast_decode
+from headrace.kernels import epilogues, launch
 
 
-class StandIn(DriverBase):
-    """Just enough of a CUDA driver for a compilation."""
+class NoDevice(DriverBase):
+    """The part of a CUDA driver that compilation asks for."""
 
     def __init__(self, capability: int):
         self.target = GPUTarget("cuda", capability, 32)
@@ -41,15 +52,35 @@ class StandIn(DriverBase):
         return None
 
 
-def install(capability: int) -> None:
-    """From now on every launch in this process only compiles, for sm_<capability>."""
-    driver.set_active(StandIn(capability))
-    launch.capability = lambda device: divmod(capability, 10)
-    for module in (attention_decode_fused, embed_residual, fast_decode, gemv, skinny_gemm):
-        module.runs_triton = lambda tensor: True
-    original = triton.JITFunction.run
+def install(capability: int, compiled: Callable[[str, Any], None] = lambda name, kernel: None) -> None:
+    """From now on every launch in this process only compiles, for sm_<capability>; `compiled` is told each kernel's name."""
+    driver.set_active(NoDevice(capability))
+    ours = [module for name, module in sys.modules.items() if name.startswith("headrace.")]
+    for asked, answer in (
+        (launch.capability, lambda device: divmod(capability, 10)), (epilogues.runs_triton, lambda tensor: True),
+    ):  # fmt: skip
+        for module in ours:
+            if getattr(module, asked.__name__, None) is asked:
+                setattr(module, asked.__name__, answer)
+    run_kernel = triton.JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
-        return original(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled(self.fn.__name__, kernel)
+        return kernel
 
     triton.JITFunction.run = run
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack: spilled registers) a thread of a compiled kernel; (0, 0) where they cannot be read."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not os.access(tool, os.X_OK):
+        return 0, 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", out.stdout + out.stderr)
+    assert found is not None, out
+    return int(found[1]), int(found[2])

@@ -1,91 +1,39 @@
 """Compile the Triton kernels for a card that is not there: python tests/compile_kernels.py 90|80 [part of a case's name].
 
-A stand-in for the driver names the target, meta tensors stand for the arguments, and every launch only compiles. Prints a JSON
-line per kernel: case, kernel, registers, spilled bytes, shared memory.
+What the interpreter accepts but the compiler refuses is thus found without a card. Meta tensors stand for the arguments, and
+every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from headrace.kernels import attention_decode, attention_prefill, launch, prepare
+import compile_ahead
+import gpu_decode
+from headrace.kernels import prepare
 from headrace.kernels.activation import act_mul_triton
-from headrace.kernels.attention_decode import SplitWorkspace, split_attention
+from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.embedding import embed_triton
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
+from headrace.kernels.sample import sample_rows
+from headrace.model import decode_tiles
+from headrace.model.fast_decode import FastDecode
 
-CAPABILITY = int(sys.argv[1]) if len(sys.argv) > 1 else 90
-CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 META = torch.device("meta")
-
-
-class NoDevice(DriverBase):
-    """The part of a driver that compilation asks for."""
-
-    def __init__(self) -> None:
-        pass
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return "void*"
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", CAPABILITY, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return META
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_benchmarker(self):
-        return None
-
-
-compiled: list = []
-original_run = JITFunction.run
-
-
-def compile_only(self, *args, grid, warmup, **kwargs):
-    kernel = original_run(self, *args, grid=grid, warmup=True, **kwargs)
-    compiled.append((self.fn.__name__, kernel))
-    return kernel
-
-
-def usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of local memory, which are spills) of a compiled kernel."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(cubin)
-        f.flush()
-        out = subprocess.run([CUOBJDUMP, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", out)
-    assert found is not None, out
-    return int(found[1]), int(found[2])
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -141,10 +89,40 @@ def rows(count: int) -> Callable[[], None]:
         out = prepare.DecodeRows.empty(count, META)
         table, f32 = ints(257, 4097), torch.float32
         inbox, turn = ints(64, 4, 512), ints(1)
-        prepare.launch(inbox, turn, table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64)
+        prepare.launch(
+            inbox, turn, table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64
+        )
         prepare.launch_publish(ints(count), ints(count).bool(), out, table, ints(64, 2, 512), turn)
 
     return run
+
+
+def sampling() -> None:
+    """Every variant of the sampling kernels, for Qwen3's vocabulary."""
+    floats, longs = meta(4, dtype=torch.float32), ints(4, dtype=torch.int64)
+    for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
+        sample_rows(
+            meta(4, 151936), floats, ints(4), floats, floats, longs, longs, ints(4),
+            purpose=0, greedy_eps=1e-5, all_greedy=all_greedy, any_filter=any_filter,
+        )  # fmt: skip
+
+
+def decode(count: int, table: Callable[..., decode_tiles.TileTable]) -> Callable[[], None]:
+    """A fused decode step of one layer of Qwen3-0.6B."""
+
+    def run() -> None:
+        config = replace(gpu_decode.MODELS["0.6b"], num_layers=1)
+        weights = gpu_decode.random_weights(config, True, META)
+        fast = FastDecode(config, weights, count, META, table(config), max_model_len=4096)
+        batch = gpu_decode.Input(config, count, 500, 8 * count, META).batch([500] * count)
+        fast.forward(batch, gpu_decode.Cache(config, 64, META))
+
+    return run
+
+
+def large_tiles(config) -> decode_tiles.TileTable:
+    tiles = decode_tiles.default_table(config)[256]
+    return {256: replace(tiles, attention=SplitTile(), gate_up=decode_tiles.GemmTile(64, 64, 1, 8, 4))}
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -164,24 +142,30 @@ CASES: dict[str, Callable[[], None]] = {
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
+    "sampling": sampling,
+    "decode of 2 rows": decode(2, decode_tiles.default_table),
+    "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
+}
+LARGE = {  # with tiles made for the shared memory of sm_90
+    "decode of 100 rows": decode(100, decode_tiles.default_table),
+    "decode of 256 rows": decode(256, decode_tiles.default_table),
+    "decode of 256 rows in two": decode(256, large_tiles),
 }
 
 
-def main(part: str = "") -> None:
-    driver.set_active(NoDevice())
-    JITFunction.run = compile_only  # type: ignore[method-assign]
-    for module in (launch, attention_decode, attention_prefill):
-        module.capability = lambda device: divmod(CAPABILITY, 10)  # type: ignore[attr-defined]
-    for name, case in CASES.items():
+def main(capability: int, part: str = "") -> None:
+    compiled: list = []
+    compile_ahead.install(capability, lambda *found: compiled.append(found))
+    for name, case in (CASES | (LARGE if capability >= 90 else {})).items():
         if part not in name:
             continue
         compiled.clear()
         case()
         for kernel_name, kernel in compiled:
-            registers, spills = usage(kernel.asm["cubin"])
+            registers, spills = compile_ahead.usage(kernel.asm["cubin"])
             print(json.dumps({"case": name, "kernel": kernel_name, "registers": registers, "spills": spills,
                               "shared": kernel.metadata.shared}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(*sys.argv[2:3])
+    main(int(sys.argv[1]), *sys.argv[2:3])
