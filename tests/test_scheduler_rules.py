@@ -52,7 +52,7 @@ def test_output_of_a_finished_request_is_found_by_the_next_turn():
     engine = FakeEngine(config())
     first = finish_alone(engine, [1, 2, 3, 4, 5], max_tokens=10, ignore_eos=True)
     # the KV of all 15 tokens but the last is there: 3 full blocks
-    second = engine.add("turn 2", first.prompt_ids + first.output_ids + [9, 9], max_tokens=2, ignore_eos=True)
+    second = engine.add("turn 2", [*first.prompt_ids, *first.output_ids, 9, 9], max_tokens=2, ignore_eos=True)
     engine.run()
     assert second.num_cached == 12
     expect(second)

@@ -112,7 +112,7 @@ def test_accepted_tokens_enter_the_prefix_index_and_rejected_ones_do_not():
         driven = engine(p_right)
         first = driven.add("a", [1, 2, 3, 4, 5], max_tokens=30, ignore_eos=True)
         driven.run()
-        again = driven.add("b", first.prompt_ids + first.output_ids, max_tokens=3, ignore_eos=True)
+        again = driven.add("b", [*first.prompt_ids, *first.output_ids], max_tokens=3, ignore_eos=True)
         driven.run()
         assert again.num_cached == 32  # all but the last of 35 tokens were computed: 8 full blocks
 

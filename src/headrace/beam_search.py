@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.request import packed
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import MAX_LOGPROBS, SamplingParams, check_float, check_int
 
@@ -187,7 +188,7 @@ def run_in_core(core: EngineCore, searches: Sequence[BeamSearch]) -> None:
                 params = search.step_params()
                 for b, prompt in enumerate(search.prompts()):
                     name = f"beam {step}.{i}.{b}"
-                    core.add(EngineRequest(name, prompt, params, 0, cache_salt=search.cache_salt))
+                    core.add(EngineRequest(name, packed(prompt), params, 0, cache_salt=search.cache_salt))
                     waiting[name] = (i, b)
             while waiting:
                 for news in core.step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,7 @@ class LLM:
         """The likeliest continuations of every prompt; all prompts are searched at once."""
         outputs, searches = [], []
         for prompt in _listed(prompts):
-            text, ids, salt, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens))
+            text, ids, salt, _, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), {})
             own = msgspec.structs.replace(params, max_tokens=complete.max_tokens)
             searches.append(BeamSearch(ids, own, complete.eos_token_ids, salt))
             outputs.append(BeamSearchOutput(text, ids))
@@ -183,10 +184,11 @@ class LLM:
         for name, values in (("sampling_params", params), ("priority", priority)):
             if values is not None and len(values) != len(prompts):
                 raise ParameterError(name, f"{len(values)} entries", f"one for each of the {len(prompts)} prompts")
-        prepared = [self._prepare(p, q) for p, q in zip(prompts, params, strict=True)]
+        complete_of: dict[tuple[int, int], SamplingParams] = {}
+        prepared = [self._prepare(p, q, complete_of) for p, q in zip(prompts, params, strict=True)]
         core, running, added = self._core, [], []
         try:
-            for i, (text, ids, salt, complete) in enumerate(prepared):
+            for i, (text, ids, salt, packed, complete) in enumerate(prepared):
                 request_id = str(next(self._ids))
                 samples = [CompletionOutput(k) for k in range(complete.n)]
                 item = _Running(RequestOutput(request_id, text, ids, samples, finished=False), complete)
@@ -194,7 +196,7 @@ class LLM:
                     one = msgspec.structs.replace(complete, sample_index=k) if k else complete
                     item.streams.append(SampleStream(self.tokenizer, one))
                     name = f"{request_id}.{k}"
-                    core.add(EngineRequest(name, ids, one, one.seed, priority[i] if priority else 0, salt))
+                    core.add(EngineRequest(name, packed, one, one.seed, priority[i] if priority else 0, salt))
                     added.append(name)
                 running.append(item)
         except Exception:
@@ -205,10 +207,19 @@ class LLM:
             raise
         return running
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str, SamplingParams]:
+    def _prepare(
+        self, prompt: Prompt, params: SamplingParams, complete_of: dict[tuple[int, int], SamplingParams]
+    ) -> tuple[str | None, list[int], str, array, SamplingParams]:
+        """Text, ids, salt, ids as the core takes them, and complete parameters, made once for all prompts alike to them."""
         text, ids, salt = self._ids_of(prompt)
-        ids = self.inputs.prompt(ids, params)
-        return text, ids, salt, self.inputs.complete(params, len(ids))
+        packed = self.inputs.prompt(ids, params)
+        if len(packed) < len(ids):
+            ids = ids[-len(packed) :]
+        kind = id(params), self.inputs.max_tokens(params, len(packed))
+        complete = complete_of.get(kind)
+        if complete is None:
+            complete = complete_of[kind] = self.inputs.complete(params, len(packed))
+        return text, ids, salt, packed, complete
 
     def _ids_of(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """Text if there is one, ids and cache salt."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.engine.messages import EngineRequest
+from headrace.engine.request import packed
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams, check_int
 
@@ -71,7 +72,7 @@ def score_in_core(
                 continue
             for begin, first, end in windows(len(ids), size, stride or max(1, size // 2)):
                 name = f"score {t}.{begin}"
-                core.add(EngineRequest(name, ids[begin:end], params, 0, cache_salt=salt))
+                core.add(EngineRequest(name, packed(ids[begin:end]), params, 0, cache_salt=salt))
                 waiting[name] = (t, begin, first)
         while waiting:
             for news in core.step():

@@ -29,6 +29,7 @@ from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
 from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready, StepTrace
 from headrace.engine.probation import Probation
+from headrace.engine.request import packed
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -273,12 +274,12 @@ class EngineClient:
         Raises HeadraceError for a request that can never run, EngineDeadError when there is no engine any more.
         """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return self._run(EngineRequest(request_id, prompt_ids, params, seed, priority, cache_salt, output_ids=[]))
+        return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, cache_salt, output_ids=[]))
 
     async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
         params = SamplingParams(max_tokens=1, temperature=0.0).resolved({})
-        request = EngineRequest(request_id, prompt_ids, params, 0, output_ids=[], pooling=pooling)
+        request = EngineRequest(request_id, packed(prompt_ids), params, 0, output_ids=[], pooling=pooling)
         async with contextlib.aclosing(self._run(request)) as stream:
             async for news in stream:
                 if news.embedding is not None:

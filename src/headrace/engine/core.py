@@ -15,12 +15,13 @@ import hashlib
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.engine.inputs import check_token_ids
+from headrace.engine.inputs import checked_ids
 from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, RequestTimes, TokenLogprobs
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
@@ -86,10 +87,10 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ParameterError or CapacityError if it can never run."""
         request.params.check_vocabulary(self.vocab_size)
-        check_token_ids(request.prompt_ids, self.vocab_size)
+        ids = checked_ids(request.prompt_ids, self.vocab_size)
         wish = request.params.structured_outputs
         if wish is None:
-            self.scheduler.add(self._request(request))
+            self.scheduler.add(self._request(request, ids))
         elif self.structured is None:
             raise ParameterError(
                 "structured_outputs", wish.kind, "nothing: llguidance is not installed, or there is no tokenizer"
@@ -97,12 +98,12 @@ class EngineCore:
         elif not request.params.eos_token_ids:
             raise ParameterError("structured_outputs", wish.kind, "nothing: this model has no end token")
         else:
-            self.structured.compile(wish, self._request(request))
+            self.structured.compile(wish, self._request(request, ids))
 
-    def _request(self, request: EngineRequest) -> Request:
+    def _request(self, request: EngineRequest, prompt_ids: array) -> Request:
         return Request(
             id=request.id,
-            prompt_ids=request.prompt_ids,
+            prompt_ids=prompt_ids,
             params=request.params,
             seed=self._new_seed() if request.seed is None else request.seed,
             priority=request.priority,

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.messages import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore
+from headrace.engine.messages import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore, to_wire
 
 PREFIX = "headrace-"
 STALE_SECONDS = 600.0
@@ -35,7 +35,7 @@ class CoreProcess:
         self._handler: Callable[[Any], None] | None = None
         self._again = False  # reading goes on in the loop's next turn
         self.broken: asyncio.Future[None] = self._loop.create_future()  # gets what the handler raises
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self.last_sign = self._looked = time.monotonic()
         self.busy_seconds = 0.0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-
 from headrace.cache.radix_tree import ID_BYTES, Node
 from headrace.engine.plan import Chunk, Decodes
-from headrace.engine.request import Request, Status
-from headrace.errors import ParameterError
+from headrace.engine.request import Request, Status, packed
 
 OFF_INDEX = 2**31  # as num_indexed: no block of this entry enters the index
 
@@ -49,12 +46,8 @@ class Entry:
 
     def rest(self) -> None:
         """Be as if never admitted; ParameterError if an id is no int32."""
-        request = self.request
-        try:
-            # int32 bytes of the known ids: the keys of the prefix index, made once and not again in each step of waiting
-            self.ids = (array("i", request.prompt_ids) + array("i", request.output_ids)).tobytes()
-        except (TypeError, OverflowError):
-            raise ParameterError("prompt_ids", request.prompt_ids, "token ids: integers in [0, 2^31)") from None
+        # the keys of the prefix index, made once and not again in each step of waiting
+        self.ids = self.request.known_ids().tobytes()
         self.path: list[Node] = []  # where the index agrees with ids, while waiting
         self.cursor: Node | None = None  # the node of the last block that is indexed; None: the root
         self.num_indexed = 0 if self.caching else OFF_INDEX
@@ -71,7 +64,7 @@ class Entry:
         if len(key) < width:
             self.ids = b""  # beyond what was known at admission: from here on each block is asked for once
             size = width // ID_BYTES
-            key = array("i", self.request.token_ids(index * size, (index + 1) * size)).tobytes()
+            key = packed(self.request.token_ids(index * size, (index + 1) * size)).tobytes()
         return key
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from headrace.engine.request import packed
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
@@ -22,16 +24,22 @@ def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[
     return tuple(checkpoint.eos_token_ids) if own is None else (own,)
 
 
-def check_token_ids(ids: list[int], vocab_size: int) -> None:
-    """Raises ParameterError unless all are integers in [0, vocab_size). Long prompts come here: no loop in Python."""
+def checked_ids(ids: Sequence[int], vocab_size: int) -> array:
+    """The ids packed. Raises ParameterError unless all are integers in [0, vocab_size).
+
+    Long prompts come here: no loop in Python, and what is packed already costs next to nothing.
+    """
     try:
-        packed = np.frombuffer(array("i", ids), np.int32)
-        good = set(map(type, ids)) <= {int} and (packed.size == 0 or 0 <= packed.min() <= packed.max() < vocab_size)
-    except (TypeError, OverflowError):
-        good = False
-    if not good:
-        wrong = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
-        raise ParameterError("prompt", wrong, f"token ids in [0, {vocab_size - 1}]")
+        if not isinstance(ids, array):
+            msgspec.convert(ids, list[int])  # the quickest to see that none is a bool, or some other thing like an integer
+            ids = packed(ids)
+        values = np.frombuffer(ids, np.int32)
+        if values.size == 0 or 0 <= values.min() <= values.max() < vocab_size:
+            return ids
+    except (msgspec.ValidationError, ParameterError):
+        pass
+    wrong = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
+    raise ParameterError("prompt", wrong, f"token ids in [0, {vocab_size - 1}]")
 
 
 class InputProcessor:
@@ -49,9 +57,9 @@ class InputProcessor:
             raise ParameterError("prompt", prompt, "token ids only: the engine was made with skip_tokenizer_init")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-    def prompt(self, ids: list[int], params: SamplingParams) -> list[int]:
-        """The prompt as it will run: truncated where asked. Raises ParameterError on a prompt that cannot run."""
-        self.check_ids(ids)
+    def prompt(self, given: list[int], params: SamplingParams) -> array:
+        """The prompt as it will run: packed, truncated where asked. Raises ParameterError on a prompt that cannot run."""
+        ids = self.check_ids(given)
         keep = params.truncate_prompt_tokens
         if keep is not None:
             room = max(1, self.max_model_len - (params.max_tokens or 1))
@@ -65,28 +73,30 @@ class InputProcessor:
             )
         return ids
 
-    def check_ids(self, ids: list[int]) -> None:
-        """Raises ParameterError."""
+    def check_ids(self, ids: list[int]) -> array:
+        """The ids packed. Raises ParameterError."""
         if not ids:
             raise ParameterError("prompt", "an empty prompt", "at least one token")
-        check_token_ids(ids, self.vocab_size)
+        return checked_ids(ids, self.vocab_size)
 
     def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""
         params.check_vocabulary(self.vocab_size)
-        room = self.max_model_len - prompt_len
-        params = params.resolved(self.defaults)
-        if self.tokenizer is None:
-            params = msgspec.structs.replace(params, detokenize=False)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        max_tokens = self.max_tokens(params, prompt_len)
         if params.min_tokens > max_tokens:
             raise ParameterError("min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more")
         return msgspec.structs.replace(
-            params,
+            params.resolved(self.defaults),
+            detokenize=params.detokenize and self.tokenizer is not None,
             max_tokens=max_tokens,
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words or []),
         )
+
+    def max_tokens(self, params: SamplingParams, prompt_len: int) -> int:
+        """As many as are asked for and fit."""
+        room = self.max_model_len - prompt_len
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as the ids it has at the start of a text and after a space, where these differ."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -13,7 +15,7 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     """One sample to generate. `output_ids` is preset when a stream that was cut off goes on; `seed` is then the first one's."""
 
     id: str
-    prompt_ids: list[int]
+    prompt_ids: array  # int32 (see wire); in one process a list will do
     params: SamplingParams
     seed: int | None = None
     priority: int = 0
@@ -74,6 +76,20 @@ class Outputs(msgspec.Struct, array_like=True):
 
 
 # ---------------------------------------------------------------- between the core's process and its client's
+
+
+def to_wire(value: Any) -> bytes:
+    """For encoders: packed ids as their bytes."""
+    if isinstance(value, array):
+        return value.tobytes()
+    raise NotImplementedError(f"a {type(value).__name__} does not travel")
+
+
+def from_wire(kind: type, value: Any) -> Any:
+    """For decoders: the reverse."""
+    if kind is array:
+        return array("i", value)
+    raise NotImplementedError(f"a {kind.__name__} does not travel")
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -39,6 +39,7 @@ from headrace.engine.messages import (
     Shutdown,
     StepTrace,
     ToCore,
+    from_wire,
 )  # fmt: skip
 from headrace.errors import HeadraceError
 from headrace.prewarm import prewarm
@@ -62,7 +63,7 @@ class CoreLoop:
         self.stats = CoreStats()
         self.steps: list[StepTrace] | None = [] if traced else None
         self.step_began = 0.0  # time.monotonic(), 0 between steps; read by the heartbeat's thread
-        self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self._decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=from_wire)
         self._stats_sent, self._stats_due = 0.0, True
 
     def run(self) -> None:

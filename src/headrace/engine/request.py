@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import enum
+import struct
 import time
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+
+
+def packed(ids: Sequence[int]) -> array:
+    """Token ids as int32, as they go from here to the device, the prefix index and other processes. Raises ParameterError."""
+    if isinstance(ids, array):
+        return ids
+    try:
+        return array("i", struct.pack(f"{len(ids)}i", *ids))  # a third of the time of array("i", ids)
+    except struct.error:
+        raise ParameterError("prompt_ids", ids, "token ids: integers in [0, 2^31)") from None
 
 
 class Status(enum.Enum):
@@ -31,7 +45,7 @@ class Request:
     """
 
     id: str
-    prompt_ids: list[int]
+    prompt_ids: array  # int32; a list is packed
     params: SamplingParams
     seed: int  # always set: a request without one gets a random one at admission
     priority: int = 0  # lower runs first
@@ -53,6 +67,9 @@ class Request:
     stop_reason: int | str | None = None  # the stop token id that ended it, None for EOS
     first_scheduled: float = 0.0  # time.monotonic() of the first admission
     first_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = packed(self.prompt_ids)
 
     @property
     def num_scheduled(self) -> int:
@@ -87,7 +104,11 @@ class Request:
         """Known ids at positions [start, stop)."""
         n = len(self.prompt_ids)
         if stop <= n:
-            return self.prompt_ids[start:stop]
+            return self.prompt_ids[start:stop].tolist()
         if start >= n:
             return self.output_ids[start - n : stop - n]
-        return self.prompt_ids[start:] + self.output_ids[: stop - n]
+        return self.prompt_ids[start:].tolist() + self.output_ids[: stop - n]
+
+    def known_ids(self) -> array:
+        """All of them, int32."""
+        return self.prompt_ids + packed(self.output_ids)
