@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from api_client import Api, error_of
 from fake_engine import EOS, IM_END, FakeEngine, fake_logprobs
+from headrace import LLM
 from headrace.beam_search import BeamSearch, BeamSearchParams
+from headrace.engine.messages import EngineRequest
+from tiny_models import write_tiny
 
 PROMPT = list(b"once upon")
 
@@ -88,6 +93,10 @@ def test_ignore_eos(api):
         ({"best_of": 40}, "best_of"), ({"length_penalty": 1000}, "length_penalty"), ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"max_tokens": 0, "echo": True}, "max_tokens"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"), ({"use_beam_search": 3}, "use_beam_search"),
+        ({"early_stopping": "always"}, "early_stopping"), ({"early_stopping": 1}, "early_stopping"),
+        ({"use_beam_search": False, "early_stopping": True}, "early_stopping"), ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"logprobs": 0}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"), ({"stop_token_ids": [1]}, "stop_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"), ({"logit_bias": {"1": 1}}, "logit_bias"), ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )  # fmt: skip
 def test_what_a_search_cannot_do_is_refused(api, extra, param):
@@ -100,6 +109,57 @@ def test_what_a_search_cannot_do_is_refused(api, extra, param):
 def test_neutral_values_are_taken(api):
     body = {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 3, "temperature": 0, "top_p": 1, "stop": [], "seed": 5}
     assert api.ok("/v1/completions", body)["choices"]
+
+
+def test_early_stopping_is_named_with_its_values(api):
+    response = api.post("/v1/completions", {"prompt": PROMPT, "use_beam_search": True, "early_stopping": "always"})
+    assert "'always'" in error_of(response)["message"] and 'true, false or "never"' in error_of(response)["message"]
+
+
+class ModelEngine(FakeEngine):
+    """The core of an LLM behind the HTTP layer; one request after the other."""
+
+    def __init__(self, llm: LLM, eos: tuple[int, ...]):
+        super().__init__(tokenizer=llm.get_tokenizer())  # type: ignore[arg-type]
+        self.core = llm._core
+        self.model_config = replace(self.model_config, vocab_size=llm.inputs.vocab_size, eos_token_ids=eos)
+
+    async def generate(self, request_id, prompt_ids, params, *, priority=0, cache_salt=""):
+        self.core.add(EngineRequest(request_id, prompt_ids, params, 0, cache_salt=cache_salt))
+        while self.core.has_work:
+            for news in self.core.step():
+                yield news
+
+
+@pytest.fixture(scope="module")
+def llms(tmp_path_factory):
+    path = write_tiny("llama", tmp_path_factory.mktemp("tiny"), initializer_range=0.05)
+    options = {"device": "cpu", "dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 256, "block_size": 4}
+    with LLM(str(path), **options) as plain, LLM(str(path), **options, speculative_method="ngram") as drafting:
+        yield plain, drafting
+
+
+@pytest.mark.parametrize("served", [0, 1], ids=["plain", "with drafts"])
+def test_answers_are_those_of_the_offline_search(llms, served):
+    """In every way to stop, in a model whose beams end; the ways differ in at least one case."""
+    llm, prompt = llms[0], [7, 19, 300, 41]
+    llm.inputs.eos_token_ids = []
+    [found] = llm.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=8))
+    tokens = [t for s in found.sequences for t in s.token_ids]
+    eos = llm.inputs.eos_token_ids = (max(set(tokens), key=tokens.count),)
+    api = Api(ModelEngine(llms[served], eos))
+    seen = set()
+    for early, penalty in itertools.product((None, False, True, "never"), (None, 1.5, -0.5)):
+        given = {k: v for k, v in (("early_stopping", early), ("length_penalty", penalty)) if v is not None}
+        [want] = llm.beam_search([prompt], BeamSearchParams(beam_width=3, max_tokens=20, num_return_sequences=2, **given))
+        body = {"prompt": prompt, "use_beam_search": True, "n": 2, "best_of": 3, "max_tokens": 20, "return_token_ids": True}
+        choices = api.ok("/v1/completions", {**body, **given})["choices"]
+        assert [c["token_ids"] for c in choices] == [s.token_ids for s in want.sequences]
+        assert [c["text"] for c in choices] == [s.text for s in want.sequences]
+        assert [c["finish_reason"] for c in choices] == [s.finish_reason for s in want.sequences]
+        seen.add((penalty, *(tuple(s.token_ids) for s in want.sequences)))
+    assert len(seen) > 3, "early_stopping makes no difference here"
+    api.close()
 
 
 def test_an_engine_that_fails_is_an_error(api):

@@ -1,4 +1,7 @@
-"""`use_beam_search` of completions and chat: the n best of a search `best_of` (default: n) beams wide."""
+"""`use_beam_search` of completions and chat: the n best of a search `best_of` (completions only; default: n) beams wide.
+
+`length_penalty`, `early_stopping` and `ignore_eos` are those of BeamSearchParams, so the answers are LLM.beam_search's.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +33,21 @@ WITHOUT: dict[str, tuple[Any, ...]] = {
 def beam_params(ctx: ApiContext, body: GenerationFields, best_of: int | None = None) -> BeamSearchParams | None:
     """The search that the body asks for, None if it does not. Raises ApiError or ParameterError."""
     if not body.use_beam_search:
-        if body.length_penalty not in (None, 1.0):
-            raise bad_request("length_penalty is allowed only with use_beam_search.", "length_penalty", "invalid_value")
+        for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(body, name) not in (None, default):
+                raise bad_request(f"{name} is allowed only with use_beam_search.", name, "invalid_value")
         return None
     for name, neutral in WITHOUT.items():
         value = getattr(body, name, None)
-        if value is not None and value not in neutral:
+        if value is not None and not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):
             raise unsupported(name, "not with use_beam_search" + (f" (only {neutral[0]!r})" if neutral else ""))
     n = 1 if body.n is None else body.n
     width = n if best_of is None else best_of
     if width < n:
         raise bad_request(f"best_of: got {width}, allowed: at least n = {n}.", "best_of", "invalid_value")
-    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    given = {f: v for f in ("length_penalty", "early_stopping", "ignore_eos") if (v := getattr(body, f)) is not None}
     try:
-        params = BeamSearchParams(
-            beam_width=width, num_return_sequences=n, length_penalty=penalty, ignore_eos=bool(body.ignore_eos)
-        )
+        params = BeamSearchParams(beam_width=width, num_return_sequences=n, **given)
         params.num_candidates(0 if params.ignore_eos else len(ctx.inputs.eos_token_ids))
         return params
     except ParameterError as e:
