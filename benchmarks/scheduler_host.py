@@ -25,10 +25,11 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.engine.client import EngineClient, Stream, _DrainRate
+from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest, FromCore, News
 from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.streams import DrainRate, Stream
 from headrace.sampling.params import SamplingParams
 from headrace.worker.batch_state import BatchState
 from headrace.worker.model_runner import ModelRunner
@@ -89,7 +90,7 @@ def listener(core: EngineCore) -> EngineClient:
     client = EngineClient.__new__(EngineClient)
     requests = [EngineRequest(r.id, r.prompt_ids, r.params, output_ids=[]) for r in core.scheduler.decoding]
     client._streams = {r.id: Stream(r) for r in requests}
-    client._leaving, client._drain, client._waiting_tokens, client.observers = {}, _DrainRate(), 0, []
+    client._leaving, client._drain, client._waiting_tokens, client.observers = {}, DrainRate(), 0, []
     client._probation = SimpleNamespace(active=False)  # type: ignore[assignment]
     return client
 

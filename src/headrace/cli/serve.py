@@ -167,7 +167,8 @@ class Server:
 
         from headrace.api.app import create_app
         from headrace.config import EngineConfig
-        from headrace.engine.client import EngineClient, SupervisionConfig
+        from headrace.engine.client import EngineClient
+        from headrace.engine.supervision import SupervisionConfig
         from headrace.metrics.log_line import StatsLine
         from headrace.metrics.prometheus import PrometheusMetrics
         from headrace.metrics.trace import TraceFile

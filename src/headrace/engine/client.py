@@ -14,22 +14,21 @@ import importlib.util
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from signal import SIGKILL
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
-from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready, StepTrace
+from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready
 from headrace.engine.probation import Probation
 from headrace.engine.request import packed
+from headrace.engine.streams import DrainRate, Observer, Stream
+from headrace.engine.supervision import CoreSupply, Deaths, SupervisionConfig
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -38,27 +37,6 @@ from headrace.sampling.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisionConfig:
-    """When a core counts as dead, and when to give up. Seconds."""
-
-    heartbeat_timeout: float = 15.0  # without any sign of the process
-    step_timeout: float = 300.0  # inside one step: longer than the longest prefill chunk on a slow machine
-    max_restarts: int = 30  # within `restart_window`: one more ends the server
-    restart_window: float = 60.0
-    restart_backoff: float = 0.05  # before the second restart in a row without progress; doubles up to 5 s
-    max_failed_starts: int = 3  # in a row, each before the model was loaded
-    standby: bool = True  # keep a process with everything imported; costs its memory (about 200 MB, much of it shared)
-
-    def __post_init__(self) -> None:
-        for name in ("heartbeat_timeout", "step_timeout", "restart_window"):
-            if not 1.0 <= getattr(self, name) <= 1e7:
-                raise ParameterError(name, getattr(self, name), "seconds in [1, 1e7]")
-        for name in ("max_restarts", "max_failed_starts"):
-            if not 0 <= getattr(self, name) <= 10**6:
-                raise ParameterError(name, getattr(self, name), "an integer in [0, 1000000]")
 
 
 @dataclass(slots=True)
@@ -73,90 +51,6 @@ class EngineStatus:
     num_waiting: int
     waiting_tokens: int
     drain_rate: float
-
-
-class Stream:
-    """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
-
-    __slots__ = (
-        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "news", "num_cached", "num_in_core",
-        "request", "sent",
-    )  # fmt: skip
-
-    def __init__(self, request: EngineRequest):
-        self.request = request
-        self.interrupted = False  # by a death of the core: the core's times are then not the whole
-        self.news: EngineOutput | None = None  # merged: a slow reader costs one entry, bounded by max_tokens
-        self._reader: asyncio.Future[None] | None = None
-        self.arrival = time.monotonic()
-        self.first = self.last = 0.0  # time.monotonic() of the first and the latest tokens; 0: none yet
-        self.sent = self.ended = False  # see probation.Passenger
-        self.num_in_core = self.deaths = self.kills = self.num_cached = 0
-
-    def push(self, news: EngineOutput) -> None:
-        request = self.request
-        if request.output_ids:
-            news.num_cached_tokens = self.num_cached  # not what it found when it was sent again
-        else:
-            self.num_cached = news.num_cached_tokens
-        request.output_ids += news.token_ids
-        self.num_in_core += len(news.token_ids)
-        if news.prompt_logprobs is not None:  # delivered: not to be computed again
-            request.params = msgspec.structs.replace(request.params, prompt_logprobs=None)
-        self.news = news if self.news is None else merged(self.news, news)
-        self._wake()
-
-    def push_token(self, token: int) -> None:
-        """As `push` of one more token and nothing else."""
-        self.request.output_ids.append(token)
-        self.num_in_core += 1
-        if self.news is None:
-            self.news = EngineOutput(self.request.id, [token])
-            self.news.num_cached_tokens = self.num_cached
-        else:
-            self.news.token_ids.append(token)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def next(self) -> EngineOutput:
-        if self.news is None:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        news, self.news = self.news, None
-        assert news is not None
-        return news
-
-
-def merged(a: EngineOutput, b: EngineOutput) -> EngineOutput:
-    """Two pieces of news of one request as one. The lists of `a` are extended, not copied: it is not to be used again."""
-    b.token_ids = _joined(a.token_ids, b.token_ids)
-    b.logprobs = _joined(a.logprobs, b.logprobs)
-    if b.prompt_logprobs is None:
-        b.prompt_logprobs = a.prompt_logprobs
-    return b
-
-
-def _joined(a: Any, b: Any) -> Any:
-    if not a or not b:
-        return a or b
-    a += b
-    return a
-
-
-class Observer(Protocol):
-    """Is told what happens in the engine; called in the event loop, so it must be quick. Times are time.monotonic()."""
-
-    def tokens(self, stream: Stream, count: int, now: float) -> None:
-        """`stream` has got tokens; its `first` and `last` are those from before."""
-
-    def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
-        """The core has let go of a request; `news.times` are its times there."""
-
-    def steps(self, steps: list[StepTrace]) -> None:
-        """Steps since the last call; only for clients made with `traced`."""
 
 
 class EngineClient:
@@ -190,18 +84,17 @@ class EngineClient:
         self.dead: str | None = None  # why the client has given up
         self.observers: list[Observer] = []
         self._past = CoreStats()  # counters of the cores before
-        self._spawn_arguments = (builder, log_level, traced)
         self._on_give_up = on_give_up or (lambda why: None)
         self._streams: dict[str, Stream] = {}
         self._leaving: dict[str, Stream] = {}  # aborted, and the core has not said so yet
         self._waiting_tokens = 0  # prompts of streams without any output
         self._probation = Probation(self._submit)  # type: ignore[arg-type]
         self._core: CoreProcess | None = None
-        self._standby: asyncio.Task[CoreProcess] | None = None
         self._context = zmq.asyncio.Context()
+        self._supply = CoreSupply(self._context, builder, log_level, traced)
         self._supervisor: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
-        self._drain = _DrainRate()
+        self._drain = DrainRate()
 
     @property
     def max_model_len(self) -> int:
@@ -238,10 +131,7 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         self._give_up("the server has ended")
-        if self._standby is not None:
-            self._standby.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await (await self._standby).kill()
+        await self._supply.close()
         core, self._core = self._core, None
         if core is not None:
             await core.end(grace)
@@ -253,7 +143,7 @@ class EngineClient:
             loaded=self.info is not None,
             alive=self.dead is None,
             draining=self.draining,
-            progressing=core is not None and core.ready is not None and self._fault(core) is None,
+            progressing=core is not None and core.ready is not None and self.supervision.fault(core) is None,
             num_running=self.stats.running,
             num_waiting=max(0, len(self._streams) - self.stats.running),
             waiting_tokens=self._waiting_tokens,
@@ -262,7 +152,7 @@ class EngineClient:
 
     def counters(self) -> CoreStats:
         """The present core's gauges, and counters over all cores that there have been: these never go back."""
-        return _added(self._past, self.stats)
+        return self.stats.added_to(self._past)
 
     # ---------------------------------------------------------------- requests
 
@@ -339,62 +229,29 @@ class EngineClient:
     # ---------------------------------------------------------------- supervision
 
     async def _supervise(self) -> None:
-        deaths: deque[float] = deque()
-        backoff, failed_starts = 0.0, 0
+        deaths = Deaths(self.supervision)
         while True:
-            core = self._core = await self._next_core()
+            core = self._core = await self._supply.take()
+            core.begin(self.config)
+            if self.restarts:  # the next death may be near
+                self._prepare_standby(0.0)
             why = await self._serve(core)
             killed = core.process.returncode == -SIGKILL  # by somebody else: we have not yet
             await core.kill()
-            steps = self.stats.steps
+            progressed = self.stats.steps > 0
             self._core, self._past, self.stats = None, self.counters(), CoreStats()
-            now = time.monotonic()
-            deaths.append(now)
-            while deaths and deaths[0] < now - self.supervision.restart_window:
-                deaths.popleft()
-            failed_starts = 0 if core.ready is not None else failed_starts + (not killed)
-            if reason := self._hopeless(core, why, len(deaths), failed_starts):
+            if reason := deaths.hopeless(core, why, killed, progressed):
                 self._give_up(reason)
                 self._on_give_up(reason)
                 return
             logger.error("the engine core died (%s); starting another, %d requests go on", why, len(self._streams))
             self.restarts += 1
             self._blame(killed)
-            backoff = 0.0 if steps else min(5.0, 2 * backoff or self.supervision.restart_backoff)
-            await asyncio.sleep(backoff)
-
-    def _hopeless(self, core: CoreProcess, why: str, deaths: int, failed_starts: int) -> str | None:
-        """Why there is no use in another try."""
-        limits = self.supervision
-        if core.fatal is not None and core.fatal.permanent:
-            return why
-        if deaths > limits.max_restarts:
-            return f"{deaths} deaths of the core within {limits.restart_window:g} s; the last: {why}"
-        if failed_starts > 0 and failed_starts >= limits.max_failed_starts:
-            return f"{failed_starts} starts in a row failed; the last: {why}"
-        return None
-
-    async def _next_core(self) -> CoreProcess:
-        core = None
-        if self._standby is not None:
-            standby, self._standby = self._standby, None
-            core = await standby
-            if core.exited:
-                await core.kill()
-                core = None
-        core = core or await CoreProcess.spawn(self._context, *self._spawn_arguments)
-        core.begin(self.config)
-        if self.restarts:  # the next death may be near
-            self._prepare_standby(0.0)
-        return core
+            await asyncio.sleep(deaths.backoff)
 
     def _prepare_standby(self, delay: float) -> None:
-        if self.supervision.standby and self._standby is None:
-            self._standby = asyncio.create_task(self._stand_by(delay))
-
-    async def _stand_by(self, delay: float) -> CoreProcess:
-        await asyncio.sleep(delay)
-        return await CoreProcess.spawn(self._context, *self._spawn_arguments)
+        if self.supervision.standby:
+            self._supply.prepare(delay)
 
     async def _serve(self, core: CoreProcess) -> str:
         """Take what the core says until it dies; returns why it did."""
@@ -409,20 +266,11 @@ class EngineClient:
                     return core.fatal.error if core.fatal else f"exit code {exited.result()}"
                 if core.broken.done():
                     return f"a message that was not understood ({core.broken.exception()!r})"
-                if fault := self._fault(core):
+                if fault := self.supervision.fault(core):
                     return fault
                 self._advance()
         finally:
             exited.cancel()
-
-    def _fault(self, core: CoreProcess) -> str | None:
-        """What is wrong with a process that still lives."""
-        silent = core.silence()
-        if silent > self.supervision.heartbeat_timeout and (core.ready is not None or silent > 120.0):
-            return f"no heartbeat for {silent:.0f} s"
-        if core.busy_seconds > self.supervision.step_timeout:
-            return f"one step takes {core.busy_seconds:.0f} s"
-        return None
 
     def _heard(self, message: FromCore) -> None:
         if isinstance(message, News):
@@ -520,30 +368,3 @@ class EngineClient:
         for observer in self.observers:
             observer.ended(stream, news, time.monotonic())
         stream.push(news)
-
-
-def _added(past: CoreStats, present: CoreStats) -> CoreStats:
-    apart = ("running", "waiting", "kv_usage", "accepted_per_position")  # gauges, and the one list
-    names = (name for name in CoreStats.__struct_fields__ if name not in apart)
-    sums = {n: getattr(past, n) + getattr(present, n) for n in names}
-    places = zip_longest(past.accepted_per_position, present.accepted_per_position, fillvalue=0)
-    return msgspec.structs.replace(present, accepted_per_position=[a + b for a, b in places], **sums)
-
-
-class _DrainRate:
-    """Tokens per second over the last seconds."""
-
-    WINDOW = 10.0
-
-    def __init__(self) -> None:
-        self._began, self._tokens, self._last = time.monotonic(), 0, 0.0
-
-    def add(self, tokens: int, now: float) -> None:
-        if now - self._began > self.WINDOW:
-            self._last = self._tokens / (now - self._began)
-            self._began, self._tokens = now, 0
-        self._tokens += tokens
-
-    def rate(self) -> float:
-        elapsed = time.monotonic() - self._began
-        return self._tokens / elapsed if elapsed > 1.0 else self._last or self._tokens / max(elapsed, 0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -127,6 +128,14 @@ class CoreStats(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: list[int] = []
+
+    def added_to(self, past: CoreStats) -> CoreStats:
+        """These gauges, with the counters of both."""
+        apart = ("running", "waiting", "kv_usage", "accepted_per_position")  # gauges, and the one list
+        names = (name for name in self.__struct_fields__ if name not in apart)
+        sums = {name: getattr(past, name) + getattr(self, name) for name in names}
+        places = zip_longest(past.accepted_per_position, self.accepted_per_position, fillvalue=0)
+        return msgspec.structs.replace(self, accepted_per_position=[a + b for a, b in places], **sums)
 
 
 class StepTrace(msgspec.Struct, array_like=True):

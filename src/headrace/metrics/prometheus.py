@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 
 from headrace.api.interface import EngineStatus
 from headrace.api.telemetry import SampleRecord
-from headrace.engine.client import Stream
 from headrace.engine.messages import CoreStats, EngineOutput, Ready, StepTrace
+from headrace.engine.streams import Stream
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds in seconds; vLLM's, with finer ones below

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine.client import Stream
 from headrace.engine.messages import EngineOutput, StepTrace
+from headrace.engine.streams import Stream
 from headrace.errors import ParameterError
 
 logger = logging.getLogger(__name__)
