@@ -54,6 +54,7 @@ def test_streamed_equals_whole(api, text, n, seed, stop, max_tokens, top):
             assert s[name] == w[name]
         assert s["logprobs"] == w["logprobs"]
     assert sum(len(w["token_ids"]) for w in whole["choices"]) == whole["usage"]["completion_tokens"]
+    assert [e["prompt_token_ids"] for e in events if "prompt_token_ids" in e] == [whole["prompt_token_ids"]] * n
 
 
 def test_text_is_the_engines(api):
@@ -98,6 +99,8 @@ def test_logprobs(api, top):
         ({"messages": [{"content": "x"}]}, "messages[0].role"), ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"), ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [*HI, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages[1].function_call"),
+        ({"messages": [*HI, {"role": "assistant", "audio": {"id": "1"}}]}, "messages[1].audio"), ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"), ({"tool_choice": "auto"}, "tool_choice"),
@@ -134,7 +137,7 @@ def test_refusals_name_the_field(api, body, param):
         {"stop": [], "tools": [], "n": None, "logprobs": None, "stream": None, "tool_choice": None, "response_format": {"type": "text"}},
         {"temperature": 0, "n": 2}, {"top_k": 0}, {"top_k": -1}, {"use_beam_search": False, "length_penalty": 1.0}, {"tool_choice": "none"},
         {"max_tokens": 4, "max_completion_tokens": 5}, {"temperature": 0.0, "seed": -1}, {"cache_salt": "tenant", "priority": 0},
-        {"logit_bias": {"5": 1.5}}, {"logit_bias": {}}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"logit_bias": {"5": 1.5}}, {"logit_bias": {}}, {"top_logprobs": 0}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
         {"messages": [{"role": "system", "content": "s"}, *HI, {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}], "refusal": None},
                       {"role": "tool", "tool_call_id": "1", "content": "x"}]},
     ],

@@ -47,8 +47,10 @@ def test_streamed_equals_whole(api, prompts, n, seed, stop, include, max_tokens,
     usage = events.pop()
     assert usage["choices"] == [] and all("usage" not in e for e in events)
     streamed = joined(events)
+    shown = {c["index"]: c["prompt_token_ids"] for e in events for c in e["choices"] if "prompt_token_ids" in c}
     del body["stream_options"]
     whole = api.ok(PATH, body)
+    assert [shown[c["index"]] for c in whole["choices"]] == [c["prompt_token_ids"] for c in whole["choices"]]
     assert usage["usage"] == whole["usage"]
     assert len(streamed) == len(whole["choices"]) == len(prompts) * n
     for s, w in zip(streamed, whole["choices"], strict=True):
@@ -173,6 +175,8 @@ def test_prompt_logprobs(api):
     assert entries[0] is None and len(entries) == 3
     assert {"logprob", "rank", "decoded_token"} == set(entries[1]["104"])
     assert error_of(api.post(PATH, {"prompt": "hi", "prompt_logprobs": 2, "stream": True}))["param"] == "prompt_logprobs"
+    for path, body in (("/generate", {"prompt": "hi"}), ("/v1/responses", {"input": "hi"})):  # their answers have no place for it
+        assert error_of(api.post(path, {**body, "prompt_logprobs": 2}))["param"] == "prompt_logprobs"
 
 
 def test_usage_comes_only_when_asked(api):

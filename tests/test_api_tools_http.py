@@ -192,11 +192,13 @@ def test_constraints_reach_the_engine():
     api = make("{}")
     api.engine.supports_structured = True
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    tag = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a"]}
     for path, body, expected in (
         ("/v1/chat/completions", {"messages": HI, "response_format": form}, ("json", schema)),
         ("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, ("json_object", True)),
         ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
         ("/v1/completions", {"prompt": "x", "response_format": form}, ("json", schema)),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "structural_tag", **tag}}, ("structural_tag", tag)),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}, ("json", schema)),
     ):
         api.ok(path, body)

@@ -58,7 +58,7 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
 def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
-        if not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs is allowed only when logprobs is true.", "top_logprobs", "invalid_value")
     if body.max_completion_tokens is not None:
         check_int("max_completion_tokens", body.max_completion_tokens, 1, 2**31 - 1)
@@ -211,8 +211,10 @@ class ChatChoice:
             fields["stop_reason"] = stop_reason
         if with_extras and self.ids:
             fields["token_ids"], self.ids = self.ids, []
-        usage = b',"usage":' + self.answer._usage() if self.answer.continuous_usage else b""
-        return self.open + delta + b"," + encode(fields)[1:] + b"]" + usage + b"}\n\n"
+        tail = b',"usage":' + self.answer._usage() if self.answer.continuous_usage else b""
+        if self.with_ids and not self.begun:
+            tail += b',"prompt_token_ids":' + encode(self.answer.prompt_ids)
+        return self.open + delta + b"," + encode(fields)[1:] + b"]" + tail + b"}\n\n"
 
     def _keep(self, event: Event) -> None:
         """For the whole answer; of a streamed one only what the usage needs."""

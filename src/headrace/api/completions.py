@@ -178,11 +178,10 @@ class CompletionChoice:
             fields["stop_reason"] = stop_reason
         if self.with_ids:
             fields["token_ids"], self.ids = self.ids, []
-        if not self.streaming:
-            if self.with_ids:
-                fields["prompt_token_ids"] = self.prompt_ids
-            if self.answer.body.prompt_logprobs is not None and self.sample.text.prompt_logprobs is not None:
-                fields["prompt_logprobs"] = prompt_logprobs(self.sample.text.prompt_logprobs, self.form)
+            if self.prompt_ids:  # once
+                fields["prompt_token_ids"], self.prompt_ids = self.prompt_ids, []
+        if self.answer.body.prompt_logprobs is not None and self.sample.text.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self.sample.text.prompt_logprobs, self.form)
         return encode(text) + b"," + encode(fields)[1:]
 
     def _chunk(self, text: str) -> bytes:

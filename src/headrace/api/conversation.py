@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.api.chat import ROLES
 from headrace.api.context import ApiContext
-from headrace.api.errors import bad_request
+from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import NamedTool, Tool
 from headrace.api.tool_prompt import with_tools
 
@@ -41,6 +41,9 @@ def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") 
         if role == "tool" and not isinstance(message.get("tool_call_id"), str):
             path = f"{field}[{i}].tool_call_id"
             raise bad_request(f"{path}: the id of the call that this answers is needed.", path, "missing_required_parameter")
+        for name in ("function_call", "audio"):  # templates would drop them silently
+            if message.get(name) is not None:
+                raise unsupported(f"{field}[{i}].{name}", "not supported; calls are tool_calls, and contents are text")
 
 
 def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:

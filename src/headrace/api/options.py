@@ -15,8 +15,6 @@ def check_common(ctx: ApiContext, body: SamplingFields) -> None:
     """n before any fan-out; what depends on the options of the server."""
     if body.n is not None:
         check_int("n", body.n, 1, ctx.config.max_n)
-    if body.prompt_logprobs is not None:
-        check_int("prompt_logprobs", body.prompt_logprobs, 0, ctx.config.max_logprobs)
     if isinstance(body.stop, list):
         check_strings("stop", body.stop, 64)
     most = ctx.engine.model_config.vocab_size
@@ -30,8 +28,10 @@ def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
     check_common(ctx, body)
     check_neutral(body)
     check_stream_options(body.stream, body.stream_options)
-    if body.stream and body.prompt_logprobs:
-        raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs", "invalid_value")
+    if body.prompt_logprobs is not None:
+        check_int("prompt_logprobs", body.prompt_logprobs, 0, ctx.config.max_logprobs)
+        if body.stream:
+            raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs", "invalid_value")
     check_priority(ctx, body.priority)
     check_text("cache_salt", body.cache_salt)
     check_text("request_id", body.request_id)

@@ -62,7 +62,6 @@ class SamplingFields(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -70,12 +69,12 @@ class SamplingFields(Body, kw_only=True):
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """The parameters as given, `changes` over them. Raises ParameterError."""
-        given = {f: v for f in _SAMPLING_NAMES if (v := getattr(self, f)) is not None}
+        given = {f: v for f in _SAMPLING_NAMES if (v := getattr(self, f, None)) is not None}
         given.update(changes)
         return SamplingParams(**given)
 
 
-_SAMPLING_NAMES = tuple(f for f in SamplingFields.__struct_fields__ if f != "truncation_side")
+_SAMPLING_NAMES = (*(f for f in SamplingFields.__struct_fields__ if f != "truncation_side"), "prompt_logprobs")
 
 
 class GenerationFields(SamplingFields, kw_only=True):
@@ -101,6 +100,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None

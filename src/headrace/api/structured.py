@@ -59,9 +59,12 @@ def from_response_format(value: dict[str, Any] | None, field: str = "response_fo
     if value is None:
         return None
     kind = value.get("type")
-    known = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+    known = {
+        "text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"},
+        "structural_tag": {"type", "structures", "triggers"},
+    }  # fmt: skip
     if not isinstance(kind, str) or kind not in known:
-        raise bad_request(f"{field}.type: allowed are text, json_object, json_schema.", f"{field}.type", "invalid_value")
+        raise bad_request(f"{field}.type: allowed are {', '.join(known)}.", f"{field}.type", "invalid_value")
     for name in value:
         if name not in known[kind]:
             raise bad_request(f"Unknown field `{field}.{name}`.", f"{field}.{name}", "unknown_parameter")
@@ -69,6 +72,8 @@ def from_response_format(value: dict[str, Any] | None, field: str = "response_fo
         return None
     if kind == "json_object":
         return Structure("json_object", True, field)
+    if kind == "structural_tag":
+        return Structure(kind, {k: v for k, v in value.items() if k != "type"}, field)
     return json_schema(value.get("json_schema"), f"{field}.json_schema", field)
 
 
