@@ -7,10 +7,10 @@ import time
 import torch
 
 from headrace.config import EngineConfig
-from headrace.engine.build import Engine, resolve
+from headrace.engine.build import Engine, resolve, scheduler_config
 from headrace.engine.core import EngineCore
 from headrace.engine.plan import StepPlan
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
@@ -50,14 +50,9 @@ def build_fake(config: EngineConfig) -> Engine:
     checkpoint = resolve_checkpoint(config)
     model, device = model_config_from_hf(checkpoint.config), torch.device("cpu")
     config = resolve(config, model, device)
-    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len, block_size=config.block_size,
-            num_blocks=config.max_num_seqs * -(-config.max_model_len // config.block_size),
-        )
-    )  # fmt: skip
+    assert config.max_model_len and config.block_size
+    num_blocks = config.max_num_seqs * -(-config.max_model_len // config.block_size)
+    scheduler = Scheduler(scheduler_config(config, num_blocks))
     reciter = Reciter(Tokenizer.from_checkpoint(checkpoint).encode(TEXT * 4, add_special_tokens=False))
     core = EngineCore(scheduler, reciter, vocab_size=model.vocab_size)  # type: ignore[arg-type]
     return Engine(core, config, model, checkpoint, device, torch.float32, time.perf_counter() - began)

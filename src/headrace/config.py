@@ -77,6 +77,11 @@ class EngineConfig:
             needed = "a model with speculative_method draft_model or eagle3, none otherwise"
             raise ParameterError("speculative_model", self.speculative_model, needed)
 
+    @property
+    def max_draft_rows(self) -> int:
+        """Rows up to which a step is filled with drafts, once this is decided; 0 without speculation."""
+        return (self.speculative_max_rows or 0) if self.speculative_method else 0
+
 
 def hub_offline() -> bool:
     """Whether the environment forbids asking the Hugging Face Hub (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)."""

@@ -17,7 +17,8 @@ from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.inputs import end_token_ids
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
+from headrace.engine.schedule_config import SchedulerConfig
+from headrace.engine.scheduler import Scheduler
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
@@ -76,24 +77,13 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     fast = fast_decode(config, model, weights, dtype, device)
     draft = load_draft(config, model, dtype, device)
     plan = plan_memory(
-        model,
-        device=device,
-        dtype=dtype,
+        config, model, dtype, device,
         weight_bytes=weights.num_bytes + (draft.num_bytes if draft else 0),
         workspace_bytes=attention.workspace_bytes(config.max_num_seqs) * (2 if draft else 1) + (fast.num_bytes if fast else 0),
         extra_block_bytes=draft.block_bytes(config.block_size, dtype) if draft else 0,
-        max_num_seqs=config.max_num_seqs,
-        max_draft_rows=(config.speculative_max_rows or 0) if config.speculative_method else 0,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        utilization=config.gpu_memory_utilization,
-        kv_cache_bytes=config.kv_cache_bytes,
-        num_kv_blocks=config.num_kv_blocks,
-    )
+    )  # fmt: skip
     plan.log()
-    if config.num_kv_blocks is None and plan.num_blocks * config.block_size < config.max_model_len:
-        config = fit_context(config, asked, plan.num_blocks * config.block_size)
+    config = fit_context(config, asked, plan.num_blocks)
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
@@ -103,22 +93,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     if fast is not None:
         fast.tap = decoder.tap  # an EAGLE-3 head reads the model's inside, whatever runs it
     speculator = make_speculator(config, structured, drafter, device)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            num_blocks=plan.num_blocks,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
-            policy=config.scheduling_policy,
-            max_draft_rows=speculator.max_rows if speculator is not None else 0,
-        )
-    )
     core = EngineCore(
-        scheduler,
+        Scheduler(scheduler_config(config, plan.num_blocks)),
         ModelRunner(decoder, kv, state, graphs, drafter),
         vocab_size=model.vocab_size,
         async_scheduling=config.async_scheduling,
@@ -130,6 +106,23 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
     return Engine(core, config, model, checkpoint, device, dtype, seconds)
+
+
+def scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
+    """The scheduler's part of the options, which are resolved."""
+    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
+        policy=config.scheduling_policy,
+        max_draft_rows=config.max_draft_rows,
+    )
 
 
 def structured_output(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> StructuredOutput | None:
@@ -204,8 +197,12 @@ def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch
     return getattr(torch, name)
 
 
-def fit_context(config: EngineConfig, asked: EngineConfig, capacity: int) -> EngineConfig:
-    """The KV cache holds fewer tokens than one request of max_model_len: lower that, unless it was asked for."""
+def fit_context(config: EngineConfig, asked: EngineConfig, num_blocks: int) -> EngineConfig:
+    """Lower max_model_len to what the KV cache holds, unless it was asked for. Who names the blocks knows what they hold."""
+    assert config.max_model_len and config.block_size
+    capacity = num_blocks * config.block_size
+    if config.num_kv_blocks is not None or capacity >= config.max_model_len:
+        return config
     if asked.max_model_len is not None:
         raise CapacityError(
             f"max_model_len = {asked.max_model_len} needs a KV cache of as many tokens, but there is memory for {capacity}: "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.cache.kv_cache import KVCache
+from headrace.config import EngineConfig
 from headrace.errors import CapacityError
 from headrace.model.config import ModelConfig
 from headrace.worker.batch_state import BatchState
@@ -34,7 +35,6 @@ class MemoryPlan:
     reserve: int  # CUDA context, graphs, fragmentation
     kv: int
     num_blocks: int
-    block_bytes: int
 
     def log(self) -> None:
         terms = ("weights", "workspaces", "activations", "logits", "state", "reserve", "kv")
@@ -43,34 +43,28 @@ class MemoryPlan:
 
 
 def plan_memory(
+    config: EngineConfig,
     model: ModelConfig,
-    *,
-    device: torch.device,
     dtype: torch.dtype,
+    device: torch.device,
+    *,
     weight_bytes: int,
     workspace_bytes: int,
     extra_block_bytes: int,
-    max_num_seqs: int,
-    max_draft_rows: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    block_size: int,
-    utilization: float,
-    kv_cache_bytes: int | None,
-    num_kv_blocks: int | None,
 ) -> MemoryPlan:
-    """Divide the device's memory. Raises CapacityError with the numbers and the options to change."""
-    item = dtype.itemsize
+    """Divide the device's memory; `config` is resolved. Raises CapacityError with the numbers and the options to change."""
+    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
+    max_num_seqs, block_size, item = config.max_num_seqs, config.block_size, dtype.itemsize
     # the widest moment of a layer: residual, normed input, qkv, attention output, gate_up and its product
     row = 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
-    activations = max_num_batched_tokens * row * item
+    activations = config.max_num_batched_tokens * row * item
     # penalties hold six float32 copies of them at their widest, the logprobs of all ids fewer
-    logits = (max_num_seqs + max_draft_rows) * model.vocab_size * (item + 6 * 4)
-    state = BatchState.bytes(max_num_seqs, max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
+    logits = (max_num_seqs + config.max_draft_rows) * model.vocab_size * (item + 6 * 4)
+    state = BatchState.bytes(max_num_seqs, config.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
     block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + extra_block_bytes  # of a draft model's cache
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget, reserve = int(total * utilization), GIB
+        budget, reserve = int(total * config.gpu_memory_utilization), GIB
         used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
     else:
         total = available_memory()
@@ -78,11 +72,11 @@ def plan_memory(
         budget, reserve, used_by_others = total, 0, 0
     rest = budget - used_by_others - weight_bytes - workspace_bytes - activations - logits - state - reserve
     kv = rest if device.type == "cuda" else min(rest, total // 4, 16 * GIB)
-    if kv_cache_bytes is not None:
-        kv = kv_cache_bytes
+    if config.kv_cache_bytes is not None:
+        kv = config.kv_cache_bytes
     # more than every slot at full length can hold would never be used
-    most = max_num_seqs * -(-max_model_len // block_size)
-    num_blocks = num_kv_blocks if num_kv_blocks is not None else min(kv // block_bytes, most)
+    most = max_num_seqs * -(-config.max_model_len // block_size)
+    num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, most)
     if num_blocks < 1:
         terms = {"weights": weight_bytes, "workspaces": workspace_bytes, "activations": activations, "logits": logits}
         taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in (terms | {"state": state, "reserve": reserve}).items())
@@ -100,7 +94,6 @@ def plan_memory(
         reserve=reserve,
         kv=num_blocks * block_bytes,
         num_blocks=num_blocks,
-        block_bytes=block_bytes,
     )
 
 
