@@ -21,7 +21,7 @@ import torch
 
 import compile_ahead
 import gpu_decode
-from headrace.kernels import prepare
+from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
@@ -97,6 +97,13 @@ def rows(count: int) -> Callable[[], None]:
     return run
 
 
+def slot_tables() -> None:
+    """What a step with prefill does to them, in the sizes of two of its requests."""
+    four = ints(257, 4097), ints(257, 64), ints(257, 6), ints(257, 8)
+    tables.enter_triton(ints(5000), 2, 4096, four)
+    tables.read_rows_triton(ints(9, 12)[:5], 4096, four[0], four[1], ints(257), 64, (*ints(3, 8192)[:2], ints(8192).long(), ints(12)))
+
+
 def sampling() -> None:
     """Every variant of the sampling kernels, for Qwen3's vocabulary."""
     floats, longs = meta(4, dtype=torch.float32), ints(4, dtype=torch.int64)
@@ -139,6 +146,7 @@ CASES: dict[str, Callable[[], None]] = {
     "varlen float32": attention(9, 3, 64, kind="varlen", dtype=torch.float32),
     "gather 8B": attention(32, 8, 128, kind="gather"),
     "rows of a decode step": rows(32),
+    "slot tables": slot_tables,
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),

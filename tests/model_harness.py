@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -86,9 +87,11 @@ class Sequences:
             rows = [end - n + r for i, end, n in zip(order, ends, counts, strict=True) for r in wanted[i]]
             counts = [len(wanted[i]) for i in order]
             index, contexts = torch.tensor(rows, dtype=torch.int64), [positions[r] + 1 for r in rows]
-            only = WantedRows(index, batch.alone(
-                index, torch.tensor([row_slots[r] for r in rows], dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32),
-                torch.arange(len(rows) + 1, dtype=torch.int32), contexts,
+            only = WantedRows(index, replace(
+                batch, token_ids=batch.token_ids[index], positions=batch.positions[index],
+                slot_mapping=batch.slot_mapping[index], seq_slots=torch.tensor([row_slots[r] for r in rows], dtype=torch.int32),
+                seq_lens=torch.tensor(contexts, dtype=torch.int32), num_decodes=len(rows), query_lens=[1] * len(rows),
+                query_start=torch.arange(len(rows) + 1, dtype=torch.int32), context_lens=contexts,
             ))  # fmt: skip
         logits = self.decoder.logits(self.decoder.forward(batch, self.kv, only))
         parts = dict(zip(order, logits.split(counts), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -36,16 +36,6 @@ class ForwardBatch:
     @property
     def num_seqs(self) -> int:
         return self.seq_slots.shape[0]
-
-    def alone(
-        self, rows: Tensor, seq_slots: Tensor, seq_lens: Tensor, query_start: Tensor, context_lens: list[int]
-    ) -> ForwardBatch:
-        """`rows` [R] int64 of this batch, each as a sequence of its own; the other tensors as above, of these sequences."""
-        return replace(
-            self, token_ids=self.token_ids[rows], positions=self.positions[rows], slot_mapping=self.slot_mapping[rows],
-            seq_slots=seq_slots, query_start=query_start, seq_lens=seq_lens, num_decodes=len(context_lens),
-            query_lens=[1] * len(context_lens), context_lens=context_lens,
-        )  # fmt: skip
 
 
 @dataclass(slots=True)

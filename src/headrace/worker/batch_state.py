@@ -7,6 +7,7 @@ request got its slot, a sampled id is written by the sampler. So a decode row ne
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +16,24 @@ from torch import Tensor
 from headrace.cache.kv_cache import zeros
 from headrace.engine.plan import Chunk, Decodes, StepPlan
 from headrace.engine.request import Request
-from headrace.model.batch import ForwardBatch
+from headrace.kernels.tables import PIECE, enter
+from headrace.model.batch import ForwardBatch, WantedRows
+from headrace.worker.rows import RowNumbers
 from headrace.worker.staging import Staging
 
 # columns of the parameter tables, one row per slot
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTS = ("seed", "top_k", "sample_index", "prompt_len")
+TOKEN_IDS, BLOCKS, PARAM_FLOATS, PARAM_INTS = range(4)  # the tables, as int32
+
+
+class Piece(NamedTuple):
+    """New values in a row of a table."""
+
+    table: int
+    slot: int
+    column: int
+    values: Sequence[int] | np.ndarray
 
 
 class BatchState:
@@ -55,82 +68,63 @@ class BatchState:
         """Bring the tables up to what `plan` says; returns the requests that got a slot with this step."""
         self.staging.next_step()
         admitted = [c.request for c in plan.others if c.admitted]
-        for request in admitted:
-            self._load(request)
-        if admitted:
-            self.staging.upload_into(self.floats, self.host_floats)
-            self.staging.upload_into(self.ints, self.host_ints)
+        pieces = [piece for request in admitted for piece in self._load(request)]
         decodes = plan.decodes
-        blocks = [(decodes.slots[row], index, block) for row, index, block in decodes.new_blocks]
-        self.append_blocks(blocks + new_blocks(plan.others))
+        pieces += [Piece(BLOCKS, decodes.slots[row], index, [block]) for row, index, block in decodes.new_blocks]
+        self.enter(pieces + new_blocks(plan.others))
         return admitted
 
-    def _load(self, request: Request) -> None:
+    def _load(self, request: Request) -> tuple[Piece, ...]:
         slot, p = request.slot, request.params
-        ids = np.asarray(request.token_ids(0, request.num_known), np.int32)
-        self.staging.upload_into(self.token_ids[slot, : ids.size], ids)
-        blocks = np.asarray(request.block_ids, np.int32)
-        self.staging.upload_into(self.block_tables[slot, : blocks.size], blocks)
         self.host_floats[slot] = [getattr(p, name) for name in FLOATS]
         self.host_ints[slot] = (as_int64(request.seed), p.top_k or 0, p.sample_index, len(request.prompt_ids))
+        return (
+            Piece(TOKEN_IDS, slot, 0, request.known_ids()),
+            Piece(BLOCKS, slot, 0, request.block_ids),
+            Piece(PARAM_FLOATS, slot, 0, self.host_floats[slot].view(np.int32)),
+            Piece(PARAM_INTS, slot, 0, self.host_ints[slot].view(np.int32)),
+        )
 
-    def append_blocks(self, blocks: list[tuple[int, int, int]]) -> None:
-        """Enter blocks, (slot, index, block), into the slots' tables."""
-        if not blocks:
+    def enter(self, pieces: Sequence[Piece]) -> None:
+        """Write pieces of the tables: one copy and one kernel, however many there are."""
+        if not pieces:
             return
-        rows, columns, values = self.staging.upload(np.asarray(blocks, np.int64).T.copy())
-        self.block_tables.index_put_((rows, columns), values.to(torch.int32))
+        lengths = [len(p.values) for p in pieces]
+        ends = np.cumsum([len(pieces) * PIECE, *lengths]).tolist()
+        packet = np.empty(ends[-1], np.int32)
+        packet[: ends[0]] = [
+            number
+            for p, length, begin in zip(pieces, lengths, ends, strict=False)
+            for number in (p.table, p.slot, p.column, length, begin)
+        ]
+        for p, begin, end in zip(pieces, ends, ends[1:], strict=False):
+            packet[begin:end] = p.values
+        tables = self.token_ids, self.block_tables, self.floats.view(torch.int32), self.ints.view(torch.int32)
+        enter(self.staging.upload(packet), len(pieces), max(lengths), tables)
 
-    def rows(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None
-    ) -> ForwardBatch:
+    def rows(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None) -> ForwardBatch:
         """The rows of sequences that compute `counts` tokens each, from positions `starts` on; all [S] int32.
 
         Where `slack` > 0 the sequence starts later, by what its slot accepted, at most so much (Chunk.slack).
         """
-        query_start = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        # row r of sequence i is at position starts[i] + (r - query_start[i])
-        positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], counts)
-        up = self.staging.upload
-        row_slots, row_positions = up(np.repeat(slots, counts).astype(np.int64)), up(positions)
-        contexts = starts + counts
-        seq_slots, seq_lens, context_lens = up(slots), up(contexts), contexts.tolist()
-        exact = True
-        if slack is not None and slack.any():
-            row_positions = row_positions + self.shift(row_slots, np.repeat(slack, counts))
-            seq_lens = seq_lens + self.shift(seq_slots, slack)
-            # attention wants exact numbers on a CPU, where they are no further away than any others
-            exact = self.device.type != "cuda"
-            context_lens = seq_lens.tolist() if exact else (contexts + slack).tolist()
-        longer = np.flatnonzero(counts != 1)
-        return ForwardBatch(
-            token_ids=self.token_ids[row_slots, row_positions],
-            positions=row_positions,
-            slot_mapping=self.slot_mapping(row_slots, row_positions),
-            block_tables=self.block_tables,
-            seq_slots=seq_slots,
-            query_start=up(query_start),
-            seq_lens=seq_lens,
-            num_decodes=int(longer[0]) if longer.size else len(slots),
-            query_lens=counts.tolist(),
-            context_lens=context_lens,
-            exact=exact,
-        )
+        return self.rows_and_wanted(slots, starts, counts, slack, ())[0]
+
+    def rows_and_wanted(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int]
+    ) -> tuple[ForwardBatch, WantedRows]:
+        """As `rows`, and those of the rows that are `wanted` on their own."""
+        rows = RowNumbers(slots, starts, counts, slack, wanted)
+        lines = self.staging.upload(rows.lines)
+        return rows.read(lines, self.token_ids, self.block_tables, self.accepted, self.block_size)
 
     def shift(self, slots: Tensor, slack: np.ndarray) -> Tensor:
         """How much further on than the host knows each row is [R] int32: what its slot [R] accepted, where slack [R] > 0."""
         return self.accepted[slots] * self.staging.upload((slack > 0).astype(np.int32))
 
-    def slot_mapping(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Place of each row in the KV cache [T] int64."""
-        blocks = self.block_tables[slots, positions // self.block_size].to(torch.int64)
-        return blocks * self.block_size + positions % self.block_size
 
-
-def new_blocks(chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
-    """(slot, index, block) of those that chunks append to the tables of slots that the device knows."""
-    return [(c.slot, c.block_offset + i, b) for c in chunks if not c.admitted for i, b in enumerate(c.new_blocks)]
+def new_blocks(chunks: Sequence[Chunk]) -> list[Piece]:
+    """Those that chunks append to the tables of slots that the device knows."""
+    return [Piece(BLOCKS, c.slot, c.block_offset, c.new_blocks) for c in chunks if c.new_blocks and not c.admitted]
 
 
 def sequences(decodes: Decodes, others: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.engine.plan import Chunk, StepPlan
-from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
 from headrace.speculative.verify import kept_rows, note_accepted
@@ -97,7 +96,7 @@ class ModelRunner:
         numbers[0], numbers[1], numbers[3] = slots, starts, 0
         for row, _, block in plan.decodes.new_blocks:
             numbers[2, row] = block
-        self.state.append_blocks(new_blocks(plan.others))
+        self.state.enter(new_blocks(plan.others))
         unsure = plan.unsure
         if unsure:
             numbers[3] = slack_of(plan.decodes, plan.others)
@@ -134,9 +133,12 @@ class ModelRunner:
             self.drafter.placed(plan.chunks)
         if plan.num_drafts:
             self._write_drafts(plan)
-        batch = self._batch(plan)
-        rows = sampled_rows(plan, np.cumsum(batch.query_lens))
-        hidden = self.decoder.forward(batch, self.kv, self._wanted(plan, batch, rows))
+        slots, starts, counts = sequences(plan.decodes, plan.others)
+        rows = sampled_rows(plan, np.cumsum(counts))
+        whole = self._reads_all(plan, counts, rows)
+        slack = slack_of(plan.decodes, plan.others) if plan.unsure else None
+        batch, wanted = self.state.rows_and_wanted(slots, starts, counts, slack, () if whole else rows)
+        hidden = self.decoder.forward(batch, self.kv, None if whole else wanted)
         pending = Pending(plan, [c for c in plan.others if c.samples and c.request.pooling is None], None)
         if rows:
             picked = hidden if len(rows) == len(hidden) else hidden[self.state.staging.upload(np.asarray(rows))]
@@ -171,23 +173,11 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.propose([c for c in plan.others if c.num_drafts and not c.drafts])
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
-        slack = slack_of(plan.decodes, plan.others) if plan.unsure else None
-        return self.state.rows(*sequences(plan.decodes, plan.others), slack)
-
-    def _wanted(self, plan: StepPlan, batch: ForwardBatch, rows: list[int]) -> WantedRows | None:
-        """The sampled rows; None where others are read too, or where they are more than attention takes as sequences."""
-        others = any(scores_prompt(c) or c.request.pooling is not None for c in plan.others)
-        if others or len(rows) == batch.num_rows or len(rows) > len(self.state.block_tables):
-            return None
-        index, stops = np.asarray(rows, np.int64), np.cumsum(batch.query_lens)
-        chunk = np.searchsorted(stops, index, side="right")
-        contexts = np.asarray(batch.context_lens)[chunk] + 1 + index - stops[chunk]
-        slots, _, _ = sequences(plan.decodes, plan.others)
-        each = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
-        where, slots = self.state.staging.upload(np.stack([index, slots[chunk].astype(np.int64)]))
-        lengths = batch.positions[where] + 1
-        return WantedRows(where, batch.alone(where, slots.int(), lengths, each, contexts.tolist()))
+    def _reads_all(self, plan: StepPlan, counts: np.ndarray, rows: list[int]) -> bool:
+        """Whether not only sampled rows are read, or they are more than attention takes as sequences."""
+        if any(scores_prompt(c) or c.request.pooling is not None for c in plan.others):
+            return True
+        return len(rows) == counts.sum() or len(rows) > len(self.state.block_tables)
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs of the prompt tokens that the rows of `chunk` predict (row p predicts position p + 1)."""
