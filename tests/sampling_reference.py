@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from headrace.sampling.philox import uniform_numpy
+from headrace.sampling.params import SamplingParams
+from headrace.sampling.philox import MULTIPLIER_0, MULTIPLIER_1, PURPOSE_SAMPLE, ROUNDS, WEYL_0, WEYL_1, WORD
+from headrace.sampling.sampler import SampleInputs
 
 
 @dataclass
@@ -57,3 +61,41 @@ def tokens(logits: np.ndarray, row: Row, slack: float = 3e-6) -> set[int]:
             inside = np.flatnonzero((cdf > u + shift) & (p > 0))
             found.add(int(inside[0]) if len(inside) else int(np.flatnonzero(p > 0)[-1]))
     return found
+
+
+def uniform_numpy(seed, position, purpose: int = PURPOSE_SAMPLE, sample_index=0) -> np.ndarray:
+    """The numpy twin of `uniform`: scalars or arrays of int64, broadcast together -> float32."""
+    seed, position, third = (np.asarray(x, dtype=np.int64).view(np.uint64) for x in (seed, position, sample_index))
+    word, shift = np.uint64(WORD), np.uint64(32)
+    k0, k1 = seed & word, seed >> shift
+    c0, c1, c2, c3 = position & word, position >> shift, np.uint64(purpose), third & word
+    for _ in range(ROUNDS):
+        # a product of two 32-bit words fits into uint64
+        product0, product1 = c0 * np.uint64(MULTIPLIER_0), c2 * np.uint64(MULTIPLIER_1)
+        c0, c1, c2, c3 = product1 >> shift ^ c1 ^ k0, product1 & word, product0 >> shift ^ c3 ^ k1, product0 & word
+        k0, k1 = k0 + np.uint64(WEYL_0) & word, k1 + np.uint64(WEYL_1) & word
+    return ((c0 >> np.uint64(9)) * np.uint64(2) + np.uint64(1)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def sample_inputs(
+    params: Sequence[SamplingParams], seeds: Sequence[int], output_indices: Sequence[int], device: str = "cpu", **others
+) -> SampleInputs:
+    """Rows from resolved parameters."""
+
+    def column(values: Sequence, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    return SampleInputs(
+        temperature=column([p.temperature for p in params], torch.float32),
+        top_k=column([p.top_k for p in params], torch.int32),
+        top_p=column([p.top_p for p in params], torch.float32),
+        min_p=column([p.min_p for p in params], torch.float32),
+        seed=column(seeds, torch.int64),
+        output_index=column(output_indices, torch.int64),
+        sample_index=column([p.sample_index for p in params], torch.int32),
+        all_greedy=all(p.greedy for p in params),
+        any_top_k=any(p.top_k > 0 for p in params),
+        any_top_p=any(p.top_p < 1.0 for p in params),
+        any_min_p=any(p.min_p > 0.0 for p in params),
+        **others,
+    )

@@ -25,7 +25,8 @@ from headrace.sampling.penalties import (
     load_counts,
     pack_mask,
 )
-from headrace.sampling.sampler import SampleInputs, sample
+from headrace.sampling.sampler import sample
+from sampling_reference import sample_inputs
 
 INF = float("inf")
 VOCAB = 37
@@ -182,7 +183,7 @@ def test_edits_reach_the_sampler_but_not_the_logprobs():
     raw = logits.clone()
     edits = LogitsEdits(banned=(longs(0), logits[0].argmax()[None]))
     params = [SamplingParams(temperature=0.0).resolved({})] * 2
-    inputs = SampleInputs.from_params(params, [0, 0], [0, 0], edits=edits, logprobs=LogprobsRequest(longs(0, 1), 2))
+    inputs = sample_inputs(params, [0, 0], [0, 0], edits=edits, logprobs=LogprobsRequest(longs(0, 1), 2))
     out = sample(logits, inputs)
     assert out.token_ids.tolist() == [int(raw[0].topk(2).indices[1]), int(raw[1].argmax())]
     assert out.logprobs is not None
@@ -195,5 +196,5 @@ def test_a_row_with_everything_banned_is_reported():
     logits = torch.randn(2, 4)
     edits = LogitsEdits(masks=[TokenMask(torch.zeros(1, 1, dtype=torch.int32), longs(1))])
     params = [SamplingParams(temperature=0.7).resolved({})] * 2
-    out = sample(logits, SampleInputs.from_params(params, [1, 2], [0, 0], edits=edits))
+    out = sample(logits, sample_inputs(params, [1, 2], [0, 0], edits=edits))
     assert out.failed.tolist() == [False, True] and int(out.token_ids[1]) == 0

@@ -7,7 +7,8 @@ import torch
 
 from headrace.sampling.logprobs import LogprobsRequest, logprobs_of, prompt_logprobs, rows_per_chunk, token_logprobs
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.sampler import SampleInputs, sample
+from headrace.sampling.sampler import sample
+from sampling_reference import sample_inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,5 +73,5 @@ def test_a_row_whose_logprobs_are_nan_fails():
     edits = LogitsEdits(banned=(torch.tensor([1]), torch.tensor([4])))
     params = [SamplingParams(temperature=1.0).resolved({})] * 2
     wanted = LogprobsRequest(torch.tensor([0, 1]), 1)
-    out = sample(logits, SampleInputs.from_params(params, [0, 0], [0, 0], edits=edits, logprobs=wanted))
+    out = sample(logits, sample_inputs(params, [0, 0], [0, 0], edits=edits, logprobs=wanted))
     assert out.failed.tolist() == [False, True] and int(out.token_ids[1]) == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import SampleInputs, sample
-from sampling_reference import Row, kept, tokens
+from sampling_reference import Row, kept, sample_inputs, tokens
 
 INF = float("inf")
 
@@ -22,7 +22,7 @@ def inputs_of(rows: list[Row], **kwargs) -> SampleInputs:
         SamplingParams(temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p, sample_index=r.sample_index)
         for r in rows
     ]
-    return SampleInputs.from_params(params, [r.seed for r in rows], [r.output_index for r in rows], **kwargs)
+    return sample_inputs(params, [r.seed for r in rows], [r.output_index for r in rows], **kwargs)
 
 
 ROWS = st.builds(

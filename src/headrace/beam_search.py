@@ -108,7 +108,6 @@ class BeamSearch:
         self.running = [_Beam([], 0.0)]
         self.done = False
         self._finished: list[_Beam] = []  # best first, at most beam_width
-        self._improvable = True
 
     def prompts(self) -> list[list[int]]:
         """What the engine is to continue, one for each running beam."""

@@ -46,7 +46,6 @@ class RadixTree:
         self.key_bytes = block_size * ID_BYTES
         self.num_cached = 0  # blocks without references that are in the index
         self.num_nodes = 0
-        self.num_evictions = 0
         self._roots: dict[bytes, Node] = {}  # by salt
         self._nodes: list[Node | None] = [None] * pool.num_blocks  # by block id
         self._leaves: list[tuple[int, Node]] = []
@@ -139,7 +138,6 @@ class RadixTree:
         if count > self.num_cached:
             raise RuntimeError(f"{count} blocks to evict, but only {self.num_cached} are cached")
         target = pool.num_free + count
-        before = self.num_cached
         while pool.num_free < target and leaves:
             entry = heappop(leaves)
             if self._is_current(entry):
@@ -149,7 +147,6 @@ class RadixTree:
             for node in [n for n in self._nodes if n is not None and not pool.refs[n.block]]:
                 if node.block != DETACHED:
                     self.drop(node)
-        self.num_evictions += before - self.num_cached
 
     def drop(self, node: Node) -> None:
         """Take a node and all below it out of the index; blocks without references become free."""

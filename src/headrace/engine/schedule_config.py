@@ -49,4 +49,3 @@ class SchedulerStats:
     num_preemptions: int
     prefix_query_tokens: int  # prompt tokens looked up in the prefix index, at first admissions
     prefix_hit_tokens: int
-    num_evictions: int  # blocks

@@ -271,5 +271,5 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             self.num_running, self.num_waiting, self.kv_usage, self._roster.num_preemptions,
-            self._roster.query_tokens, self._roster.hit_tokens, self.tree.num_evictions,
+            self._roster.query_tokens, self._roster.hit_tokens,
         )  # fmt: skip

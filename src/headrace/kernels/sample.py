@@ -25,8 +25,6 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_p
 BLOCK, CHUNK = 2048, 32
 FEW_CHUNKS, MANY_CHUNKS = 128, 512  # candidates of rows with a small top_k, and of all others; top_k up to half of it
 ROW_TILE, SECTIONS = 1024, 8  # of _filter_all: ids per load, thresholds per pass
-INF_KEY = 0x7F800000  # key of y = -inf
-NO_ID = 0x7FFFFFFF
 
 
 def sample_rows(

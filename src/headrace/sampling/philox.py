@@ -1,4 +1,4 @@
-"""Counted randomness: Philox4x32-10, the same bits from torch, from numpy and from the Triton kernels.
+"""Counted randomness: Philox4x32-10, the same bits from torch and from the Triton kernels.
 
 A random number is a function of (seed, output index, purpose, sample index) and of nothing else: the seed is the 64-bit
 key, the rest are the four 32-bit words of the counter. There is no state to keep, to restore or to share.
@@ -7,7 +7,6 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (R
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,17 +49,3 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     low = (a & 0xFFFF) * b
     high = (a >> 16) * b + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
-
-
-def uniform_numpy(seed, position, purpose: int = PURPOSE_SAMPLE, sample_index=0) -> np.ndarray:
-    """The numpy twin of `uniform`: scalars or arrays of int64, broadcast together -> float32."""
-    seed, position, third = (np.asarray(x, dtype=np.int64).view(np.uint64) for x in (seed, position, sample_index))
-    word, shift = np.uint64(WORD), np.uint64(32)
-    k0, k1 = seed & word, seed >> shift
-    c0, c1, c2, c3 = position & word, position >> shift, np.uint64(purpose), third & word
-    for _ in range(ROUNDS):
-        # a product of two 32-bit words fits into uint64
-        product0, product1 = c0 * np.uint64(MULTIPLIER_0), c2 * np.uint64(MULTIPLIER_1)
-        c0, c1, c2, c3 = product1 >> shift ^ c1 ^ k0, product1 & word, product0 >> shift ^ c3 ^ k1, product0 & word
-        k0, k1 = k0 + np.uint64(WEYL_0) & word, k1 + np.uint64(WEYL_1) & word
-    return ((c0 >> np.uint64(9)) * np.uint64(2) + np.uint64(1)).astype(np.float32) * np.float32(2.0**-24)

@@ -21,14 +21,13 @@ A row whose largest logit is not finite (any NaN, +inf, or nothing but -inf) is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headrace.sampling.logprobs import Logprobs, LogprobsRequest, token_logprobs
-from headrace.sampling.params import GREEDY_EPS, SamplingParams
+from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.penalties import LogitsEdits, apply_edits
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
 
@@ -57,37 +56,6 @@ class SampleInputs:
     any_min_p: bool = True
     edits: LogitsEdits | None = None
     logprobs: LogprobsRequest | None = None
-
-    @classmethod
-    def from_params(
-        cls,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        output_indices: Sequence[int],
-        device: torch.device | str = "cpu",
-        edits: LogitsEdits | None = None,
-        logprobs: LogprobsRequest | None = None,
-    ) -> SampleInputs:
-        """Rows from resolved parameters (no None among them); one transfer per field."""
-
-        def column(values: list, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device)
-
-        return cls(
-            temperature=column([p.temperature for p in params], torch.float32),
-            top_k=column([p.top_k for p in params], torch.int32),
-            top_p=column([p.top_p for p in params], torch.float32),
-            min_p=column([p.min_p for p in params], torch.float32),
-            seed=column(list(seeds), torch.int64),
-            output_index=column(list(output_indices), torch.int64),
-            sample_index=column([p.sample_index for p in params], torch.int32),
-            all_greedy=all(p.greedy for p in params),
-            any_top_k=any((p.top_k or 0) > 0 for p in params),
-            any_top_p=any(p.top_p is not None and p.top_p < 1.0 for p in params),
-            any_min_p=any((p.min_p or 0.0) > 0.0 for p in params),
-            edits=edits,
-            logprobs=logprobs,
-        )
 
 
 @dataclass(slots=True)
