@@ -92,7 +92,8 @@ def rows(count: int) -> Callable[[], None]:
         prepare.launch(
             inbox, turn, table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64
         )
-        prepare.launch_publish(ints(count), ints(count).bool(), out, table, ints(64, 2, 512), turn)
+        for accepted in (None, ints(257)):
+            prepare.launch_publish(ints(count), ints(count).bool(), out, table, ints(64, 3, 512), turn, accepted)
 
     return run
 

@@ -109,7 +109,7 @@ class UncapturedGraphs:
         assert numbers[1].max() < context
         assert related or len(set(numbers[0])) == count
         rows = DecodeRows.empty(count, state.device)
-        inbox, turn, outbox = torch.from_numpy(numbers)[None], torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, count)
+        inbox, turn, outbox = torch.from_numpy(numbers)[None], torch.zeros(1, dtype=torch.int32), torch.zeros((1, 3, count), dtype=torch.int32)
         prepare_decode(
             inbox, turn, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted,
             rows, block_size=state.block_size,
@@ -121,7 +121,7 @@ class UncapturedGraphs:
         logits = self.forward(batch, self.kv)
         self.replays += 1
         if tail is Tail.LOGITS:
-            return SimpleNamespace(token_ids=None, failed=None, logits=logits)
+            return SimpleNamespace(logits=logits)
         token_ids, failed = choose(
             logits,
             SampleInputs(
@@ -130,8 +130,8 @@ class UncapturedGraphs:
                 any_min_p=tail is Tail.FILTERED,
             ),
         )  # fmt: skip
-        publish(token_ids, failed, rows, state.token_ids, outbox, turn)
-        return SimpleNamespace(token_ids=token_ids, failed=failed, logits=None, sent=tuple(outbox[0].int()))
+        publish(token_ids, failed, rows, state.token_ids, outbox, turn, state.accepted if related else None)
+        return SimpleNamespace(logits=None, sent=outbox[0])
 
 
 def capture_nothing(core: EngineCore) -> UncapturedGraphs:

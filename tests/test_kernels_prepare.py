@@ -43,9 +43,32 @@ def test_rows_equal_the_reference(count):
     ids = torch.arange(count, dtype=torch.int32) + 5000
     got_table, want_table = token_table.clone(), token_table.clone()
     failed = torch.from_numpy(rng.random(count) < 0.3)
-    got_box, want_box = torch.full((4, 2, slots), -1, dtype=torch.int32), torch.full((4, 2, slots), -1, dtype=torch.int32)
-    prepare.launch_publish(ids, failed, got, got_table, got_box, turn)
+    got_box, want_box = (torch.full((4, 3, slots), -1, dtype=torch.int32) for _ in range(2))
+    prepare.launch_publish(ids, failed, got, got_table, got_box, turn, None)
     prepare.publish(ids, failed, want, want_table, want_box, turn)
     assert torch.equal(got_box, want_box) and torch.equal(got_box[2, 0, :count], ids) and int((got_box != -1).sum()) == 2 * count
     assert torch.equal(got_table, want_table)
     assert int((got_table != token_table).sum()) == int(real.sum())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_verification_equals_the_reference(seed):
+    rng = np.random.default_rng(seed)
+    slots = 40
+    lengths = rng.integers(1, 6, rng.integers(1, 20))  # rows of each request
+    rows = DecodeRows.empty(int(lengths.sum()) + seed % 3, torch.device("cpu"))  # and padded rows, of the dummy slot
+    count = len(rows.token_ids)
+    rows.seq_slots[:] = slots - 1
+    rows.seq_slots[: lengths.sum()] = torch.from_numpy(np.repeat(rng.permutation(slots - 1)[: len(lengths)], lengths)).int()
+    rows.seq_lens[: lengths.sum()] = torch.arange(1, int(lengths.sum()) + 1).int()
+    ids = torch.from_numpy(rng.integers(0, 50, count).astype(np.int32))
+    rows.guesses[:] = torch.where(torch.from_numpy(rng.random(count) < 0.7), ids, ids + 1)
+    failed = torch.from_numpy(rng.random(count) < 0.1)
+    turn = torch.tensor([1], dtype=torch.int32)
+    got, want = ((torch.zeros(slots, 100, dtype=torch.int32), torch.full((1, 3, 128), -1, dtype=torch.int32),
+                  torch.full((slots,), 7, dtype=torch.int32)) for _ in range(2))  # fmt: skip
+    prepare.launch_publish(ids, failed, rows, got[0], got[1], turn, got[2])
+    prepare.publish(ids, failed, rows, want[0], want[1], turn, want[2])
+    real = rows.seq_lens > 0
+    assert torch.equal(got[0], want[0]) and torch.equal(got[2], want[2])
+    assert torch.equal(got[1][0, :, :count][:, real], want[1][0, :, :count][:, real])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
+from headrace.speculative.verify import kept_rows, note_accepted
 
 
 @dataclass(slots=True)
@@ -26,13 +27,14 @@ class DecodeRows:
     seed: Tensor  # int64
     output_index: Tensor  # int64
     sample_index: Tensor  # int32
+    guesses: Tensor  # int32: what stands behind the row's token, its draft if it has one
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> DecodeRows:
         types = dict(
             token_ids=torch.int32, positions=torch.int32, slot_mapping=torch.int64, seq_slots=torch.int32,
             seq_lens=torch.int32, temperature=torch.float32, top_p=torch.float32, min_p=torch.float32, top_k=torch.int32,
-            seed=torch.int64, output_index=torch.int64, sample_index=torch.int32,
+            seed=torch.int64, output_index=torch.int64, sample_index=torch.int32, guesses=torch.int32,
         )  # fmt: skip
         return cls(**{name: torch.zeros(rows, dtype=t, device=device) for name, t in types.items()})
 
@@ -84,6 +86,7 @@ def prepare_decode_reference(
     rows.seq_slots.copy_(slots)
     rows.positions.copy_(at)
     rows.token_ids.copy_(torch.where(real, token_table[slots, at], 0))
+    rows.guesses.copy_(torch.where(real, token_table[slots, at + 1], 0))
     rows.slot_mapping.copy_(torch.where(real, blocks * block_size + at % block_size, -1))
     rows.seq_lens.copy_(torch.where(real, at + 1, 0))
     rows.temperature.copy_(torch.where(real, floats[slots, 0], 0.0))
@@ -99,7 +102,7 @@ def prepare_decode_reference(
 def _prepare_decode(
     inbox, turn, token_table, block_tables, floats, ints, accepted,
     token_ids, positions, slot_mapping, seq_slots, seq_lens, temperature, top_p, min_p, top_k, seed, output_index, sample_index,
-    count, page_stride, number_stride, token_stride, table_stride,
+    guesses, count, page_stride, number_stride, token_stride, table_stride,
     PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +126,9 @@ def _prepare_decode(
         tl.store(place, new_block, real & (new_block >= 0))
         tl.store(seq_slots + row, slot.to(tl.int32), there)
         tl.store(positions + row, at, there)
-        tl.store(token_ids + row, tl.load(token_table + slot * token_stride + at, real, 0), there)
+        tokens = token_table + slot * token_stride + at
+        tl.store(token_ids + row, tl.load(tokens, real, 0), there)
+        tl.store(guesses + row, tl.load(tokens + 1, real, 0), there)
         tl.store(slot_mapping + row, tl.where(real, block * BLOCK_SIZE + at % BLOCK_SIZE, -1), there)
         tl.store(seq_lens + row, tl.where(real, at + 1, 0), there)
         f, i = floats + slot * FLOATS, ints + slot * INTS
@@ -139,31 +144,49 @@ def _prepare_decode(
 
 
 def publish(
-    token_ids: Tensor, failed: Tensor, rows: DecodeRows, token_table: Tensor, outbox: Tensor, turn: Tensor
+    token_ids: Tensor, failed: Tensor, rows: DecodeRows, token_table: Tensor, outbox: Tensor, turn: Tensor,
+    accepted: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write sampled ids [R] int32 where the next step reads its input, token_table[slot, position + 1], not of padded rows;
-    and ids and `failed` [R] bool to the page of outbox [pages, 2, >= R] int32 whose numbers these rows came from."""
+    """Write sampled ids [R] int32 where the next step reads its input, token_table[slot, position + 1], not of padded rows.
+
+    Also writes ids and `failed` [R] bool to the page of outbox [pages, 3, >= R] int32 whose numbers these rows came from; and,
+    with `accepted` [slots] int32, verifies the drafts: which rows count, and how many drafts of a slot were right (see
+    speculative/verify.py). Rows of one request are neighbours.
+    """
     if on_gpu(token_ids):
-        launch_publish(token_ids, failed, rows, token_table, outbox, turn)
+        launch_publish(token_ids, failed, rows, token_table, outbox, turn, accepted)
         return
     real = rows.seq_lens > 0
-    token_table[rows.seq_slots[real].long(), rows.seq_lens[real].long()] = token_ids[real]
-    outbox[(int(turn) - 1) % len(outbox), :, : len(token_ids)] = torch.stack([token_ids, failed.int()])
+    slots = rows.seq_slots.long()
+    token_table[slots[real], rows.seq_lens[real].long()] = token_ids[real]
+    page = outbox[(int(turn) - 1) % len(outbox), :, : len(token_ids)]
+    page[0], page[1] = token_ids, failed
+    if accepted is not None:
+        _, counts = torch.unique_consecutive(slots, return_counts=True)
+        kept = kept_rows(token_ids, rows.guesses, failed, (counts.cumsum(0) - counts).repeat_interleave(counts))
+        note_accepted(accepted, slots[real], kept[real])
+        page[2] = kept
 
 
-def launch_publish(token_ids, failed, rows: DecodeRows, token_table, outbox, turn) -> None:
+def launch_publish(token_ids, failed, rows: DecodeRows, token_table, outbox, turn, accepted) -> None:
     count = token_ids.shape[0]
-    block = min(256, next_power_of_2(count))
+    block = next_power_of_2(count) if accepted is not None else min(256, next_power_of_2(count))
     _publish[(-(-count // block),)](
-        token_ids, failed, rows.seq_slots, rows.seq_lens, token_table, outbox, turn, count, token_table.stride(0),
-        outbox.stride(0), outbox.stride(1), PAGES=outbox.shape[0], BLOCK=block, num_warps=4, **pdl(token_ids),
+        token_ids, failed, rows.seq_slots, rows.seq_lens, rows.guesses, token_table, outbox, turn, accepted, count,
+        token_table.stride(0), outbox.stride(0), outbox.stride(1), PAGES=outbox.shape[0], BLOCK=block,
+        VERIFY=accepted is not None, num_warps=4, **pdl(token_ids),
     )  # fmt: skip
 
 
 @jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@jit
 def _publish(
-    token_ids, failed, seq_slots, seq_lens, token_table, outbox, turn, count, stride, page_stride, failed_stride,
-    PAGES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    token_ids, failed, seq_slots, seq_lens, guesses, token_table, outbox, turn, accepted, count, stride, page_stride,
+    box_stride, PAGES: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < count
@@ -172,9 +195,23 @@ def _publish(
         gdc_launch_dependents()
     page = (tl.load(turn) - 1) & (PAGES - 1)
     length = tl.load(seq_lens + row, there, 0)
-    slot = tl.load(seq_slots + row, there, 0).to(tl.int64)
-    ids = tl.load(token_ids + row, there, 0)
-    tl.store(token_table + slot * stride + length, ids, there & (length > 0))
+    slot = tl.load(seq_slots + row, there, -1)
+    token = tl.load(token_ids + row, there, 0)
+    broken = tl.load(failed + row, there, 0) != 0
+    tl.store(token_table + slot.to(tl.int64) * stride + length, token, there & (length > 0))
     out = outbox + page * page_stride + row
-    tl.store(out, ids, there)
-    tl.store(out + failed_stride, tl.load(failed + row, there, 0).to(tl.int32), there)
+    tl.store(out, token, there)
+    tl.store(out + box_stride, broken.to(tl.int32), there)
+    if VERIFY:  # one program has all rows; a neighbour's numbers are loaded once more
+        follows = there & (row > 0) & (tl.load(seq_slots + row - 1, there & (row > 0), -1) == slot)
+        leads = there & (row + 1 < count) & (tl.load(seq_slots + row + 1, row + 1 < count, -1) == slot)
+        wrong = (token != tl.load(guesses + row, there, 0)) | broken
+        wrong_before = tl.load(token_ids + row - 1, follows, 0) != tl.load(guesses + row - 1, follows, 0)
+        wrong_before |= tl.load(failed + row - 1, follows, 0) != 0
+        first = tl.associative_scan(tl.where(follows, 0, row), 0, _larger)  # row of the same request
+        last_wrong = tl.associative_scan(tl.where(follows & wrong_before, row, -1), 0, _larger)
+        kept = (last_wrong < first) & (broken == 0)
+        tl.store(out + 2 * box_stride, kept.to(tl.int32), there)
+        ends = kept & ((leads == 0) | wrong | (tl.load(failed + row + 1, leads, 0) != 0))
+        none = (follows == 0) & (kept == 0)
+        tl.store(accepted + slot, tl.where(none, -1, row - first), there & (length > 0) & (ends | none))

@@ -46,8 +46,6 @@ class Key(NamedTuple):
 @dataclass(slots=True)
 class Captured:
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor | None  # [R] int32
-    failed: Tensor | None  # [R] bool
     logits: Tensor | None  # [R, V]
 
 
@@ -55,10 +53,8 @@ class Captured:
 class Replayed:
     """What a replay leaves behind, padded rows too."""
 
-    token_ids: Tensor | None  # [R] int32
-    failed: Tensor | None  # [R] bool
-    logits: Tensor | None  # [R, V]
-    sent: tuple[Tensor, Tensor]  # ids and failures once more, [R] int32, on the host: there when the step is done
+    logits: Tensor | None  # [R, V]; None: sampled within the step
+    sent: Tensor  # [3, R] int32 on the host, there when the step is done: ids, failures, which rows count (with drafts)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -118,7 +114,7 @@ class DecodeGraphs:
             below = [s for s in reversed(self.sizes) if s < size]
             others = below + [s for s in self.sizes if s > size]
             self._todo += [key._replace(rows=s) for s in others if self.bucket_for(context, s) == bucket]
-        return Replayed(captured.token_ids, captured.failed, captured.logits, sent)
+        return Replayed(captured.logits, sent)
 
     def capture_next(self) -> bool:
         """Capture one of the graphs that are likely to be needed; False if there is none left."""
@@ -139,15 +135,15 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                token_ids, failed, logits = self._step(key)
+                logits = self._step(key)
             finally:
                 graph.capture_end()
         current.wait_stream(self._stream)
-        captured = self._graphs[key] = Captured(graph, token_ids, failed, logits)
+        captured = self._graphs[key] = Captured(graph, logits)
         logger.debug("captured %s in %.1f ms", key, 1e3 * (time.perf_counter() - began))
         return captured
 
-    def _step(self, key: Key) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _step(self, key: Key) -> Tensor | None:
         size, bucket, tail, related = key
         state, rows, mail = self.state, self._rows.first(size), self._mailbox
         prepare_decode(
@@ -163,11 +159,12 @@ class DecodeGraphs:
             if self._logits is None:
                 self._logits = torch.empty((self.sizes[-1], logits.shape[1]), dtype=logits.dtype, device=logits.device)
             # one buffer for all sizes: a graph's own output would stay allocated for ever
-            return None, None, self._logits[:size].copy_(logits)
+            return self._logits[:size].copy_(logits)
         token_ids, failed = sample_rows(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
             purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
             all_greedy=tail is Tail.GREEDY, any_filter=tail is Tail.FILTERED,
         )  # fmt: skip
-        publish(token_ids, failed, rows, state.token_ids, mail.outbox, mail.turn)
-        return token_ids, failed, None
+        accepted = state.accepted if related else None
+        publish(token_ids, failed, rows, state.token_ids, mail.outbox, mail.turn, accepted)
+        return None

@@ -16,18 +16,19 @@ HALF = PAGES // 2
 
 
 class Mailbox:
-    """`inbox` [PAGES, 4, rows] and `outbox` [PAGES, 2, rows] int32, pinned; `turn` [1] int32 on the device: pages taken."""
+    """`inbox` [PAGES, 4, rows] and `outbox` [PAGES, 3, rows] int32, pinned; `turn` [1] int32 on the device: pages taken."""
 
     def __init__(self, rows: int, device: torch.device):
         self.inbox = torch.zeros((PAGES, 4, rows), dtype=torch.int32, pin_memory=True)
-        self.outbox = torch.zeros((PAGES, 2, rows), dtype=torch.int32, pin_memory=True)
+        self.outbox = torch.zeros((PAGES, 3, rows), dtype=torch.int32, pin_memory=True)
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._inbox = self.inbox.numpy()
         self._posted = 0
         self._left = [torch.cuda.Event(), torch.cuda.Event()]  # the steps with pages of this half are done
 
-    def post(self, numbers: np.ndarray, size: int, dummy_slot: int) -> tuple[Tensor, Tensor]:
-        """The numbers [4, R] of the next step, padded to `size` rows; -> where its ids and failures will be, [size] each."""
+    def post(self, numbers: np.ndarray, size: int, dummy_slot: int) -> Tensor:
+        """The numbers [4, R] of the next step, padded to `size` rows; -> where its ids, failures, and which rows count (only
+        of steps with drafts) will be: [3, size]."""
         page = self._posted % PAGES
         if page % HALF == 0:
             half = page // HALF
@@ -38,4 +39,4 @@ class Mailbox:
         self._inbox[page, :, :count] = numbers
         self._inbox[page, 0, count:size] = dummy_slot
         self._inbox[page, 1:, count:size] = -1
-        return self.outbox[page, 0, :size], self.outbox[page, 1, :size]
+        return self.outbox[page, :, :size]

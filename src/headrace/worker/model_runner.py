@@ -21,10 +21,9 @@ from headrace.cache.kv_cache import KVCache
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
-from headrace.speculative.verify import kept_rows, note_accepted
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, new_blocks, sequences, slack_of
-from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
+from headrace.worker.sampling import DeviceOutput, StepSampler, Tail
 from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -100,27 +99,17 @@ class ModelRunner:
         unsure = plan.unsure
         if unsure:
             numbers[3] = slack_of(plan.decodes, plan.others)
-        guesses = where = None
         if plan.num_drafts:
             # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
             self._write_drafts(plan)
             further = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
             numbers = np.repeat(numbers, counts, axis=1)
             numbers[1] += further.astype(np.int32)
-            where, positions = self.state.staging.upload(numbers[:2].astype(np.int64))
-            if unsure:
-                positions = positions + self.state.shift(where, numbers[3])
-            guesses = self.state.token_ids[where, positions + 1]  # before the step writes there what it samples
         done = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail, plan.num_drafts > 0)
-        count = numbers.shape[1]
-        pending = Pending(plan, plan.others, None if done.logits is None else done.logits[:count])
-        if done.token_ids is not None and done.failed is not None:
-            kept = None
-            if guesses is not None and where is not None:
-                first_row = self.state.staging.upload(first_rows(counts))
-                kept = kept_rows(done.token_ids[:count], guesses, done.failed[:count], first_row)
-                note_accepted(self.state.accepted, where, kept)
-            pending.sampled = DeviceOutput(*done.sent, {}, kept=kept)
+        pending = Pending(plan, plan.others, None if done.logits is None else done.logits[: numbers.shape[1]])
+        if done.logits is None:
+            ids, failed, kept = done.sent
+            pending.sampled = DeviceOutput(ids, failed, {}, kept=kept if plan.num_drafts else None)
         return pending
 
     @torch.inference_mode()
