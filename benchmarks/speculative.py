@@ -28,6 +28,7 @@ from headrace import LLM, SamplingParams
 from headrace.cli.bench import shape_directory
 from headrace.engine.messages import EngineRequest
 from headrace.engine.plan import Chunk
+from headrace.kernels.prepare import DecodeRows
 from headrace.speculative import verify
 
 WARM_TOKENS = 8  # of each request, before the clock starts
@@ -120,14 +121,25 @@ class AnyIds:
         pass
 
 
-def accept_by_chance(real: Callable[..., Tensor], probability: list[float]) -> Callable[..., Tensor]:
-    """speculative.verify.kept_rows for guesses of which each is right with probability[0]; the same work, and one draw more."""
+def accept_by_chance(device: torch.device) -> Tensor:
+    """Let the engine find each draft right with the probability in the tensor that is returned; the same work, and one draw."""
+    from headrace.worker import cuda_graphs, sampling
+
+    probability = torch.zeros((), device=device)
+    real_kept, real_publish = verify.kept_rows, cuda_graphs.publish
 
     def kept_rows(sampled: Tensor, guesses: Tensor, failed: Tensor, first_row: Tensor) -> Tensor:
-        wrong = torch.rand(len(sampled), device=sampled.device) >= probability[0]
-        return real(sampled, sampled + wrong, failed, first_row)
+        wrong = torch.rand(len(sampled), device=sampled.device) >= probability
+        return real_kept(sampled, sampled + wrong, failed, first_row)
 
-    return kept_rows
+    def publish(token_ids: Tensor, failed: Tensor, rows: DecodeRows, *others: Any) -> None:  # within captured steps
+        noise = torch.sin(rows.seq_lens * 12.9898 + rows.seq_slots * 78.233) * 43758.5453
+        rows.guesses.copy_(token_ids + (noise - noise.floor() >= probability))
+        real_publish(token_ids, failed, rows, *others)
+
+    sampling.kept_rows = kept_rows  # type: ignore[attr-defined]
+    cuda_graphs.publish = publish  # type: ignore[attr-defined]
+    return probability
 
 
 def seconds_per_step_and_token(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> float:
@@ -153,11 +165,7 @@ def seconds_per_step_and_token(llm: LLM, prompts: list[list[int]], params: Sampl
 
 
 def on_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from headrace.worker import model_runner, sampling
-
     began = time.perf_counter()
-    probability = [0.0]
-    model_runner.kept_rows = sampling.kept_rows = accept_by_chance(verify.kept_rows, probability)  # type: ignore[attr-defined]
     options = {
         "model": shape_directory(args.config), "load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": 256,
         "max_model_len": args.input_len + args.max_tokens + 64,
@@ -170,6 +178,7 @@ def on_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
     with LLM(**options, **lookup) as llm:
         speculator, core = drafting(llm), llm.engine.core  # type: ignore[union-attr]
         speculator.proposer, core.runner.drafter = None, AnyIds()
+        probability = accept_by_chance(llm.engine.device)  # type: ignore[union-attr]
         vocab = core.vocab_size
         rng = random.Random(0)
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True).resolved({})
@@ -181,7 +190,7 @@ def on_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
                 return seconds_per_step_and_token(llm, prompts, params)
 
             for accept in args.accept:
-                probability[0] = accept
+                probability.fill_(accept)
                 for drafts in (False, True):
                     speed(drafts)  # captures
                 before = speculator.stats.num_drafts, speculator.stats.num_accepted_tokens
