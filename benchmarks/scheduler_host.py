@@ -43,13 +43,14 @@ class FakeGraphs:
 
     def __init__(self, most: int):
         self.sizes = [most]
-        self._most = most
-        self._ids, self._failed = torch.full((most,), 11, dtype=torch.int32), torch.zeros(most, dtype=torch.bool)
+        self._sent = torch.tensor([[11], [0], [1]], dtype=torch.int32).repeat(1, most)  # ids, failures, rows that count
+        self._page = np.zeros((4, most), np.int32)
 
-    def replay(self, numbers: np.ndarray, context: int, tail) -> SimpleNamespace:
-        padded = np.full((len(numbers), self._most), -1, np.int32)
-        padded[:, : numbers.shape[1]] = numbers
-        return SimpleNamespace(token_ids=self._ids, failed=self._failed, logits=None)
+    def replay(self, numbers: np.ndarray, context: int, tail, related: bool) -> SimpleNamespace:
+        count = numbers.shape[1]
+        self._page[:, :count] = numbers
+        self._page[:, count:] = -1
+        return SimpleNamespace(logits=None, sent=self._sent)
 
     def capture_next(self) -> bool:
         return False
