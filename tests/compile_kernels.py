@@ -102,7 +102,7 @@ def slot_tables() -> None:
     """What a step with prefill does to them, in the sizes of two of its requests."""
     four = ints(257, 4097), ints(257, 64), ints(257, 6), ints(257, 8)
     tables.enter_triton(ints(5000), 2, 4096, four)
-    tables.read_rows_triton(ints(9, 12)[:5], 4096, four[0], four[1], ints(257), 64, (*ints(3, 8192)[:2], ints(8192).long(), ints(12)))
+    tables.read_rows_triton(ints(9, 12)[:5], 8194, 4096, four[0], four[1], ints(257), 64)
 
 
 def sampling() -> None:

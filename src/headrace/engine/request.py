@@ -111,4 +111,4 @@ class Request:
 
     def known_ids(self) -> array:
         """All of them, int32."""
-        return self.prompt_ids + packed(self.output_ids)
+        return self.prompt_ids + packed(self.output_ids) if self.output_ids else self.prompt_ids

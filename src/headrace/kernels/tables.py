@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,35 +68,40 @@ def read_rows(
     numbers [5, S] int32: slot, first position, slack (if > 0 the sequence is further on by what its slot accepted), first row
     and number of rows (at most `longest`) of each sequence. Rows of no sequence are left as they happen to be.
     """
+    run = read_rows_triton if on_gpu(numbers) else read_rows_reference
+    return run(numbers, num_rows, longest, token_table, block_tables, accepted, block_size)
+
+
+def read_rows_reference(
+    numbers: Tensor, num_rows: int, longest: int, token_table: Tensor, block_tables: Tensor, accepted: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `read_rows`. In numpy: torch takes several times as long for the few rows of a decode step."""
+    id_of, block_of, moved, (slots, starts, slack, firsts, counts) = (
+        t.cpu().numpy() for t in (token_table, block_tables, accepted, numbers)
+    )
+    starts = starts + np.where(slack > 0, moved[slots], 0)
+    further = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    rows, at, slots = further + np.repeat(firsts, counts), further + np.repeat(starts, counts), np.repeat(slots, counts)
+    ids, positions, places = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int64)
+    ids[rows], positions[rows] = id_of[slots, at], at
+    places[rows] = block_of[slots, at // block_size].astype(np.int64) * block_size + at % block_size
+    on_device = [torch.from_numpy(a).to(numbers.device) for a in (ids, positions, places, starts + counts)]
+    return on_device[0], on_device[1], on_device[2], on_device[3]
+
+
+def read_rows_triton(
+    numbers: Tensor, num_rows: int, longest: int, token_table: Tensor, block_tables: Tensor, accepted: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `read_rows`."""
     count = numbers.shape[1]
     ids, positions = (torch.empty(num_rows, dtype=torch.int32, device=numbers.device) for _ in range(2))
     places = torch.empty(num_rows, dtype=torch.int64, device=numbers.device)
     lengths = torch.empty(count, dtype=torch.int32, device=numbers.device)
-    out = ids, positions, places, lengths
-    run = read_rows_triton if on_gpu(numbers) else read_rows_reference
-    run(numbers, longest, token_table, block_tables, accepted, block_size, out)
-    return out
-
-
-def read_rows_reference(numbers, longest: int, token_table, block_tables, accepted, block_size: int, out) -> None:
-    """See `read_rows`."""
-    ids, positions, places, lengths = out
-    slots, starts, slack, firsts, counts = numbers.long()
-    starts = starts + torch.where(slack > 0, accepted[slots], 0)
-    lengths.copy_(starts + counts)
-    sequence = torch.repeat_interleave(counts)
-    further = torch.arange(len(sequence), device=slots.device) - (counts.cumsum(0) - counts)[sequence]
-    rows, slot, at = firsts[sequence] + further, slots[sequence], starts[sequence] + further
-    ids[rows], positions[rows] = token_table[slot, at], at.int()
-    places[rows] = block_tables[slot, at // block_size].long() * block_size + at % block_size
-
-
-def read_rows_triton(numbers, longest: int, token_table, block_tables, accepted, block_size: int, out) -> None:
-    """See `read_rows`."""
-    _read_rows[(-(-longest // BLOCK), numbers.shape[1])](
-        numbers, token_table, block_tables, accepted, *out, numbers.stride(0), token_table.stride(0), block_tables.stride(0),
-        BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
+    _read_rows[(-(-longest // BLOCK), count)](
+        numbers, token_table, block_tables, accepted, ids, positions, places, lengths, numbers.stride(0),
+        token_table.stride(0), block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+    return ids, positions, places, lengths
 
 
 @jit(do_not_specialize=["stride"])  # it differs from step to step

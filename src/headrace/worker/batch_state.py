@@ -111,8 +111,8 @@ class BatchState:
 
     def rows_and_wanted(
         self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int]
-    ) -> tuple[ForwardBatch, WantedRows]:
-        """As `rows`, and those of the rows that are `wanted` on their own."""
+    ) -> tuple[ForwardBatch, WantedRows | None]:
+        """As `rows`, and those of the rows that are `wanted` on their own, if any are."""
         rows = RowNumbers(slots, starts, counts, slack, wanted)
         lines = self.staging.upload(rows.lines)
         return rows.read(lines, self.token_ids, self.block_tables, self.accepted, self.block_size)

@@ -48,7 +48,7 @@ class RowNumbers:
 
     def read(
         self, lines: Tensor, token_table: Tensor, block_tables: Tensor, accepted: Tensor, block_size: int
-    ) -> tuple[ForwardBatch, WantedRows]:
+    ) -> tuple[ForwardBatch, WantedRows | None]:
         """The rows as the slots' tables have them; `lines` are those of this object on the device."""
         ids, positions, places, lengths = read_rows(
             lines[:FOR_KERNEL, : self.wanted_seqs.stop], self.wanted_rows.stop, int(self.counts.max()), token_table,
@@ -75,9 +75,11 @@ class RowNumbers:
                 exact=exact,
             )
 
+        batch = part(self.rows, self.seqs, lines[STARTS], self.counts)
+        if not self.num_wanted:
+            return batch, None
         alone = part(self.wanted_rows, self.wanted_seqs, lines[WANTED_STARTS], np.ones(self.num_wanted, np.int32))
-        index = lines[INDEX:].reshape(-1).view(torch.int64)[: self.num_wanted]
-        return part(self.rows, self.seqs, lines[STARTS], self.counts), WantedRows(index, alone)
+        return batch, WantedRows(lines[INDEX:].reshape(-1).view(torch.int64)[: self.num_wanted], alone)
 
 
 def aligned(count: int) -> int:
