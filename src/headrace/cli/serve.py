@@ -15,11 +15,14 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.config import api_key_from_environment
 from headrace.errors import EngineDeadError, ParameterError
+
+if TYPE_CHECKING:
+    from headrace.metrics.trace import TraceFile
 
 BUILDER = "headrace.engine.build:build_engine"
 
@@ -149,6 +152,7 @@ class Server:
         self.args, self.listener, self.began, self.builder = args, listener, began, builder
         self.signals = 0
         self.stop = asyncio.Event()
+        self.trace: TraceFile | None = None
 
     def stage(self, text: str) -> None:
         print(f"[{time.perf_counter() - self.began:6.2f} s] {text}", file=sys.stderr, flush=True)
@@ -162,17 +166,38 @@ class Server:
         scheme = "https" if args.ssl_certfile else "http"
         base = f"{scheme}://{host if ':' not in host else f'[{host}]'}:{port}"
         self.stage(f"listening on {base}")
+        client, metrics, http = self._parts()
+        await client.start()
+        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
+        background = [asyncio.create_task(self._loaded(client, base))]
+        if args.stats_interval > 0:
+            from headrace.metrics.log_line import StatsLine
 
+            background.append(asyncio.create_task(StatsLine(client, metrics).run(args.stats_interval, self.stage)))
+        stopping = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        failed = await self._end(client, http, serving, background)
+        if failed is not None:
+            print(f"headrace: the engine has ended: {failed}", file=sys.stderr, flush=True)
+        self.stage("ended")
+        if self.signals > 1:
+            os._exit(0 if failed is None else 1)  # at once: not even threads that still work are waited for
+        http.force_exit = True
+        await asyncio.wait({serving}, timeout=1.0)
+        return 0 if failed is None else 1
+
+    def _parts(self):
+        """The client of the engine, its metrics and the HTTP server, put together and not started."""
         import uvicorn
 
         from headrace.api.app import create_app
         from headrace.config import EngineConfig
         from headrace.engine.client import EngineClient
         from headrace.engine.supervision import SupervisionConfig
-        from headrace.metrics.log_line import StatsLine
         from headrace.metrics.prometheus import PrometheusMetrics
         from headrace.metrics.trace import TraceFile
 
+        args = self.args
         config, defaults = server_config(args), generation_defaults(args.override_generation_config)
         client = EngineClient(
             EngineConfig(**engine_options(args)),
@@ -187,9 +212,9 @@ class Server:
         self.stage(f"{client.model_name}: tokenizer and configuration read")
         metrics = PrometheusMetrics(client, args.metrics_prefix, (config.served_model_names or (client.model_name,))[0])
         client.observers.append(metrics)
-        trace = TraceFile(args.trace) if args.trace is not None else None
-        if trace is not None:
-            client.observers.append(trace)
+        if args.trace is not None:
+            self.trace = TraceFile(args.trace)
+            client.observers.append(self.trace)
         app = create_app(client, config, metrics)
         http = uvicorn.Server(
             uvicorn.Config(
@@ -198,33 +223,24 @@ class Server:
             )
         )  # fmt: skip
         http.capture_signals = contextlib.nullcontext  # type: ignore  # ours drain first
-        await client.start()
-        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
-        background = [asyncio.create_task(self._loaded(client, base))]
-        if args.stats_interval > 0:
-            background.append(asyncio.create_task(StatsLine(client, metrics).run(args.stats_interval, self.stage)))
-        stopping = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        end = time.monotonic() + args.drain_timeout
+        return client, metrics, http
+
+    async def _end(self, client, http, serving: asyncio.Task[None], background: list[asyncio.Task[None]]) -> str | None:
+        """Let what runs finish, as far as the time goes. Returns why the engine had ended before, if it had."""
+        timeout = self.args.drain_timeout
+        end = time.monotonic() + timeout
         if client.dead is None:
-            self.stage(f"draining for at most {args.drain_timeout:g} s")
-            await self._unless_signalled(client.drain(args.drain_timeout))
+            self.stage(f"draining for at most {timeout:g} s")
+            await self._unless_signalled(client.drain(timeout))
         failed = client.dead
         for task in background:
             task.cancel()
         http.should_exit = True  # closes the port; what has been generated is still written to those who read it
         await self._unless_signalled(asyncio.wait({serving}, timeout=max(1.0, end - time.monotonic())))
         await client.close(0.0 if self.signals > 1 else 2.0)
-        if trace is not None:
-            trace.close()
-        if failed is not None:
-            print(f"headrace: the engine has ended: {failed}", file=sys.stderr, flush=True)
-        self.stage("ended")
-        if self.signals > 1:
-            os._exit(0 if failed is None else 1)  # at once: not even threads that still work are waited for
-        http.force_exit = True
-        await asyncio.wait({serving}, timeout=1.0)
-        return 0 if failed is None else 1
+        if self.trace is not None:
+            self.trace.close()
+        return failed
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, Any]) -> None:
         """Wait for `work`, but not after a second signal."""
