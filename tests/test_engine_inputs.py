@@ -1,0 +1,55 @@
+"""Token ids on their way in: checked and packed once, the same ids wherever they are read afterwards."""
+
+import random
+from array import array
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.engine.inputs import checked_ids
+from headrace.engine.messages import Add, EngineRequest, ToCore, from_wire, to_wire
+from headrace.engine.request import Request, packed
+from headrace.errors import ParameterError
+from headrace.sampling.params import SamplingParams
+
+VOCAB = 1000
+
+
+@pytest.mark.parametrize("kind", [list, tuple, packed])
+def test_good_ids_come_back_packed(kind):
+    for ids in ([], [0], [VOCAB - 1, 0, 5], list(range(VOCAB))):
+        found = checked_ids(kind(ids), VOCAB)
+        assert isinstance(found, array) and found.itemsize == 4 and found.tolist() == ids
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**31, -(2**31) - 1, 2**70, True, 1.0, "1", None, [1], np.int64(1)])
+def test_the_first_wrong_id_is_named(wrong):
+    with pytest.raises(ParameterError) as caught:
+        checked_ids([1, 2, wrong, -7], VOCAB)
+    assert (caught.value.field, repr(caught.value.value)) == ("prompt", repr(wrong)) and "[0, 999]" in str(caught.value)
+
+
+def test_packed_ids_out_of_range_are_refused_too():
+    with pytest.raises(ParameterError, match="1000"):
+        checked_ids(packed([1, 1000]), VOCAB)
+
+
+@pytest.mark.parametrize("kind", [list, packed])
+def test_ids_travel_between_processes_as_they_are(kind):
+    ids = [random.Random(1).randrange(2**31) for _ in range(500)]
+    message = Add(EngineRequest("a", kind(ids), SamplingParams(), output_ids=[4]))
+    data = msgspec.msgpack.Encoder(enc_hook=to_wire).encode(message)
+    request = msgspec.msgpack.Decoder(ToCore, dec_hook=from_wire).decode(data).request
+    assert request.prompt_ids.tolist() == ids and request.output_ids == [4]
+    if kind is packed:
+        assert len(data) < 4 * len(ids) + 200
+
+
+def test_a_request_reads_its_ids_across_the_border_of_prompt_and_output():
+    request = Request("a", [1, 2, 3], SamplingParams(), 0, output_ids=[4, 5])
+    known = [1, 2, 3, 4, 5]
+    assert request.known_ids().tolist() == known and request.prompt_ids.tolist() == [1, 2, 3]
+    for start in range(6):
+        for stop in range(start, 6):
+            assert request.token_ids(start, stop) == known[start:stop]
