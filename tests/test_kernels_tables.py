@@ -72,7 +72,9 @@ def test_rows_and_wanted_ones_are_those_of_a_plain_loop(run_by, counts, unsure):
     assert batch.seq_slots.tolist() == slots.tolist() and batch.query_lens == counts
     assert batch.seq_lens.tolist() == [positions[e - 1] + 1 for e in ends] == batch.context_lens
     assert batch.num_decodes == next((i for i, n in enumerate(counts) if n != 1), num)
-    assert only is not None and only.index.tolist() == wanted and only.batch.query_start.tolist() == list(range(len(wanted) + 1))
+    assert (
+        only is not None and only.index.tolist() == wanted and only.batch.query_start.tolist() == list(range(len(wanted) + 1))
+    )
     for name, values in {"token_ids": ids, "positions": positions, "slot_mapping": places, "seq_slots": owners}.items():
         assert getattr(only.batch, name).tolist() == [values[r] for r in wanted], name
     assert only.batch.seq_lens.tolist() == [positions[r] + 1 for r in wanted] == only.batch.context_lens
