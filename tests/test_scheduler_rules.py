@@ -562,12 +562,12 @@ def test_gauges_and_counters():
     request = engine.add("a", list(range(10, 22)), max_tokens=4, ignore_eos=True)
     engine.add("b", list(range(10, 22)), max_tokens=4, ignore_eos=True)
     engine.step()
-    stats = engine.scheduler.stats
-    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (1, 1, 3 / 32)
+    scheduler = engine.scheduler
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_usage) == (1, 1, 3 / 32)
     assert request.first_scheduled >= request.arrival and request.first_token >= request.first_scheduled
     engine.run()
-    stats = engine.scheduler.stats
-    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.kv_usage) == (0, 0, 0.0)
+    stats = scheduler.stats
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens) == (24, 8)
 
 

@@ -94,7 +94,7 @@ class CoreLoop:
         # a failure that came out of a step has times; a refusal has none
         self.stats.nan_failures += sum(o.finish_reason == "error" and o.times is not None for o in outputs.news)
         if self.steps is not None and (times.num_seqs or times.wait):
-            now = self.core.scheduler.stats
+            now = self.core.scheduler
             self.steps.append(
                 StepTrace(
                     began, times.schedule, times.launch, times.wait, times.settle, times.num_tokens, times.num_seqs,
@@ -133,10 +133,10 @@ class CoreLoop:
         stats.scheduled_tokens += times.num_tokens
 
     def _snapshot(self) -> CoreStats:
-        stats, now = self.stats, self.core.scheduler.stats
+        stats, now = self.stats, self.core.scheduler
         stats.running, stats.waiting, stats.kv_usage = now.num_running, now.num_waiting, now.kv_usage
-        stats.steps, stats.preemptions = self.core.steps, now.num_preemptions
-        stats.prefix_queries, stats.prefix_hits = now.prefix_query_tokens, now.prefix_hit_tokens
+        stats.steps, stats.preemptions = self.core.steps, now.stats.num_preemptions
+        stats.prefix_queries, stats.prefix_hits = now.stats.prefix_query_tokens, now.stats.prefix_hit_tokens
         if self.core.speculator is not None:
             seen = self.core.speculator.stats
             stats.drafts, stats.draft_tokens = seen.num_drafts, seen.num_draft_tokens

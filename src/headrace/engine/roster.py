@@ -15,7 +15,7 @@ from headrace.engine.admission import Admission
 from headrace.engine.decode_batch import RANK, DecodeBatch
 from headrace.engine.entry import OFF_INDEX, Entry, Step
 from headrace.engine.request import Status
-from headrace.engine.schedule_config import SchedulerConfig
+from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
 
 
 class Roster:
@@ -41,7 +41,7 @@ class Roster:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self.num_settled = 0  # the number of the last step that has settled
         self.num_drafting = 0  # chunks with drafts in flight
-        self.num_preemptions = self.query_tokens = self.hit_tokens = 0
+        self.stats = SchedulerStats()
 
     # ---- from the queue to the decodes
 
@@ -60,8 +60,8 @@ class Roster:
             request.first_scheduled = time.monotonic()
             request.num_cached = request.num_scheduled
             if entry.reads_cache:
-                self.query_tokens += request.num_known
-                self.hit_tokens += request.num_scheduled
+                self.stats.prefix_query_tokens += request.num_known
+                self.stats.prefix_hit_tokens += request.num_scheduled
 
     def prefilled(self, entry: Entry) -> None:
         """All that there was is scheduled: from now on it decodes, if it wants more than the token that this samples."""
@@ -87,7 +87,7 @@ class Roster:
             if victim is None:
                 break
             victim.request.num_preemptions += 1
-            self.num_preemptions += 1
+            self.stats.num_preemptions += 1
             self.part(victim)
         granted = min(wanted, max(0, self.tree.num_available - kept_back))
         if granted and entry is hungry:

@@ -1,4 +1,4 @@
-"""The scheduler's options and gauges, as plain data. No torch here."""
+"""The scheduler's options and counters, as plain data. No torch here."""
 
 from __future__ import annotations
 
@@ -39,13 +39,10 @@ class SchedulerConfig:
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerStats:
-    """Gauges of this moment and counters since the start."""
+    """Counters since the start."""
 
-    num_running: int
-    num_waiting: int
-    kv_usage: float  # fraction of the blocks that requests hold
-    num_preemptions: int
-    prefix_query_tokens: int  # prompt tokens looked up in the prefix index, at first admissions
-    prefix_hit_tokens: int
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0  # prompt tokens looked up in the prefix index, at first admissions
+    prefix_hit_tokens: int = 0

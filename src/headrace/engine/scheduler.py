@@ -22,7 +22,7 @@ from headrace.engine.pace import Pace
 from headrace.engine.plan import Chunk, Decodes, StepPlan
 from headrace.engine.request import Request
 from headrace.engine.roster import Roster
-from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
+from headrace.engine.schedule_config import SchedulerConfig
 from headrace.engine.settle import Settled, settle_step
 from headrace.errors import ParameterError
 
@@ -41,6 +41,7 @@ class Scheduler:
         self.config = config
         self._roster = Roster(config)
         self.pool, self.tree, self._admission = self._roster.pool, self._roster.tree, self._roster.admission
+        self.stats = self._roster.stats
         self._pace: Pace | None = None
         if config.max_itl is not None:
             self._pace = Pace(config.max_itl, config.block_size, config.max_num_batched_tokens)
@@ -265,11 +266,5 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
+        """Fraction of the blocks that requests hold."""
         return 1.0 - self.tree.num_available / self.pool.num_blocks
-
-    @property
-    def stats(self) -> SchedulerStats:
-        return SchedulerStats(
-            self.num_running, self.num_waiting, self.kv_usage, self._roster.num_preemptions,
-            self._roster.query_tokens, self._roster.hit_tokens,
-        )  # fmt: skip
