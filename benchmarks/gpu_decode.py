@@ -418,10 +418,8 @@ def table_file(folder: str | None, name: str) -> Path | None:
 
 def worthwhile(table: dict[int, StepTiles], times: list[dict]) -> dict[int, StepTiles]:
     """The table up to the largest rows at which it was measured faster than cuBLAS; at least up to 64."""
-    measured = [r for r in times if "table" in r and "cublas" in r]
-    if not measured:
-        return table
-    last = max([64, *(r["rows"] for r in measured if r["table"] < r["cublas"])])
+    faster = [r["rows"] for r in times if "table" in r and "cublas" in r and r["table"] < r["cublas"]]
+    last = max([64, *faster])
     return {rows: tiles for rows, tiles in table.items() if rows <= last}
 
 
