@@ -56,10 +56,6 @@ class AnswerParser:
         self._reasoning, self.tools = reasoning, tools
 
     @property
-    def in_reasoning(self) -> bool:
-        return self._reasoning is not None and self._reasoning.inside
-
-    @property
     def num_calls(self) -> int:
         return self.tools.num_calls if self.tools is not None else 0
 

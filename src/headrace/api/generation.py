@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from array import array
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
@@ -51,7 +52,7 @@ class Sample:
     __slots__ = ("cache_salt", "choice", "params", "priority", "prompt_ids", "request_id", "text")
 
     def __init__(
-        self, ctx: ApiContext, request_id: str, prompt_ids: list[int], params: SamplingParams, choice: Choice,
+        self, ctx: ApiContext, request_id: str, prompt_ids: array, params: SamplingParams, choice: Choice,
         *, priority: int = 0, cache_salt: str = "",
     ):  # fmt: skip
         self.request_id, self.prompt_ids, self.params, self.choice = request_id, prompt_ids, params, choice
@@ -129,7 +130,7 @@ async def run_sample(
         ctx.metrics.sample_ended(
             SampleRecord(
                 endpoint, reason, num_prompt, text.num_tokens, text.num_cached_tokens,
-                None if first is None else first - arrival, now - arrival, text.times,
+                None if first is None else first - arrival, now - arrival,
             )
         )  # fmt: skip
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.api.interface import AsyncEngine
-from headrace.engine.messages import RequestTimes
 
 
 @dataclass(slots=True)
 class SampleRecord:
-    """One sample that ended. Times are in seconds, measured in the HTTP process; `engine_times` by the core."""
+    """One sample that ended. Times are in seconds, measured in the HTTP process."""
 
     endpoint: str
     reason: str  # stop | length | abort | error
@@ -20,7 +19,6 @@ class SampleRecord:
     cached_tokens: int
     first_output: float | None  # arrival of the request to the sample's first tokens
     total: float  # arrival to end
-    engine_times: RequestTimes | None = None
 
 
 class Metrics(Protocol):

@@ -109,14 +109,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._id(self.eos_token)
 
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._id(self.pad_token)
-
-    @property
-    def all_special_ids(self) -> frozenset[int]:
-        return self.special_ids
-
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 

@@ -52,10 +52,3 @@ class Staging:
         if self.device.type != "cuda":
             return torch.from_numpy(array).to(self.device)
         return self.pin(array).to(self.device, non_blocking=True)
-
-    def upload_into(self, target: Tensor, array: np.ndarray) -> None:
-        """Copy `array` over `target`, a device tensor of the same shape."""
-        if self.device.type == "cuda":
-            target.copy_(self.pin(array), non_blocking=True)
-        else:
-            target.copy_(torch.from_numpy(array))
