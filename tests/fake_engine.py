@@ -101,6 +101,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
+        self.priorities: list[int] = []  # of embeddings
         self.yielded = 0
         self.gate = asyncio.Event()  # cleared: nothing is generated
         self.gate.set()
@@ -135,6 +136,7 @@ class FakeEngine:
         assert params.max_tokens is not None and len(prompt_ids) + params.max_tokens <= self.max_model_len
         if params.structured_outputs is not None and params.structured_outputs.regex == "(":
             raise ParameterError("structured_outputs.regex", "(", "a regular expression")
+        prompt_ids = list(prompt_ids)
         self.active.add(request_id)
         self.params.append(params)
         self.prompts.append(prompt_ids)
@@ -168,7 +170,8 @@ class FakeEngine:
             if not ended:
                 self.aborted.append(request_id)
 
-    async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]:
+    async def embed(self, request_id: str, prompt_ids: list[int], pooling: str, *, priority: int = 0) -> list[float]:
+        self.priorities.append(priority)
         vector = [float(sum(prompt_ids) % (i + 7) + 1) for i in range(8)]
         norm = sum(x * x for x in vector) ** 0.5
         return [x / norm for x in vector]

@@ -180,13 +180,16 @@ def test_prompt_logprobs(api):
 
 
 def test_usage_comes_only_when_asked(api):
-    for options in (None, {}, {"include_usage": False}, {"continuous_usage_stats": True}):
+    for options in (None, {}, {"include_usage": False}, {"continuous_usage_stats": False, "include_obfuscation": False}):
         events = api.events(PATH, {"prompt": "hi", "stream_options": options})
         assert all("usage" not in e and e["choices"] for e in events)
     events = api.events(PATH, {"prompt": "hi", "n": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}})
     counts = [e["usage"]["completion_tokens"] for e in events]
     assert counts == sorted(counts) and all(e["usage"]["prompt_tokens"] == 3 for e in events)
     assert error_of(api.post(PATH, {"prompt": "hi", "stream_options": {}}))["param"] == "stream_options"
+    for option in ("continuous_usage_stats", "include_obfuscation"):  # nothing to show continuously; no padding here
+        error = error_of(api.post(PATH, {"prompt": "hi", "stream": True, "stream_options": {option: True}}))
+        assert error["param"] == f"stream_options.{option}"
 
 
 def test_no_empty_chunks_before_the_last(api):
@@ -208,6 +211,8 @@ def test_context_limits_are_named():
     assert cut["usage"]["prompt_tokens"] == 10 and cut["choices"][0]["text"] == "ab" * 5
     right = {"truncate_prompt_tokens": 3, "truncation_side": "right", "echo": True, "max_tokens": 0}
     assert api.ok(PATH, {"prompt": "abcdef", **right})["choices"][0]["text"] == "ab"
+    usage = api.ok(PATH, {"prompt": "ab" * 10_000, "truncate_prompt_tokens": 5, "ignore_eos": True})["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 16)  # room is what is left after the cut
     assert api.ok(PATH, {"prompt": "x" * 300, "truncate_prompt_tokens": -1, "max_tokens": 20})["usage"]["prompt_tokens"] == 30
     api.close()
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from api_client import MODEL, Api, error_of, parse_events
 from fake_engine import FakeEngine
+from headrace.config import EngineConfig
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -291,10 +292,56 @@ def test_a_core_that_restarts_is_alive_but_not_ready():
 def test_nan_embeddings_are_a_500_of_their_own():
     api = Api()
 
-    async def embed(request_id, ids, pooling):
+    async def embed(request_id, ids, pooling, *, priority=0):
         return [float("nan")]
 
     api.engine.embed = embed
     response = api.post("/v1/embeddings", {"input": "hi"})
     assert response.status_code == 500 and error_of(response)["code"] == "engine_error"
+    api.close()
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_what_would_have_no_effect_is_refused(api, path):
+    for fields in ({"truncation_side": "left"}, {"spaces_between_special_tokens": True, "skip_special_tokens": False}):
+        error = error_of(api.post(path, {**BODIES[path], **fields}))
+        field, value = next(iter(fields.items()))
+        assert error["param"] == field and repr(value) in error["message"] and "allowed: " in error["message"]
+    assert api.post(path, {**BODIES[path], "spaces_between_special_tokens": False, "skip_special_tokens": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"echo": True, "logprobs": 1, "prompt_logprobs": 3}, "prompt_logprobs"),
+        ("/v1/completions", {"echo": True, "max_tokens": 0, "min_tokens": 2}, "min_tokens"),
+        *(("/tokenize", {name: value}, name) for name, value in (
+            ("tools", [{"function": {"name": "f"}}]), ("add_generation_prompt", True), ("continue_final_message", True),
+            ("chat_template_kwargs", {"a": 1}),
+        )),
+    ],
+)  # fmt: skip
+def test_fields_that_contradict_each_other_are_refused(api, path, fields, param):
+    assert error_of(api.post(path, {**BODIES[path], **fields}))["param"] == param
+
+
+def test_of_two_limits_the_smaller_holds(api):
+    for most, more in ((2, 5), (5, 2)):
+        body = {"messages": MESSAGES, "max_tokens": most, "max_completion_tokens": more, "ignore_eos": True}
+        assert api.ok("/v1/chat/completions", body)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", [p for p in BODIES if "prompt" in BODIES[p] and p != "/tokenize"] + ["/v1/embeddings"])
+def test_token_ids_are_checked_once_and_named(api, path):
+    field = "input" if path == "/v1/embeddings" else "prompt"
+    for wrong in (-1, 2**31, 10**30, 261):
+        error = error_of(api.post(path, {field: [1, wrong, 2]}))
+        assert error["param"] == field and error["code"] == "invalid_value"
+    assert "got 261" in error["message"] and "token ids in [0, 260]" in error["message"]
+
+
+def test_embeddings_have_a_priority():
+    api = Api(FakeEngine(config=EngineConfig(scheduling_policy="priority")))
+    api.ok("/v1/embeddings", {"input": ["hi", "ho"], "priority": 7})
+    assert api.engine.priorities == [7, 7]
     api.close()

@@ -184,6 +184,7 @@ BAD_INPUT = [
     ({"prompts": [[3, True]]}, "prompt"),
     ({"prompts": [[3, 2**70]]}, "prompt"),
     ({"prompts": [{"text": "a"}]}, "prompt"),
+    ({"prompts": [{"prompt_token_ids": [3], "multi_modal_data": {}}]}, "multi_modal_data"),
     ({"prompts": [[3] * 128]}, "128 tokens"),
     ({"prompts": [[3] * 100000]}, "100000 tokens"),
     ({"prompts": [[3]], "params": {"logit_bias": {512: 1.0}}}, "logit_bias"),
@@ -204,6 +205,12 @@ def test_bad_input_is_named_and_the_next_request_is_right(llm, case):
         llm.generate([[5, 6, 7], *given["prompts"]], [good, *[bad] * len(given["prompts"])], use_tqdm=False)
     assert not llm.engine.core.has_work
     assert llm.generate([[5, 6, 7]], good, use_tqdm=False)[0].outputs[0].token_ids == want
+
+
+def test_priorities_need_their_policy(llm):
+    with pytest.raises(ParameterError, match="priority"):
+        llm.generate([[5, 6]], SamplingParams(max_tokens=1), priority=[1], use_tqdm=False)
+    assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=1), priority=[0], use_tqdm=False)) == 1
 
 
 def test_truncation_keeps_the_end(llm):

@@ -65,6 +65,12 @@ GOOD = {
 }
 
 
+def test_spaces_between_special_tokens_are_refused_where_they_would_show():
+    with pytest.raises(ParameterError, match="spaces_between_special_tokens: got True, allowed: false"):
+        SamplingParams(spaces_between_special_tokens=True, skip_special_tokens=False)
+    SamplingParams(spaces_between_special_tokens=True)
+
+
 def label(value) -> str:
     return "int" if isinstance(value, int) else str(value)[:20]
 

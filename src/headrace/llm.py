@@ -184,6 +184,8 @@ class LLM:
         for name, values in (("sampling_params", params), ("priority", priority)):
             if values is not None and len(values) != len(prompts):
                 raise ParameterError(name, f"{len(values)} entries", f"one for each of the {len(prompts)} prompts")
+        if priority is not None and any(priority) and self.config.scheduling_policy != "priority":
+            raise ParameterError("priority", list(priority), "only 0, unless scheduling_policy is priority")
         complete_of: dict[tuple[int, int], SamplingParams] = {}
         prepared = [self._prepare(p, q, complete_of) for p, q in zip(prompts, params, strict=True)]
         core, running, added = self._core, [], []
@@ -227,6 +229,8 @@ class LLM:
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, dict):
+            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise ParameterError("prompt", sorted(unknown), "the keys prompt, prompt_token_ids and cache_salt")
             text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
         else:
             ids = prompt

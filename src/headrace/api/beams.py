@@ -68,7 +68,7 @@ class BeamGeneration(Generation):
     def _search(self, sample: Sample) -> BeamSearch:
         assert sample.params.max_tokens is not None
         params = msgspec.structs.replace(self.params, max_tokens=sample.params.max_tokens)
-        return BeamSearch(sample.prompt_ids, params, sample.params.eos_token_ids, sample.cache_salt)
+        return BeamSearch(sample.prompt_ids.tolist(), params, sample.params.eos_token_ids, sample.cache_salt)
 
     async def run(self, stream: EventStream | None) -> None:
         tokens = self.params.beam_width * sum(len(s.prompt_ids) for s in self.searches)

@@ -6,6 +6,7 @@ Stop strings are looked for in all that the model writes: in reasoning and in to
 from __future__ import annotations
 
 import time
+from array import array
 from typing import Any
 
 import msgspec
@@ -45,9 +46,9 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     params = constrain(ctx, _parameters(ctx, body), wish)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
-    ids, end = await prompt_of(ctx, _conversation(body, policy))
-    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    ids, params = await ctx.check_prompt(ids, params, field="messages", side=body.truncation_side, limit=limit)
+    rendered, end = await prompt_of(ctx, _conversation(body, policy))
+    limit = "max_tokens" if body.max_completion_tokens != params.max_tokens else "max_completion_tokens"
+    ids, params = await ctx.check_prompt(rendered, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
     generation = Generation(ctx, request, answer, wish)
     if beams is not None:
@@ -62,7 +63,7 @@ def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
             raise bad_request("top_logprobs is allowed only when logprobs is true.", "top_logprobs", "invalid_value")
     if body.max_completion_tokens is not None:
         check_int("max_completion_tokens", body.max_completion_tokens, 1, 2**31 - 1)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = min((m for m in (body.max_completion_tokens, body.max_tokens) if m is not None), default=None)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return body.sampling(max_tokens=most, logprobs=logprobs)
 
@@ -95,7 +96,7 @@ class ChatAnswer:
     """One prompt, n choices."""
 
     def __init__(
-        self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: list[int], prompt_end: str,
+        self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: array, prompt_end: str,
         params: SamplingParams,
     ):  # fmt: skip
         self.ctx, self.body, self.prompt_ids = ctx, body, ids
@@ -138,7 +139,7 @@ class ChatAnswer:
         if self.body.prompt_logprobs is not None and entries is not None:
             tail += b',"prompt_logprobs":' + encode(prompt_logprobs(entries, self.choices[0].form))
         if self.body.return_token_ids:
-            tail += b',"prompt_token_ids":' + encode(self.prompt_ids)
+            tail += b',"prompt_token_ids":' + encode(self.prompt_ids.tolist())
         return self.head + choices + b'],"usage":' + self._usage() + tail + b"}"
 
 
@@ -213,7 +214,7 @@ class ChatChoice:
             fields["token_ids"], self.ids = self.ids, []
         tail = b',"usage":' + self.answer._usage() if self.answer.continuous_usage else b""
         if self.with_ids and not self.begun:
-            tail += b',"prompt_token_ids":' + encode(self.answer.prompt_ids)
+            tail += b',"prompt_token_ids":' + encode(self.answer.prompt_ids.tolist())
         return self.open + delta + b"," + encode(fields)[1:] + b"]" + tail + b"}\n\n"
 
     def _keep(self, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from typing import Any
 
 import msgspec
@@ -20,7 +21,8 @@ from headrace.api.protocol import CompletionRequest, prompts
 from headrace.api.sse import DONE, event
 from headrace.api.structured import constrain, wish_of
 from headrace.engine.output import Delta
-from headrace.sampling.params import SamplingParams
+from headrace.errors import ParameterError
+from headrace.sampling.params import SamplingParams, check_int
 
 encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16
@@ -56,9 +58,11 @@ def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
     if body.max_tokens == 0:
         if not body.echo or body.use_beam_search:
             raise bad_request("max_tokens: 0 is allowed with echo only (to score the prompt).", "max_tokens", "invalid_value")
+        check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
         changes["max_tokens"] = 1  # the engine samples one token, which the answer leaves out
-        changes["min_tokens"] = 0
     if body.echo and body.logprobs is not None:
+        if body.prompt_logprobs not in (None, body.logprobs):
+            raise ParameterError("prompt_logprobs", body.prompt_logprobs, f"the value of logprobs ({body.logprobs}) with echo")
         changes["prompt_logprobs"] = body.logprobs
     return body.sampling(**changes)
 
@@ -79,12 +83,14 @@ class CompletionAnswer:
         fields = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": model})
         self.head = fields[:-1] + b',"choices":['
 
-    async def add_prompt(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> None:
+    async def add_prompt(self, prompt: Prompt, given: list[int], params: SamplingParams) -> None:
         body, ctx = self.body, self.ctx
         if body.max_tokens is None:  # the default is 16, or what fits
-            room = max(1, min(DEFAULT_MAX_TOKENS, ctx.engine.max_model_len - len(ids)))
+            keep = params.truncate_prompt_tokens
+            length = len(given) if keep is None else min(len(given), max(keep, 0))  # -1: the prompt makes room
+            room = max(1, min(DEFAULT_MAX_TOKENS, ctx.engine.max_model_len - length))
             params = msgspec.structs.replace(params, max_tokens=max(room, params.min_tokens))
-        ids, params = await ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
+        ids, params = await ctx.check_prompt(given, params, field="prompt", side=body.truncation_side)
         self.usage.prompt_tokens += len(ids)
         echo = ""
         if body.echo:
@@ -121,7 +127,7 @@ class CompletionChoice:
 
     sample: Sample
 
-    def __init__(self, answer: CompletionAnswer, index: int, params: SamplingParams, prompt_ids: list[int], echo: str):
+    def __init__(self, answer: CompletionAnswer, index: int, params: SamplingParams, prompt_ids: array, echo: str):
         body = answer.body
         self.answer, self.index, self.prompt_ids = answer, index, prompt_ids
         self.streaming, self.scoring = bool(body.stream), body.max_tokens == 0
@@ -179,7 +185,7 @@ class CompletionChoice:
         if self.with_ids:
             fields["token_ids"], self.ids = self.ids, []
             if self.prompt_ids:  # once
-                fields["prompt_token_ids"], self.prompt_ids = self.prompt_ids, []
+                fields["prompt_token_ids"], self.prompt_ids = self.prompt_ids.tolist(), array("i")
         if self.answer.body.prompt_logprobs is not None and self.sample.text.prompt_logprobs is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self.sample.text.prompt_logprobs, self.form)
         return encode(text) + b"," + encode(fields)[1:]

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -135,8 +136,8 @@ class ApiContext:
 
     async def check_prompt(
         self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None, limit: str = "max_tokens"
-    ) -> tuple[list[int], SamplingParams]:
-        """The prompt and the parameters as they will run. Raises ApiError or ParameterError naming the field.
+    ) -> tuple[array, SamplingParams]:
+        """The prompt, packed, and the parameters as they will run. Raises ApiError or ParameterError naming the field.
 
         `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused; `limit` is its name.
         """
@@ -145,19 +146,10 @@ class ApiContext:
         return self._check_prompt(ids, params, field, side, limit)
 
     def _check_prompt(
-        self, ids: list[int], params: SamplingParams, field: str, side: str | None, limit_name: str
-    ) -> tuple[list[int], SamplingParams]:
-        vocab, limit = self.engine.model_config.vocab_size, self.engine.max_model_len
-        keep = params.truncate_prompt_tokens
-        if keep is not None:
-            room = max(1, limit - (params.max_tokens or 1))
-            keep = room if keep == -1 else keep
-            ids = ids[:keep] if side == "right" else ids[-keep:]
-        if not ids:
-            raise bad_request(f"{field}: no tokens; at least one is needed.", field, "invalid_value")
-        if min(ids) < 0 or max(ids) >= vocab:
-            raise bad_request(f"{field}: token ids must be in [0, {vocab - 1}].", field, "invalid_value")
-        asked = params.max_tokens
+        self, given: list[int], params: SamplingParams, field: str, side: str | None, limit_name: str
+    ) -> tuple[array, SamplingParams]:
+        ids = self.inputs.check_ids(self.inputs.cut(given, params, side), field)
+        asked, limit = params.max_tokens, self.engine.max_model_len
         if len(ids) + (asked or 1) > limit:
             wanted = f" and {limit_name} asks for {asked} more" if asked is not None else ", at least one more is generated"
             raise bad_request(

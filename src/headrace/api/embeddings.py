@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from array import array
 
 import numpy as np
 from starlette.requests import Request
@@ -34,8 +35,8 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
 
     tokens = sum(map(len, batch))
 
-    async def one(i: int, ids: list[int], ticket: Ticket) -> None:
-        vectors[i] = await _vector(ctx, f"{name}-{i}", ids)
+    async def one(i: int, ids: array, ticket: Ticket) -> None:
+        vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body.priority or 0)
         ticket.started(len(ids))
         ticket.ended()
 
@@ -48,7 +49,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     )
 
 
-async def _prompts(ctx: ApiContext, body: EmbeddingRequest) -> list[list[int]]:
+async def _prompts(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
     special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
     given = prompts(body.input, "input", ctx.config.max_prompts)
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=body.truncate_prompt_tokens)
@@ -56,8 +57,8 @@ async def _prompts(ctx: ApiContext, body: EmbeddingRequest) -> list[list[int]]:
     return [(await ctx.check_prompt(ids, params, field="input"))[0] for ids in batch]
 
 
-async def _vector(ctx: ApiContext, request_id: str, ids: list[int]) -> list[float]:
-    vector = await ctx.engine.embed(request_id, ids, ctx.config.embedding_pooling)
+async def _vector(ctx: ApiContext, request_id: str, ids: array, priority: int) -> list[float]:
+    vector = await ctx.engine.embed(request_id, ids, ctx.config.embedding_pooling, priority=priority)
     if not all(map(math.isfinite, vector)):
         raise ApiError(500, "The model produced values that are not finite.", code="engine_error")
     return vector

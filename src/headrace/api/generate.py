@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import msgspec
@@ -37,14 +38,14 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
     params = body.sampling(logprobs=body.logprobs, max_tokens=body.max_tokens)
     check_fan_out(ctx, params.n, params)
     special, cut = body.add_special_tokens is not False, params.truncate_prompt_tokens is not None
-    [ids] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=cut)
-    ids, params = await ctx.check_prompt(ids, params, field="prompt", side=body.truncation_side)
+    [given] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=cut)
+    ids, params = await ctx.check_prompt(given, params, field="prompt", side=body.truncation_side)
     generation = Generation(ctx, request, GenerateAnswer(ctx, body, ids, params))
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 
 class GenerateAnswer:
-    def __init__(self, ctx: ApiContext, body: GenerateRequest, ids: list[int], params: SamplingParams):
+    def __init__(self, ctx: ApiContext, body: GenerateRequest, ids: array, params: SamplingParams):
         self.id = new_id("gen-")
         self.samples: list[Sample] = []
         self.outputs = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from headrace.config import EngineConfig
@@ -17,7 +17,7 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_to_text(self, token_id: int) -> str: ...
 
 
@@ -55,14 +55,14 @@ class AsyncEngine(Protocol):
     def generate(
         self,
         request_id: str,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[EngineOutput, None]: ...
 
-    async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]: ...
+    async def embed(self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0) -> list[float]: ...
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.api.errors import bad_request, unsupported
+from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
 # field -> the values that ask for nothing (null always does)
@@ -38,7 +39,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with include_usage: usage so far on every chunk
-    include_obfuscation: bool | None = None  # padding against traffic analysis; ours is never padded
+    include_obfuscation: bool | None = None  # padding against traffic analysis; ours is never padded: true is refused
 
 
 class SamplingFields(Body, kw_only=True):
@@ -69,6 +70,9 @@ class SamplingFields(Body, kw_only=True):
 
     def sampling(self, **changes: Any) -> SamplingParams:
         """The parameters as given, `changes` over them. Raises ParameterError."""
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            allowed = "nothing without truncate_prompt_tokens"
+            raise ParameterError("truncation_side", self.truncation_side, allowed)
         given = {f: v for f in _SAMPLING_NAMES if (v := getattr(self, f, None)) is not None}
         given.update(changes)
         return SamplingParams(**given)
@@ -234,6 +238,11 @@ def check_neutral(body: Body) -> None:
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
     if options is not None and not stream:
         raise bad_request("stream_options is allowed only when stream is true.", "stream_options", "invalid_value")
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation", "not supported by this server (only False)")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise bad_request(f"{name} is allowed only when include_usage is true.", name, "invalid_value")
 
 
 def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from typing import Any
 
 import msgspec
@@ -55,8 +56,8 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
         template_kwargs=effort_kwargs(effort) | (body.chat_template_kwargs or {}),
         truncated=body.truncate_prompt_tokens is not None,
     )
-    ids, end = await prompt_of(ctx, shown)
-    ids, params = await ctx.check_prompt(ids, params, field="input", side=body.truncation_side, limit="max_output_tokens")
+    given, end = await prompt_of(ctx, shown)
+    ids, params = await ctx.check_prompt(given, params, field="input", side=body.truncation_side, limit="max_output_tokens")
     params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=wish is not None)
     generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), wish)
@@ -85,7 +86,7 @@ class ResponsesAnswer:
     """One response; it is its own only choice."""
 
     def __init__(
-        self, ctx: ApiContext, body: ResponsesRequest, model: str, reader: AnswerReader, ids: list[int],
+        self, ctx: ApiContext, body: ResponsesRequest, model: str, reader: AnswerReader, ids: array,
         params: SamplingParams,
     ):  # fmt: skip
         self.body, self.model = body, model

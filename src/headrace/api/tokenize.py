@@ -23,6 +23,9 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
     if body.chat_template is not None:
         raise bad_request("chat_template: a request may not bring its own template.", "chat_template", "unsupported_parameter")
     if body.prompt is not None:
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise bad_request(f"{name} is allowed only with messages.", name, "invalid_value")
         special = body.add_special_tokens is not False
         [ids] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=True)
     else:

@@ -14,7 +14,7 @@ import importlib.util
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from signal import SIGKILL
 from typing import Any
@@ -157,7 +157,7 @@ class EngineClient:
     # ---------------------------------------------------------------- requests
 
     def generate(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
     ) -> AsyncGenerator[EngineOutput, None]:
         """News of one sample until it ends; closing the generator aborts it.
 
@@ -166,10 +166,10 @@ class EngineClient:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, cache_salt, output_ids=[]))
 
-    async def embed(self, request_id: str, prompt_ids: list[int], pooling: str) -> list[float]:
+    async def embed(self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
         params = SamplingParams(max_tokens=1, temperature=0.0).resolved({})
-        request = EngineRequest(request_id, packed(prompt_ids), params, 0, output_ids=[], pooling=pooling)
+        request = EngineRequest(request_id, packed(prompt_ids), params, 0, priority, output_ids=[], pooling=pooling)
         async with contextlib.aclosing(self._run(request)) as stream:
             async for news in stream:
                 if news.embedding is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
     from headrace.model.tokenizer import Tokenizer
 
+Ids = TypeVar("Ids", list[int], array)
+
 
 def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """All ids that end a text: of the configs, and the tokenizer's own where they name none."""
@@ -24,8 +26,8 @@ def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[
     return tuple(checkpoint.eos_token_ids) if own is None else (own,)
 
 
-def checked_ids(ids: Sequence[int], vocab_size: int) -> array:
-    """The ids packed. Raises ParameterError unless all are integers in [0, vocab_size).
+def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt") -> array:
+    """The ids packed. Raises ParameterError naming `field` unless all are integers in [0, vocab_size).
 
     Long prompts come here: no loop in Python, and what is packed already costs next to nothing.
     """
@@ -39,7 +41,7 @@ def checked_ids(ids: Sequence[int], vocab_size: int) -> array:
     except (msgspec.ValidationError, ParameterError):
         pass
     wrong = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
-    raise ParameterError("prompt", wrong, f"token ids in [0, {vocab_size - 1}]")
+    raise ParameterError(field, wrong, f"token ids in [0, {vocab_size - 1}]")
 
 
 class InputProcessor:
@@ -59,11 +61,7 @@ class InputProcessor:
 
     def prompt(self, given: list[int], params: SamplingParams) -> array:
         """The prompt as it will run: packed, truncated where asked. Raises ParameterError on a prompt that cannot run."""
-        ids = self.check_ids(given)
-        keep = params.truncate_prompt_tokens
-        if keep is not None:
-            room = max(1, self.max_model_len - (params.max_tokens or 1))
-            ids = ids[-(room if keep == -1 else keep) :]
+        ids = self.cut(self.check_ids(given), params)
         if len(ids) >= self.max_model_len:
             raise ParameterError(
                 "prompt",
@@ -73,11 +71,20 @@ class InputProcessor:
             )
         return ids
 
-    def check_ids(self, ids: list[int]) -> array:
+    def cut(self, ids: Ids, params: SamplingParams, side: str | None = None) -> Ids:
+        """Truncated where `params` ask for it, on the left unless `side` is "right"."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return ids
+        if keep == -1:
+            keep = max(1, self.max_model_len - (params.max_tokens or 1))
+        return ids[:keep] if side == "right" else ids[-keep:]
+
+    def check_ids(self, ids: Sequence[int], field: str = "prompt") -> array:
         """The ids packed. Raises ParameterError."""
         if not ids:
-            raise ParameterError("prompt", "an empty prompt", "at least one token")
-        return checked_ids(ids, self.vocab_size)
+            raise ParameterError(field, "an empty prompt", "at least one token")
+        return checked_ids(ids, self.vocab_size, field)
 
     def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""

@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # 0: the sampled token only; -1: the whole vocabulary
     prompt_logprobs: int | None = None  # not -1: a prompt times a vocabulary is more than any memory plan holds
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    spaces_between_special_tokens: bool = False  # none are put there: true is refused where it would show
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last k; -1: what fits the context
     structured_outputs: StructuredOutputsParams | None = None
@@ -81,6 +81,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                      "spaces_between_special_tokens"):  # fmt: skip
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(name, getattr(self, name), "true or false")
+        if self.spaces_between_special_tokens and not self.skip_special_tokens:
+            raise ParameterError("spaces_between_special_tokens", True, "false with skip_special_tokens false")
         if self.structured_outputs is not None:
             if not isinstance(self.structured_outputs, StructuredOutputsParams):
                 raise ParameterError("structured_outputs", self.structured_outputs, "a StructuredOutputsParams")
