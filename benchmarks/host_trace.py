@@ -6,8 +6,8 @@
 Two passes over the same running requests, each of --steps steps. The first is timed without a profiler: what the parts of a
 step take on the host, and in how many steps the device was still busy with the step before when the next one had been
 launched, so that it went from one to the other without a pause. The second runs under torch.profiler: the time in which no
-kernel and no copy ran, in all and between the last of one step and the first of the next (each begins with the copy of its
-numbers). Tracing itself slows the launches, so the second pass is an upper bound. --trace keeps its events (Perfetto).
+kernel and no copy ran, in all and between the last of one step and the first of the next (each captured step begins with
+`prepare_decode`). Tracing itself slows the launches, so the second pass is an upper bound. --trace keeps its events (Perfetto).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from headrace.worker.model_runner import StepHandle, StepResult
 
 PARTS = ("schedule", "launch", "wait", "settle")
 WARM = 16  # steps before the first pass
+FIRST = "prepare_decode"  # in the name of a step's first kernel
 
 
 def main() -> None:
@@ -130,7 +131,7 @@ def traced(engine: Engine, steps: int, trace: str | None) -> dict[str, Any]:
 
 def idle_times(events: list[tuple[float, float, str]]) -> dict[str, Any]:
     """Of device events (start, end, name), microseconds, in order of their start: without the first and last step."""
-    firsts = [i for i, (_, _, name) in enumerate(events) if "HtoD" in name]
+    firsts = [i for i, (_, _, name) in enumerate(events) if FIRST in name]
     if len(firsts) < 3:
         return {"device_steps": 0}
     events = events[firsts[0] : firsts[-1] + 1]
@@ -138,7 +139,7 @@ def idle_times(events: list[tuple[float, float, str]]) -> dict[str, Any]:
     for start, end, name in events[1:]:
         gap = max(0.0, start - busy_until)
         idle += gap
-        if "HtoD" in name:
+        if FIRST in name:
             between.append(gap)
         busy_until = max(busy_until, end)
     span = events[-1][0] - events[0][0]

@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler_host.py [--running 1 8 32 256] [--block-size 16 64] [--json FILE] [--profile]
 
-Everything runs as with captured decode steps on a GPU, but for the copies to the device and the replay itself (about 20 us).
+Everything runs as with captured decode steps on a GPU, but for the mailbox and the replay itself (about 20 us).
 All requests decode, as in a full server; blocks fill and enter the prefix index on the way. Wanted: less than 0.2 ms at 256.
 `schedule`, `launch` and `settle` are the parts of core.step() (`settle` with the outputs), `message` is what the core's
 process spends on sending them, `heard` what the HTTP process spends on decoding and handing them to their streams.

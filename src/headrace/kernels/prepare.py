@@ -1,4 +1,7 @@
-"""The rows of a decode step from four numbers each: what a captured step derives from the slot tables on the device."""
+"""The two ends of a captured step: its rows from four numbers each and the slots' tables; its ids into table and mailbox.
+
+The kernel at the end also verifies drafts: which rows count, and how many drafts of a slot were right.
+"""
 
 from __future__ import annotations
 

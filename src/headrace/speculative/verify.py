@@ -1,4 +1,4 @@
-"""Which rows of a step with drafts count, on the device.
+"""Which rows of a step with drafts count, on the device. Captured steps have a twin of it in one kernel (kernels/prepare).
 
 Row i of a request with k drafts has the drafts 1 .. i before it, and is sampled as the plain run would sample that output
 token: the same processed logits, the same counted random number (purpose, seed, output index). Its id is right if all drafts

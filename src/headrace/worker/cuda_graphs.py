@@ -1,11 +1,12 @@
 """Decode steps as CUDA graphs: captured for a set of batch sizes, padded up to the next one, replayed without a copy.
 
-A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table. So the ids
-feed the next step without leaving the device, and what the host gives a step is four int32 per row. Steps whose logits need
+A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table, drafts
+verified. So the ids feed the next step without leaving the device, and what the host gives a step is four int32 per row, which
+it reads from pinned memory itself, as it writes the ids for the host (worker/mailbox). Steps whose logits need
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
 Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other
-sizes of a kind that is in use are captured one after each step, while the device is busy with it.
+sizes of a kind that is in use are captured while the engine has nothing to do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where the device's memory goes, in bytes, term by term, decided before the KV cache is allocated.
 
-The KV cache gets what is left: budget - weights - activations - logits - state - reserve. The plan is arithmetic over the
+The KV cache gets what is left: budget - weights - workspaces - activations - logits - state - reserve. The plan is arithmetic over the
 largest legal step, so that no legal request can run the device out of memory later.
 """
 
