@@ -1,4 +1,4 @@
-"""The offline API: `LLM(...).generate(...)` and `.chat(...)`, with vLLM's names and fields."""
+"""The offline API: `LLM(...).generate(...)`, `.stream`, `.chat`, `.beam_search` and `.score`; names and fields are vLLM's."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Every field is one of
 - served: it has an effect;
 - ignored: OpenAI's API knows it and an answer without it is still right (marked so below);
 - neutral only: known elsewhere, not served here, so accepted only with the value that asks for nothing (`NEUTRAL`).
-A field that says how, without the one that says whether (truncation_side), is refused where the fields are read. Anything else is refused with a 400 that names it. null always means: not given.
+A field that would have no effect for want of another (truncation_side) is refused where it is read. Anything else is refused
+with a 400 that names it. null always means: not given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`headrace bench throughput | latency | prefill | startup | all`: the engine alone, each figure beside the limit of the machine.
+"""`headrace bench throughput | latency | prefill | startup | all`: the engine alone, each figure beside the machine's limit.
 
 The limit is computed from the copy bandwidth and the bf16 matmul rate that the same run measures (metrics/roofline.py).
 Results are printed a line each and, with --out, written as JSON with card, versions, commit and workload.

@@ -1,7 +1,8 @@
 """Where the device's memory goes, in bytes, term by term, decided before the KV cache is allocated.
 
-The KV cache gets what is left: budget - weights - workspaces - activations - logits - state - reserve. The plan is arithmetic over the
-largest legal step, so that no legal request can run the device out of memory later.
+The KV cache gets what is left of the budget (on a GPU less what other processes hold) after weights, workspaces, activations,
+logits, state and reserve. The plan is arithmetic over the largest legal step, so that no legal request can run the device out
+of memory later.
 """
 
 from __future__ import annotations
