@@ -66,8 +66,9 @@ def drafting_core(model: str, proposer=None, *, overlap: bool = False, **options
 
     `overlap`: as on a GPU, and a proposer on the host guesses on whatever its guesses were worth so far.
     """
-    lookup = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4}
-    options = lookup | {"speculative_max_rows": 64} | options
+    options = {"speculative_method": "ngram", "num_speculative_tokens": 4, "speculative_max_rows": 64} | options
+    if options["speculative_method"] == "ngram":
+        options = {"prompt_lookup_min": 1} | options
     core = make_core(model, **options)
     draft_always(core, options["num_speculative_tokens"], overlap)
     if proposer is not None:

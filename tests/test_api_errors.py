@@ -310,6 +310,14 @@ def test_what_would_have_no_effect_is_refused(api, path):
     assert api.post(path, {**BODIES[path], "spaces_between_special_tokens": False, "skip_special_tokens": False}).status_code == 200
 
 
+def test_special_tokens_that_only_the_parser_sees_need_no_spaces():
+    template = "{{ messages[0].content }}[TOOL_CALLS]"
+    api = Api(chat_template=template, tool_parser="mistral")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    api.ok("/v1/chat/completions", {"messages": MESSAGES, "tools": tools, "spaces_between_special_tokens": True})
+    api.close()
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [

@@ -131,7 +131,7 @@ def test_defaults_of_sampling_are_checked():
 
 
 def test_bad_options(monkeypatch, capsys):
-    for options in (["--n", "2"], ["--temperature", "-1"], ["--url", "ftp://x"]):
+    for options in (["--n", "2"], ["--temperature", "-1"], ["--url", "ftp://x"], ["--url", "http://127.0.0.1:9", "--max-model-len", "64"]):
         code, out, err = chat(monkeypatch, capsys, "hello\n", *options)
         assert code == 1 and not out and "allowed" in err
 

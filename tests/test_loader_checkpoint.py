@@ -12,7 +12,7 @@ import torch
 
 import loader_files as files
 from headrace.config import EngineConfig, cache_dir, hub_offline
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ParameterError
 from headrace.model import embedded
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -114,6 +114,21 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code(tmp_path: Path, monkeyp
              "chat_template.jinja"]  # fmt: skip
     left = ["pytorch_model.bin", "modeling_x.py", "consolidated.safetensors", "original/params.json", "model.pth"]
     assert [wanted(f) for f in taken + left] == [True] * len(taken) + [False] * len(left)
+
+
+def test_a_revision_is_the_hubs_and_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked, directory = [], str(write_directory(tmp_path / "snapshot"))
+
+    def snapshot(name: str, **options) -> str:
+        asked.append((name, options["revision"]))
+        return directory
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    resolve("some-org/some-model", revision="v1", tokenizer="some-org/other")
+    assert asked == [("some-org/some-model", "v1"), ("some-org/other", None)]
+    for local in (None, directory):
+        with pytest.raises(ParameterError, match="revision: got 'v1'"):
+            resolve_checkpoint(EngineConfig(model=local, revision="v1"))
 
 
 def test_the_root_of_a_cached_model_means_its_snapshot(tmp_path: Path):

@@ -226,7 +226,7 @@ def test_samples_of_one_request_are_those_of_the_plain_run(model, drafts, method
     """n = 4, which share the prompt's blocks; the core guesses on while steps are in flight."""
     params = SamplingParams(n=4, temperature=0.9, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True)
     options = {"model": model, "max_model_len": 128, "num_kv_blocks": 64, "block_size": BLOCK, "skip_tokenizer_init": True}
-    lookup = {"speculative_method": "ngram", "prompt_lookup_min": 1, **drafts.get(method, {})}
+    lookup = drafts.get(method, {"speculative_method": "ngram", "prompt_lookup_min": 1})
     prompts = [[4, 5, 6, 4, 5, 6] * 3, [9, 8, 7]]
     with LLM(**options) as plain, LLM(**options, **lookup) as drafted:
         core = drafted.engine.core

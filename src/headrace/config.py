@@ -76,6 +76,13 @@ class EngineConfig:
         if (self.speculative_method in ("draft_model", "eagle3")) != (self.speculative_model is not None):
             needed = "a model with speculative_method draft_model or eagle3, none otherwise"
             raise ParameterError("speculative_model", self.speculative_model, needed)
+        for name, methods in (
+            ("num_speculative_tokens", ("ngram", "draft_model", "eagle3")), ("prompt_lookup_min", ("ngram",)),
+            ("speculative_max_rows", ("ngram", "draft_model", "eagle3")), ("prompt_lookup_max", ("ngram",)),
+        ):  # fmt: skip
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default and self.speculative_method not in methods:
+                raise ParameterError(name, value, "nothing without speculative_method " + " or ".join(methods))
 
     @property
     def max_draft_rows(self) -> int:

@@ -71,7 +71,7 @@ class ToolPolicy:
         tools = bool(self.tools) and (not self.forced or form.tools in JSON_FORMATS)
         if not params.skip_special_tokens or not form.needs_special_tokens(not self.forced, tools):
             return params
-        return msgspec.structs.replace(params, skip_special_tokens=False)
+        return msgspec.structs.replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
 
     def reader(self, prompt_end: str, *, structured: bool = False) -> AnswerReader:
         """`structured`: the output is constrained from its first token on, so it does not begin with reasoning (but for

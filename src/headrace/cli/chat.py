@@ -49,10 +49,13 @@ def run(args: argparse.Namespace) -> int:
     rich = sys.stdout.isatty() and not args.plain
     screen = RichScreen(show_reasoning) if rich else PlainScreen(show_reasoning=show_reasoning)
     backend: Backend
+    options = engine_options(args)
     if args.url:
+        if own := options.keys() - {"model", "seed"}:
+            raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(own)))
         backend = ServerBackend(args.url, args.api_key or api_key_from_environment(), args.model, args.timeout)
     else:
-        backend = EngineBackend(engine_options(args), progress=sys.stderr.isatty())
+        backend = EngineBackend(options, progress=sys.stderr.isatty())
     try:
         if interactive:
             screen.note(f"{backend.name}. /help lists the commands, Ctrl-D ends.")

@@ -213,7 +213,7 @@ def fit_context(config: EngineConfig, asked: EngineConfig, num_blocks: int) -> E
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
-    """`config` with every None decided."""
+    """`config` with every None decided that has a meaning."""
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ParameterError("max_model_len", max_model_len, f"at most {model.max_position}, the model's context")
@@ -227,7 +227,9 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
         batched = max(batched, max_model_len)
     if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
-    rows = config.speculative_max_rows or (64 if device.type == "cuda" else 16)
+    rows = config.speculative_max_rows
+    if config.speculative_method is not None:
+        rows = rows or (64 if device.type == "cuda" else 16)
     return replace(
         config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched, speculative_max_rows=rows
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ParameterError
 from headrace.model.embedded import embedded_model_path
 from headrace.model.gguf import GgufFile, read_gguf
 from headrace.model.gguf_model import end_token_ids, hf_config, hf_tensors
@@ -54,6 +54,8 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
     Raises CheckpointError that says which file is missing where.
     """
     name = config.model
+    if config.revision is not None and (name is None or Path(name).expanduser().exists()):
+        raise ParameterError("revision", config.revision, "nothing for a local model: only the Hub has revisions")
     path = embedded_model_path() if name is None else _locate(name, config, _HUB_FILES)
     gguf_path = _gguf_file(path, config.load_format)
     if gguf_path is not None:
@@ -62,7 +64,8 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
         checkpoint = _from_directory(str(name), path, config)
     if config.tokenizer is None:
         return checkpoint
-    return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, config, ["*.json", "*.jinja"]))
+    elsewhere = dataclasses.replace(config, revision=None)  # the revision is the model's
+    return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, elsewhere, ["*.json", "*.jinja"]))
 
 
 def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
