@@ -61,6 +61,8 @@ def plan_memory(
     activations = config.max_num_batched_tokens * row * item
     # penalties hold six float32 copies of them at their widest, the logprobs of all ids fewer
     logits = (max_num_seqs + config.max_draft_rows) * model.vocab_size * (item + 6 * 4)
+    if device.type == "cuda" and not config.enforce_eager:  # captured steps keep what they compute, and a copy for the sampler
+        logits += 2 * max_num_seqs * model.vocab_size * item
     state = BatchState.bytes(max_num_seqs, config.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
     block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + extra_block_bytes  # of a draft model's cache
     if device.type == "cuda":
