@@ -182,3 +182,18 @@ def test_a_stream_that_was_cut_off_goes_on(model, vocab, cut):
         got = run(fresh, [rest])[request.id]
         assert whole.ids[:cut] + got.ids == whole.ids
         assert got.finish_reason == whole.finish_reason
+
+
+def test_the_last_layer_runs_only_for_rows_that_are_sampled(model):
+    core = make_core(model, max_num_batched_tokens=8)
+    decoder, rows = core.runner.decoder, []
+    plain = decoder.forward
+
+    def forward(batch, kv, wanted=None):
+        hidden = plain(batch, kv, wanted)
+        rows.append((batch.num_rows, len(hidden)))
+        return hidden
+
+    decoder.forward = forward
+    run(core, [EngineRequest("a", list(range(3, 23)), complete(SamplingParams(max_tokens=2, ignore_eos=True)), 7)])
+    assert rows == [(8, 0), (8, 0), (4, 1), (1, 1)]

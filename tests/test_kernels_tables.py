@@ -80,3 +80,6 @@ def test_rows_and_wanted_ones_are_those_of_a_plain_loop(run_by, counts, unsure):
     assert only.batch.seq_lens.tolist() == [positions[r] + 1 for r in wanted] == only.batch.context_lens
     for tensor in (batch.query_start, only.index, only.batch.token_ids, only.batch.seq_slots, only.batch.query_start):
         assert tensor.data_ptr() % 16 == 0, "kernels would be compiled once more for it"
+    _, none = state.rows_and_wanted(slots, starts, np.asarray(counts, np.int32), slack, [])
+    assert none is not None and none.batch.num_rows == none.batch.num_seqs == none.index.numel() == 0
+    assert state.rows_and_wanted(slots, starts, np.asarray(counts, np.int32), slack, None)[1] is None

@@ -240,6 +240,15 @@ def test_samples_of_one_request_are_those_of_the_plain_run(model, drafts, method
         assert core.speculator.stats.num_drafts > 0 and overlaps[0] > 0
 
 
+def test_ids_that_a_draft_model_does_not_have(model, vocab, tmp_path):
+    """The target's vocabulary may be padded further than the draft model's."""
+    smaller = str(write_tiny("llama", tmp_path, vocab_size=vocab - 100))
+    request = EngineRequest("a", [4, vocab - 1, 6], complete(SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True)), 7)
+    core = drafting_core(model, speculative_method="draft_model", speculative_model=smaller)
+    assert_same(run(core, [request])["a"], run(make_core(model), [request])["a"])
+    assert core.speculator.stats.num_drafts > 0
+
+
 def test_a_draft_model_of_another_vocabulary_is_refused(model, tmp_path):
     other = str(write_tiny("llama", tmp_path, vocab_size=4096))
     with pytest.raises(ParameterError, match="speculative_model"):

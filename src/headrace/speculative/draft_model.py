@@ -96,7 +96,9 @@ class DraftModel:
 
     def _forward(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None) -> Tensor:
         """Known rows: hidden states [T, H]."""
-        return self.decoder.forward(self.state.rows(slots, starts, counts, slack), self.kv)
+        batch = self.state.rows(slots, starts, counts, slack)
+        batch.token_ids.clamp_(max=len(self.decoder.embedding) - 1)  # the target may know more ids
+        return self.decoder.forward(batch, self.kv)
 
     def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, slack: np.ndarray) -> Tensor:
         """One row each, of the drafts at `places`; `hidden` [R, H] is what the row before it gave."""

@@ -107,12 +107,12 @@ class BatchState:
 
         Where `slack` > 0 the sequence starts later, by what its slot accepted, at most so much (Chunk.slack).
         """
-        return self.rows_and_wanted(slots, starts, counts, slack, ())[0]
+        return self.rows_and_wanted(slots, starts, counts, slack, None)[0]
 
     def rows_and_wanted(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int]
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int] | None
     ) -> tuple[ForwardBatch, WantedRows | None]:
-        """As `rows`, and those of the rows that are `wanted` on their own, if any are."""
+        """As `rows`, and those of the rows that are `wanted` (perhaps none) on their own; None: all are."""
         rows = RowNumbers(slots, starts, counts, slack, wanted)
         lines = self.staging.upload(rows.lines)
         return rows.read(lines, self.token_ids, self.block_tables, self.accepted, self.block_size)

@@ -126,7 +126,7 @@ class ModelRunner:
         rows = sampled_rows(plan, np.cumsum(counts))
         whole = self._reads_all(plan, counts, rows)
         slack = slack_of(plan.decodes, plan.others) if plan.unsure else None
-        batch, wanted = self.state.rows_and_wanted(slots, starts, counts, slack, () if whole else rows)
+        batch, wanted = self.state.rows_and_wanted(slots, starts, counts, slack, None if whole else rows)
         hidden = self.decoder.forward(batch, self.kv, wanted)
         pending = Pending(plan, [c for c in plan.others if c.samples and c.request.pooling is None], None)
         if rows:

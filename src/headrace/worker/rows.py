@@ -23,13 +23,13 @@ class RowNumbers:
     """
 
     def __init__(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int]
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int] | None
     ):
-        """All but `wanted` (rows) are [S] int32; see BatchState.rows."""
-        stops, index = np.cumsum(counts), np.asarray(wanted, np.int64)
+        """All but `wanted` (rows; None: all of them) are [S] int32; see BatchState.rows."""
+        stops, index = np.cumsum(counts), np.asarray(() if wanted is None else wanted, np.int64)
         num_seqs, num_rows, num_wanted = len(slots), int(stops[-1]), len(index)
         seqs, rows = aligned(num_seqs), aligned(num_rows)
-        self.counts, self.num_wanted = counts, num_wanted
+        self.counts, self.num_wanted = counts, None if wanted is None else num_wanted
         self.seqs, self.wanted_seqs = slice(num_seqs), slice(seqs, seqs + num_wanted)
         self.rows, self.wanted_rows = slice(num_rows), slice(rows, rows + num_wanted)
         self.unsure = slack is not None and bool(slack.any())
@@ -76,7 +76,7 @@ class RowNumbers:
             )
 
         batch = part(self.rows, self.seqs, lines[STARTS], self.counts)
-        if not self.num_wanted:
+        if self.num_wanted is None:
             return batch, None
         alone = part(self.wanted_rows, self.wanted_seqs, lines[WANTED_STARTS], np.ones(self.num_wanted, np.int32))
         return batch, WantedRows(lines[INDEX:].reshape(-1).view(torch.int64)[: self.num_wanted], alone)
