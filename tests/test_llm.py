@@ -12,6 +12,7 @@ import transformers
 
 from headrace import LLM, SamplingParams
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+from headrace.worker.model_runner import StepHandle
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "debug_checks": True, "max_model_len": 128}
@@ -205,6 +206,39 @@ def test_bad_input_is_named_and_the_next_request_is_right(llm, case):
         llm.generate([[5, 6, 7], *given["prompts"]], [good, *[bad] * len(given["prompts"])], use_tqdm=False)
     assert not llm.engine.core.has_work
     assert llm.generate([[5, 6, 7]], good, use_tqdm=False)[0].outputs[0].token_ids == want
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("at", ["processor", "forward", "result"])
+def test_what_fails_within_a_step_leaves_nothing_behind(llm, monkeypatch, error, at):
+    want = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False)[0].outputs[0].token_ids
+    calls = []
+
+    def fail(*_):
+        calls.append(at)
+        if len(calls) == 4:
+            raise error("mine")
+
+    def failing(function):
+        return lambda *args: fail() or function(*args)
+
+    class Handle(StepHandle):
+        result = failing(StepHandle.result)
+
+    params = [SamplingParams(max_tokens=8, **GREEDY), SamplingParams(max_tokens=8, prompt_logprobs=1)]
+    with monkeypatch.context() as patch:
+        if at == "forward":
+            patch.setattr(llm.engine.core.runner, "launch", failing(llm.engine.core.runner.launch))
+        elif at == "result":
+            patch.setattr("headrace.worker.model_runner.StepHandle", Handle)
+        else:
+            params[0].logits_processors = [lambda ids, logits: fail() or logits]
+        with pytest.raises(error, match="mine"):
+            llm.generate([[5, 6, 7], list(range(4, 40))], params, use_tqdm=False)
+    core = llm.engine.core
+    assert not core.has_work and core.scheduler.kv_usage == 0 and not core._prompt_logprobs
+    core.scheduler.check()
+    assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False)[0].outputs[0].token_ids == want
 
 
 def test_priorities_need_their_policy(llm):

@@ -137,19 +137,15 @@ class EngineCore:
             outputs = self._choose_drafts(self.speculator)
         plan = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        if plan is not None:
-            if self.speculator is not None and plan.num_drafts:
-                self.speculator.fill(plan)
-            if self._needs_host_ids(plan):
-                pending = self.runner.forward(plan)
-                self.scheduler.launched(plan)
-                outputs = outputs or self._settle_in_flight()  # the sampler needs these ids on the host
-                handle = self.runner.sample(pending, self._masks(plan, pending.chunks))
-            else:
-                handle = self.runner.launch(plan)
-                self.scheduler.launched(plan)
-        launched = time.perf_counter()
-        outputs = outputs or self._settle_in_flight()
+        try:
+            if plan is not None:
+                handle, outputs = self._launch(plan, outputs)
+            launched = time.perf_counter()
+            outputs = outputs or self._settle_in_flight()
+        except BaseException:  # a user's logits processor, Ctrl-C, no memory
+            if plan is not None:
+                self._give_up(plan)
+            raise
         if plan is None and not outputs and self._compiling:
             time.sleep(0.0005)  # nothing to do until a grammar is there
         if plan is not None and handle is not None:
@@ -165,6 +161,30 @@ class EngineCore:
         if self._news:
             outputs.news, self._news = self._news + outputs.news, []
         return outputs
+
+    def _launch(self, plan: StepPlan, outputs: Outputs | None) -> tuple[StepHandle, Outputs | None]:
+        if self.speculator is not None and plan.num_drafts:
+            self.speculator.fill(plan)
+        if self._needs_host_ids(plan):
+            pending = self.runner.forward(plan)
+            self.scheduler.launched(plan)
+            outputs = outputs or self._settle_in_flight()  # the sampler needs these ids on the host
+            return self.runner.sample(pending, self._masks(plan, pending.chunks)), outputs
+        handle = self.runner.launch(plan)
+        self.scheduler.launched(plan)
+        return handle, outputs
+
+    def _give_up(self, plan: StepPlan) -> None:
+        """Whatever the device has done of a plan is lost, and its requests with it: they end, so that they leave nothing."""
+        self._settle_in_flight()
+        nothing: list[list[int]] = [[] for _ in plan.others]
+        self.scheduler.settle(plan, [0] * len(plan.decodes), nothing, frozenset(range(plan.num_seqs)))
+        if self.speculator is not None:
+            self.speculator.settled(plan, nothing)
+        for chunk in plan.chunks:
+            self._forget(chunk.request.id)
+            self._prompt_logprobs.pop(chunk.request.id, None)
+            self._pooled.pop(chunk.request.id, None)
 
     def idle(self) -> bool:
         """Nothing runs: use the time. False if there is nothing to use it for."""
@@ -221,9 +241,9 @@ class EngineCore:
         if self._in_flight is None:
             return None
         plan, handle, launched = self._in_flight
-        self._in_flight = None
         began = time.perf_counter()
         result = handle.result()
+        self._in_flight = None  # not before: who is interrupted while it waits reads it later
         waited = time.perf_counter()
         seconds = handle.finished - max(launched, self._finished)
         self.scheduler.took(plan, seconds)

@@ -108,8 +108,12 @@ class DecodeGraphs:
         bucket = self.bucket_for(context, size)
         key = Key(size, bucket, tail, related)
         captured = self._graphs.get(key) or self.capture(key)
-        sent = self._mailbox.post(numbers, size, self.state.dummy_slot)
-        captured.graph.replay()
+        try:
+            sent = self._mailbox.post(numbers, size, self.state.dummy_slot)
+            captured.graph.replay()
+        except BaseException:
+            self._mailbox.resume()
+            raise
         if key[1:] not in self._wanted:
             self._wanted.add(key[1:])
             below = [s for s in reversed(self.sizes) if s < size]
@@ -131,8 +135,12 @@ class DecodeGraphs:
         current = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            self._mailbox.post(np.empty((4, 0), np.int32), key.rows, self.state.dummy_slot)
-            self._step(key)  # padded rows only: compiles and loads what is not there yet
+            try:
+                self._mailbox.post(np.empty((4, 0), np.int32), key.rows, self.state.dummy_slot)
+                self._step(key)  # padded rows only: compiles and loads what is not there yet
+            except BaseException:
+                self._mailbox.resume()
+                raise
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -40,3 +40,8 @@ class Mailbox:
         self._inbox[page, 0, count:size] = dummy_slot
         self._inbox[page, 1:, count:size] = -1
         return self.outbox[page, :, :size]
+
+    def resume(self) -> None:
+        """Somebody was interrupted and perhaps no step took the last page: go on with the one that the device takes next."""
+        torch.cuda.synchronize(self.turn.device)
+        self._posted = int(self.turn) % PAGES
