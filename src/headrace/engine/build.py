@@ -171,7 +171,7 @@ def decode_graphs(
         return decoder.logits(decoder.forward(batch, cache))
 
     assert config.max_model_len
-    return DecodeGraphs(forward, kv, state, config.max_num_seqs, config.max_model_len)
+    return DecodeGraphs(forward, kv, state, config.max_num_seqs, config.max_model_len, config.max_draft_rows)
 
 
 def choose_device(wanted: str) -> torch.device:

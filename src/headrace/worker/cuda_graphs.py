@@ -75,7 +75,11 @@ def context_buckets(max_model_len: int) -> list[int]:
 class DecodeGraphs:
     """Captures and replays decode steps; everything happens on the current stream's thread."""
 
-    def __init__(self, forward: DecodeForward, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int):
+    def __init__(
+        self, forward: DecodeForward, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int,
+        max_draft_rows: int = 0,
+    ):  # fmt: skip
+        self.max_draft_rows = max_draft_rows  # of steps with drafts
         self.forward, self.kv, self.state = forward, kv, state
         self.sizes, self.buckets = graph_sizes(max_num_seqs), context_buckets(max_model_len)
         device = state.device
@@ -117,7 +121,7 @@ class DecodeGraphs:
         if key[1:] not in self._wanted:
             self._wanted.add(key[1:])
             below = [s for s in reversed(self.sizes) if s < size]
-            others = below + [s for s in self.sizes if s > size]
+            others = below + [s for s in self.sizes if s > size and (not related or s <= self.max_draft_rows)]
             self._todo += [key._replace(rows=s) for s in others if self.bucket_for(context, s) == bucket]
         return Replayed(captured.logits, sent)
 
