@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 import loader_files as files
 from headrace.config import EngineConfig
@@ -253,6 +253,7 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return files.write_llama_gguf(tmp_path_factory.mktemp("fuzz") / "whole.gguf")
 
 
+@example([(1533, 2)])  # a vector in blocks
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 255)), min_size=1, max_size=6))
 def test_corrupt_headers_raise_checkpoint_errors_only(small_gguf: Path, changes: list[tuple[int, int]]):

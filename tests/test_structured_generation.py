@@ -160,9 +160,12 @@ def test_any_schedule_gives_the_same_tokens(model, alone, schedule):
     if "tiny pool" in schedule:  # admission learns to expect short outputs, then long ones come: preemption all the time
         short = complete(SamplingParams(max_tokens=1))
         run(core, [EngineRequest(f"short {i}", [i], short, i) for i in range(150)])
-    results = run(core, mixed_requests())
-    for name, want in alone.items():
-        assert_same(results[name], want, f"{schedule}, {name}")
+    for _ in range(5):  # when a grammar has been compiled is chance, and so is who runs beside whom
+        results = run(core, mixed_requests())
+        for name, want in alone.items():
+            assert_same(results[name], want, f"{schedule}, {name}")
+        if "tiny pool" not in schedule or core.scheduler.stats.num_preemptions:
+            break
     if "tiny pool" in schedule:
         assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
     core.close()

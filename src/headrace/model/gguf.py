@@ -171,7 +171,8 @@ class _Header:
             if (encoding := _ENCODINGS.get(kind)) is None:
                 known = ", ".join(e.name for e in _ENCODINGS.values())
                 raise self.fail(f"tensor {name!r} has type {kind}, which is not supported ({known} are)")
-            if min(shape) < 1 or shape[-1] % encoding.block_size:
+            # a vector is read by its elements, of which a block has many
+            if min(shape) < 1 or shape[-1] % encoding.block_size or (len(shape) == 1 and encoding.block_size > 1):
                 raise self.fail(f"tensor {name!r}: shape {shape} is not possible for {encoding.name}")
             if offset % alignment:
                 raise self.fail(f"tensor {name!r}: offset {offset} is not a multiple of {alignment}")
