@@ -28,8 +28,8 @@ from headrace import LLM, SamplingParams
 from headrace.cli.bench import shape_directory
 from headrace.engine.messages import EngineRequest
 from headrace.engine.plan import Chunk
+from headrace.kernels import verify
 from headrace.kernels.prepare import DecodeRows
-from headrace.speculative import verify
 
 WARM_TOKENS = 8  # of each request, before the clock starts
 

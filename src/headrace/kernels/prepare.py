@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
-from headrace.speculative.verify import kept_rows, note_accepted
+from headrace.kernels.verify import kept_rows, note_accepted
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def publish(
 
     Also writes ids and `failed` [R] bool to the page of outbox [pages, 3, >= R] int32 whose numbers these rows came from; and,
     with `accepted` [slots] int32, verifies the drafts: which rows count, and how many drafts of a slot were right (see
-    speculative/verify.py). Rows of one request are neighbours.
+    kernels/verify.py). Rows of one request are neighbours.
     """
     if on_gpu(token_ids):
         launch_publish(token_ids, failed, rows, token_table, outbox, turn, accepted)
