@@ -9,28 +9,29 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
+from functools import partial
 
 
 def prewarm(device: str) -> None:
     """Begin, in threads; whatever fails here is done again, and reported, where it is needed."""
-    if device in ("auto", "cuda") and importlib.util.find_spec("triton") is not None:
-        for work in (_make_context, _hash_triton):
-            threading.Thread(target=work, daemon=True).start()
-
-
-def _make_context() -> None:
+    if device not in ("auto", "cuda") or importlib.util.find_spec("triton") is None:
+        return
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver, no card
         return
+    for work in (partial(_make_context, driver), _hash_triton):
+        threading.Thread(target=work, daemon=True).start()
+
+
+def _make_context(driver: ctypes.CDLL) -> None:
     if driver.cuInit(0) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
 
 
 def _hash_triton() -> None:
     try:
-        ctypes.CDLL("libcuda.so.1")
         from triton.runtime.cache import triton_key
-    except (OSError, ImportError):  # no card; or a Triton that keeps it elsewhere
+    except ImportError:  # a Triton that keeps it elsewhere
         return
     triton_key()

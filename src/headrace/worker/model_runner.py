@@ -23,7 +23,7 @@ from headrace.model.decoder import Decoder
 from headrace.speculative.proposer import Drafter
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, new_blocks, sequences, slack_of
-from headrace.worker.sampling import DeviceOutput, StepSampler, Tail
+from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
 from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ModelRunner:
         if plan.num_drafts:
             # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
             self._write_drafts(plan)
-            further = np.arange(plan.num_tokens) - np.repeat(np.cumsum(counts) - counts, counts)
+            further = np.arange(plan.num_tokens) - first_rows(counts)
             numbers = np.repeat(numbers, counts, axis=1)
             numbers[1] += further.astype(np.int32)
         done = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail, plan.num_drafts > 0)
