@@ -27,6 +27,7 @@ from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_a
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.embedding import embed_triton
 from headrace.kernels.gather_kv import gather_kv
+from headrace.kernels.mask import add_mask_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import sample_rows
@@ -113,6 +114,7 @@ def sampling() -> None:
             meta(4, 151936), floats, ints(4), floats, floats, longs, longs, ints(4),
             purpose=0, greedy_eps=1e-5, all_greedy=all_greedy, any_filter=any_filter,
         )  # fmt: skip
+    add_mask_triton(meta(4, 151936, dtype=torch.float32), ints(2, 4748), ints(2, dtype=torch.int64))
 
 
 def decode(count: int, table: Callable[..., decode_tiles.TileTable]) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels import sample as kernels
+from headrace.kernels.mask import add_mask_reference, add_mask_triton
 from headrace.kernels.sample import sample_rows
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
@@ -239,3 +240,17 @@ def test_offsets_beyond_2_to_the_31():
     logits[8999, 200_000] = 5.0
     rows = [Row(temperature=0.0)] * 8999 + [Row(top_k=1)]
     assert run(logits, rows)[0][-1] == 200_000
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 4096, 5000])
+def test_masks_are_added_as_the_reference_does(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=generator)
+    logits[2, 0], logits[4, vocab // 2], logits[4, -1] = math.nan, INF, -INF
+    words = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=generator).int()
+    rows = torch.tensor([4, 0, 2])
+    want = logits.clone()
+    add_mask_reference(want, words, rows)
+    got = logits.to(DEVICE)
+    add_mask_triton(got, words.to(DEVICE), rows.to(DEVICE))
+    assert torch.equal(got.cpu().nan_to_num(7.0), want.nan_to_num(7.0))

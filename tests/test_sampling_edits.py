@@ -19,7 +19,6 @@ from headrace.sampling.penalties import (
     UserProcessor,
     apply_bad_words,
     apply_edits,
-    apply_mask,
     apply_penalties,
     count_tokens,
     load_counts,
@@ -91,15 +90,12 @@ def test_masks(vocab):
     bits = torch.stack([pack_mask(c, vocab) for c in chosen])
     logits = torch.randn(3, vocab)
     got = logits.clone()
-    apply_mask(got, TokenMask(bits, longs(2, 0)))
+    apply_edits(got, LogitsEdits(masks=[TokenMask(bits, longs(2, 0))]))
     for row, allowed in ((2, chosen[0]), (0, chosen[1])):
         keep = torch.zeros(vocab, dtype=torch.bool)
         keep[allowed] = True
         assert torch.equal(got[row], logits[row].masked_fill(~keep, -INF))
     assert torch.equal(got[1], logits[1])
-    whole = logits[:2].clone()
-    apply_mask(whole, TokenMask(bits))
-    assert torch.equal(whole, got[[2, 0]].where(got[[2, 0]] == -INF, logits[:2]))
 
 
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), min_size=1, max_size=6)
@@ -148,7 +144,7 @@ def test_stages_run_in_order_and_bans_hold():
         return row.masked_fill(row == -INF, 50.0)
 
     edits = LogitsEdits(
-        masks=[TokenMask(pack_mask([0, 1, 2], 4)[None])],
+        masks=[TokenMask(pack_mask([0, 1, 2], 4)[None], longs(0))],
         banned=(longs(0), longs(2)),
         bias=(longs(0, 0, 0), longs(0, 2, 3), floats(9.0, 100.0, 100.0)),
         processors=[UserProcessor(0, [add_length, lift_bans], [7, 7])],

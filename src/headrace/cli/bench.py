@@ -1,7 +1,7 @@
 """`headrace bench throughput | latency | prefill | startup | all`: the engine alone, each figure beside the machine's limit.
 
 The limit is computed from the copy bandwidth and the bf16 matmul rate that the same run measures (metrics/roofline.py).
-Results are printed a line each and, with --out, written as JSON with card, versions, commit and workload.
+Each result is printed when it is there; with --out all are written as JSON with card, versions, commit and workload.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config:
         options |= {"model": shape_directory(args.config), "load_format": "dummy"}
     if args.what == "startup":
-        return report(args, [startup(args, options)], {})
+        return report(args, [shown(startup(args, options))], {})
     from headrace.llm import LLM
     from headrace.metrics.roofline import Limits, measure_limits
 
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
         results: list[dict[str, Any]] = []
         for temperature in args.temperature:
             if args.what in ("throughput", "all"):
-                results.append(bench.throughput(args.num_prompts, temperature, args.repeat))
-            if args.what in ("latency", "all"):
-                results += [bench.latency(b, args.input_len, args.output_len, temperature, args.repeat) for b in args.batch]
+                results.append(shown(bench.throughput(args.num_prompts, temperature, args.repeat)))
+            for batch in args.batch if args.what in ("latency", "all") else ():
+                results.append(shown(bench.latency(batch, args.input_len, args.output_len, temperature, args.repeat)))
         if args.what in ("prefill", "all"):
-            results.append(bench.prefill(args.prefill_prompts, args.prefill_len, max(args.repeat, 3)))
+            results.append(shown(bench.prefill(args.prefill_prompts, args.prefill_len, max(args.repeat, 3))))
         if args.profile:
             bench.profile(args.batch[-1], args.input_len)
         machine = limits.machine.as_dict()
@@ -224,11 +224,16 @@ def shape_directory(config: str) -> str:
     return directory
 
 
+def shown(r: dict[str, Any]) -> dict[str, Any]:
+    """The result itself, after a line about it."""
+    share = f"  {r['percent_of_limit']:5.1f} % of the limit {r['limit']:,.3f}" if "limit" in r else ""
+    extra = "".join(f"  {k}={r[k]:,.2f}" for k in ("gigabytes_per_second", "teraflops", "host_ms_per_step") if k in r)
+    print(f"{r['workload']:22s} t={r.get('temperature', 0)}  {r['value']:,.3f} {r['unit']}{share}{extra}", flush=True)
+    return r
+
+
 def report(args: argparse.Namespace, results: list[dict[str, Any]], machine: dict[str, Any]) -> int:
-    for r in results:
-        share = f"  {r['percent_of_limit']:5.1f} % of the limit {r['limit']:,.3f}" if "limit" in r else ""
-        extra = "".join(f"  {k}={r[k]:,.2f}" for k in ("gigabytes_per_second", "teraflops", "host_ms_per_step") if k in r)
-        print(f"{r['workload']:22s} t={r.get('temperature', 0)}  {r['value']:,.3f} {r['unit']}{share}{extra}", flush=True)
+    """Write the results to --out, if it is asked for."""
     if args.out:
         import torch
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ParameterError
+from headrace.kernels.mask import add_mask
 from headrace.sampling.params import LogitsProcessor
 
 IN_PROMPT = 1 << 30  # of a count: the token occurs in the prompt; the bits below count its occurrences in the output
@@ -24,7 +25,7 @@ class TokenMask:
     """Bit v % 32 of word v / 32 set: token v is allowed in that row."""
 
     bits: Tensor  # [Q, ceil(V / 32)] int32
-    rows: Tensor | None = None  # [Q] int64; None: all rows in order
+    rows: Tensor  # [Q] int64: of the logits, none twice
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class LogitsEdits:
 def apply_edits(logits: Tensor, edits: LogitsEdits) -> None:
     """Apply all stages in order to logits [R, V] float32, in place."""
     for mask in edits.masks:
-        apply_mask(logits, mask)
+        add_mask(logits, mask.bits, mask.rows)
     if edits.bad_words is not None:
         apply_bad_words(logits, edits.bad_words)
     if edits.banned is not None:
@@ -93,21 +94,6 @@ def pack_mask(token_ids: Sequence[int], vocab_size: int) -> Tensor:
     allowed[torch.tensor(token_ids, dtype=torch.int64)] = 1
     bits = allowed.view(-1, 32) << torch.arange(32, dtype=torch.int32)
     return bits.sum(-1, dtype=torch.int32)  # each bit once: bit 31 wraps into the sign, as it should
-
-
-def apply_mask(logits: Tensor, mask: TokenMask) -> None:
-    """-inf wherever the bit is 0; logits [R, V] float32.
-
-    One addition: byte b of the mask is row b of a table of 0 and -inf, eight at a time. Branches over a mask of bools cost
-    three times as much on a CPU.
-    """
-    byte = torch.arange(256, device=logits.device)
-    table = torch.where((byte[:, None] >> byte[:8] & 1).bool(), 0.0, NEG_INF)
-    added = torch.nn.functional.embedding(mask.bits.view(torch.uint8).int(), table).flatten(1)[:, : logits.shape[1]]
-    if mask.rows is None:
-        logits.add_(added)
-    else:
-        logits.index_add_(0, mask.rows, added)
 
 
 def apply_bad_words(logits: Tensor, words: BadWords) -> None:

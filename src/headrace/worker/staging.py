@@ -28,8 +28,9 @@ class Staging:
 
     def pin(self, array: np.ndarray) -> Tensor:
         """A pinned copy of `array` that stays as it is until two steps on."""
-        source = torch.from_numpy(np.ascontiguousarray(array))
-        return self._room(source).copy_(source)
+        pinned = self._room(torch.from_numpy(array))
+        pinned.numpy()[...] = array  # torch would wake its threads for a large one, and they spin on for a while
+        return pinned
 
     def _room(self, like: Tensor) -> Tensor:
         size = like.numel() * like.element_size()
