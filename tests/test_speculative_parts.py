@@ -87,7 +87,7 @@ def test_bounds_of_lookup_are_checked(least, most):
     {"speculative_method": "guess"}, {"num_speculative_tokens": 0}, {"speculative_model": "x"},
     {"speculative_method": "draft_model"}, {"speculative_method": "ngram", "speculative_model": "x"},
     {"prompt_lookup_min": 5, "prompt_lookup_max": 4}, {"speculative_max_rows": 1},
-    {"num_speculative_tokens": 3}, {"speculative_max_rows": 8}, {"prompt_lookup_max": 4},
+    {"num_speculative_tokens": 3}, {"speculative_max_rows": 8, "skip_tokenizer_init": True}, {"prompt_lookup_max": 4},
     {"speculative_method": "draft_model", "speculative_model": "x", "prompt_lookup_min": 2},
 ])  # fmt: skip
 def test_options_are_checked(options):

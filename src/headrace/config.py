@@ -45,7 +45,8 @@ class EngineConfig:
     num_speculative_tokens: int = 6  # drafts per request and step at most; fewer where they prove wrong
     prompt_lookup_min: int = 3  # of ngram: the last tokens must have stood before, at least so many
     prompt_lookup_max: int = 8  # more need not be compared
-    speculative_max_rows: int | None = None  # steps are filled up with drafts to so many rows; larger ones have none
+    # steps are filled up with drafts to so many rows, and larger ones have none: guesses, and what grammars force
+    speculative_max_rows: int | None = None
     debug_checks: bool = False  # the block accounting is checked after every step
     seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
 
@@ -78,16 +79,19 @@ class EngineConfig:
             raise ParameterError("speculative_model", self.speculative_model, needed)
         for name, methods in (
             ("num_speculative_tokens", ("ngram", "draft_model", "eagle3")), ("prompt_lookup_min", ("ngram",)),
-            ("speculative_max_rows", ("ngram", "draft_model", "eagle3")), ("prompt_lookup_max", ("ngram",)),
+            ("prompt_lookup_max", ("ngram",)),
         ):  # fmt: skip
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if value != default and self.speculative_method not in methods:
                 raise ParameterError(name, value, "nothing without speculative_method " + " or ".join(methods))
+        if self.speculative_max_rows is not None and self.speculative_method is None and self.skip_tokenizer_init:
+            without = "nothing without speculative_method and, for want of a tokenizer, without grammars"
+            raise ParameterError("speculative_max_rows", self.speculative_max_rows, without)
 
     @property
     def max_draft_rows(self) -> int:
-        """Rows up to which a step is filled with drafts, once this is decided; 0 without speculation."""
-        return (self.speculative_max_rows or 0) if self.speculative_method else 0
+        """Rows up to which a step is filled with drafts, once this is decided; 0 where nobody drafts."""
+        return self.speculative_max_rows or 0
 
 
 def hub_offline() -> bool:

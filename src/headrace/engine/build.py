@@ -92,7 +92,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     drafter = None if draft is None else draft.drafter(config, decoder, weights.num_bytes, plan.num_blocks, state)
     if fast is not None:
         fast.tap = decoder.tap  # an EAGLE-3 head reads the model's inside, whatever runs it
-    speculator = make_speculator(config, structured, drafter, device)
+    speculator = make_speculator(config, structured, drafter, device, graphs)
     core = EngineCore(
         Scheduler(scheduler_config(config, plan.num_blocks)),
         ModelRunner(decoder, kv, state, graphs, drafter),
@@ -125,9 +125,13 @@ def scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
     )
 
 
+def takes_grammars(config: EngineConfig) -> bool:
+    return not config.skip_tokenizer_init and importlib.util.find_spec("llguidance") is not None
+
+
 def structured_output(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> StructuredOutput | None:
     """Grammars, where there are a backend and a tokenizer; nothing of either is loaded before the first wish."""
-    if config.skip_tokenizer_init or importlib.util.find_spec("llguidance") is None:
+    if not takes_grammars(config):
         return None
 
     def backend():
@@ -227,9 +231,17 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
         batched = max(batched, max_model_len)
     if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
-    rows = config.speculative_max_rows
-    if config.speculative_method is not None:
-        rows = rows or (64 if device.type == "cuda" else 16)
     return replace(
-        config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched, speculative_max_rows=rows
-    )
+        config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched,
+        speculative_max_rows=draft_rows(config, device),
+    )  # fmt: skip
+
+
+def draft_rows(config: EngineConfig, device: torch.device) -> int | None:
+    """speculative_max_rows, decided: None where nobody drafts, neither a method nor grammars."""
+    if config.speculative_method is None and not takes_grammars(config):
+        return None
+    rows = config.speculative_max_rows or (64 if device.type == "cuda" else 16)
+    if config.speculative_method is None and device.type == "cuda" and not config.enforce_eager:
+        rows = min(rows, config.max_num_seqs)  # the largest captured step: what a grammar forces is not worth another
+    return rows if rows > 1 else None

@@ -133,9 +133,9 @@ class EngineCore:
         if self._compiling:
             self._add_compiled()
         outputs = handle = None
-        if self.speculator is not None:
+        if self.speculator is not None and self.speculator.active:
             outputs = self._choose_drafts(self.speculator)
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.speculator is not None and self.speculator.has_drafts)
         scheduled = time.perf_counter()
         try:
             if plan is not None:

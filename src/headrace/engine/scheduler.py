@@ -72,11 +72,11 @@ class Scheduler:
 
     # ---- a step
 
-    def schedule(self) -> StepPlan | None:
-        """The next step; None if nothing can run now (perhaps until launched steps settle)."""
+    def schedule(self, drafting: bool = True) -> StepPlan | None:
+        """The next step; None if nothing can run now (perhaps until launched steps settle). `drafting`: somebody has drafts."""
         step = Step(self._num_steps + 1, self.config.max_num_batched_tokens)
         if self._roster.decoding:
-            self._decode(step)
+            self._decode(step, drafting)
         if self._pace is not None and (step.decodes or step.chunks):
             step.budget = min(step.budget, self._pace.prefill_tokens())
         if self._roster.prefilling:
@@ -123,7 +123,7 @@ class Scheduler:
 
     # ---- the three parts of a step
 
-    def _decode(self, step: Step) -> None:
+    def _decode(self, step: Step, drafting: bool) -> None:
         """One token for each decoding request, as far as budget and blocks go."""
         roster, budget = self._roster, step.budget
         batch, decoding = roster.batch, roster.decoding
@@ -131,7 +131,7 @@ class Scheduler:
         while len(members) > budget:
             batch.leave(members[-1])
         # half of what the decodes leave: drafts must not starve the prefills
-        most_drafts = min(self.config.max_draft_rows - len(decoding), (budget - len(decoding)) // 2)
+        most_drafts = min(self.config.max_draft_rows - len(decoding), (budget - len(decoding)) // 2) if drafting else 0
         speculating = most_drafts > 0 or roster.num_drafting > 0
         due = batch.due()
         everyone = speculating or len(members) < len(decoding)

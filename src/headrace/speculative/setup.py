@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from headrace.speculative.proposer import Drafter
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
+
+if TYPE_CHECKING:
+    from headrace.worker.cuda_graphs import DecodeGraphs
 
 # of one more row in a step of few rows, relative to the step: a GPU waits for the weights, a CPU computes as well (measured)
 VERIFY_COST = {"cuda": 0.03, "cpu": 0.15}
@@ -120,16 +124,18 @@ def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, de
 
 
 def make_speculator(
-    config: EngineConfig, structured: StructuredOutput | None, drafter: Drafter | None, device: torch.device
-) -> Speculator | None:
-    """The core's part, if speculation is wished; `config` is resolved."""
-    if config.speculative_method is None:
+    config: EngineConfig, structured: StructuredOutput | None, drafter: Drafter | None, device: torch.device,
+    graphs: DecodeGraphs | None = None,
+) -> Speculator | None:  # fmt: skip
+    """The core's part, if anybody drafts: who was asked to guess, and grammars; `config` is resolved."""
+    if not config.max_draft_rows:
         return None
-    assert config.speculative_max_rows
     proposer, cost = None, VERIFY_COST.get(device.type, 0.1)
     if drafter is not None:
         cost += drafter.cost
-    else:
+    elif config.speculative_method is not None:
         proposer = NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+    num_tokens = config.num_speculative_tokens if config.speculative_method is not None else 0
     overlap = device.type == "cuda" and config.async_scheduling  # on a CPU a launched step is done
-    return Speculator(config.num_speculative_tokens, config.speculative_max_rows, cost, proposer, structured, overlap)
+    padded = {} if graphs is None else {"padded": graphs.size_for}
+    return Speculator(num_tokens, config.max_draft_rows, cost, proposer, structured, overlap, **padded)

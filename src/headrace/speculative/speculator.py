@@ -10,11 +10,16 @@ late. It may guess on, from the ids that it has through those that the step in f
 fails all drafts are wrong. Or that step is settled first, and the device waits while the host schedules. What yields more
 follows from the acceptance so far and from the host's share of a step, both measured: text that is copied and small models
 are guessed on, partly accepted drafts of a large model are worth the wait.
+
+What a grammar forces is drafted whether or not anybody guesses, and needs no wait: when a run of forced tokens is known, the
+one that the step in flight samples is its first, and the drafts are those behind it. (It may be another spelling of the same
+text; then the drafts do not fit, and nothing is lost but their rows.) Requests without a grammar do not pay for it: beside
+them forced tokens only fill rows that the step has anyway, those to which a captured step is padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.engine.plan import Chunk, StepPlan
@@ -48,17 +53,19 @@ class SpeculationStats:
 class Speculator:
     """Chooses drafts. `proposer` guesses on the host; without it the worker's drafter does, told only how many.
 
-    Each request drafts as many tokens as its acceptance rate makes worth while (at most `num_tokens`; `cost` is that of one
-    draft, relative to a step), and all together no more than fill a step up to `max_rows`: the more requests run, the less.
-    What a grammar forces comes first: those drafts are free. `overlap`: a launched step runs while the host goes on, so that
-    there is something to gain by not waiting for it.
+    Each request drafts as many tokens as its acceptance rate makes worth while (at most `num_tokens`, 0: nobody guesses;
+    `cost` is that of one draft, relative to a step), and all together no more than fill a step up to `max_rows`: the more
+    requests run, the less. What a grammar forces comes first: it is no guess. `overlap`: a launched step runs while the host
+    goes on, so that there is something to gain by not waiting for it. `padded`: the rows that a step of so many really has.
     """
 
     def __init__(
         self, num_tokens: int, max_rows: int, cost: float,
         proposer: HostProposer | None = None, structured: StructuredOutput | None = None, overlap: bool = False,
+        padded: Callable[[int], int] = lambda rows: rows,
     ):  # fmt: skip
         self.max_rows, self.proposer, self.structured, self.overlap = max_rows, proposer, structured, overlap
+        self.padded, self._guesses = padded, num_tokens > 0
         self.stats = SpeculationStats()
         self.idle = 0.1  # how long a device that waits for the host does so, relative to a step
         self._lengths = DraftLengths(num_tokens, cost)
@@ -69,16 +76,32 @@ class Speculator:
         self._free: set[Chunk] = set()  # in flight with what a grammar forces: no evidence of how good the guesses are
         self._broken: set[str] = set()  # a step with drafts yielded nothing: these get none any more
 
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to choose: without guesses and grammars a step does not ask."""
+        return self._guesses or bool(self._wishes) or (self.structured is not None and self.structured.has_any)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a request was given any by `choose`."""
+        return bool(self._wishes)
+
     def settles_first(self, in_flight: StepPlan, requests: Sequence[Request]) -> bool:
         """Whether the step in flight must be read before the next is scheduled, for the sake of these decoding requests."""
         if len(requests) >= self.max_rows:
             return False
-        if not self.overlap:
-            return in_flight.num_drafts > 0 or any(self._guess(r, 1, 0) for r in requests)
+        constrained = all(self._has_grammar(r) for r in requests)
+        if not self.overlap:  # nothing is lost
+            return constrained or in_flight.num_drafts > 0 or any(self._guess(r, 1, 0) for r in requests)
+        if self.proposer is None and not constrained:
+            return False
         settled = guessed = 0.0  # tokens that a step yields
         for request in requests:
             gain = 0.0
-            if request.num_pending and (count := self._guess(request, 1 << 30, 0)):  # by the ids known so far
+            if constrained and (run := self._forced_run(request)):
+                gain = len(run)
+                guessed += 0.0 if request.num_unsure else gain
+            elif self.proposer is not None and request.num_pending and (count := self._guess(request, 1 << 30, 0)):
                 if self._has_grammar(request):  # its masks need the ids as well
                     return True
                 rate = self._rates[request.id].measured
@@ -86,7 +109,7 @@ class Speculator:
                 guessed += gain * rate ** (request.num_pending + request.num_unsure)
             settled += 1.0 + gain
             guessed += 1.0
-        return self.proposer is not None and settled > max(guessed, len(requests)) * (1.0 + self.idle)
+        return settled > guessed * (1.0 + self.idle)
 
     def observe(self, host: float, device: float) -> None:
         """Seconds that the host schedules and launches, and that the device computes, a step."""
@@ -98,8 +121,16 @@ class Speculator:
         room = self.max_rows - len(requests)
         if room <= 0:
             return
+        constrained = all(self._has_grammar(r) for r in requests)
+        free = room if constrained else min(room, self.padded(len(requests)) - len(requests))
         for request in requests:
-            count = 0 if request.num_pending and self._has_grammar(request) else self._guess(request, room, request.num_pending)
+            # behind drafts that have not settled it is not known where a run goes on
+            run = self._forced_run(request)[:free] if free and not request.num_unsure else []
+            if run:
+                self._drafts[request.id] = run
+                self._forced.add(request.id)
+                free -= 0 if constrained else len(run)
+            count = len(run) or self._guess(request, room, request.num_pending)
             if count:
                 request.num_drafts = count
                 self._wishes.append(request)
@@ -151,29 +182,32 @@ class Speculator:
     def _has_grammar(self, request: Request) -> bool:
         return self.structured is not None and self.structured.has(request.id)
 
+    def _takes_drafts(self, request: Request) -> bool:
+        return not request.params.logits_processors and request.id not in self._broken  # users' functions may count their calls
+
+    def _forced_run(self, request: Request) -> list[int]:
+        """What a request's grammar forces behind its tokens in launched steps, as if all of those were right."""
+        matcher = None if self.structured is None else self.structured.matcher(request.id)
+        if matcher is None or not self._takes_drafts(request):
+            return []
+        return matcher.forced()[request.num_pending + request.num_unsure :]
+
     def _guess(self, request: Request, room: int, pending: int) -> int:
-        """How many drafts there are for a request, at most `room`; those of the host are kept for `fill`.
+        """How many drafts are guessed for a request, at most `room`; those of the host are kept for `fill`.
 
         They come behind `pending` tokens that have no id on the host yet, and behind the drafts of the steps that sample those.
         """
-        if request.params.logits_processors or request.id in self._broken:
-            return 0  # users' functions may count their calls
-        matcher = None if self.structured is None else self.structured.matcher(request.id)
-        if matcher is not None:
-            forced = matcher.forced()[:room]
-            if forced:
-                self._drafts[request.id] = forced
-                self._forced.add(request.id)
-                return len(forced)
+        if not self._guesses or not self._takes_drafts(request):
+            return 0
         rate = self._rates.get(request.id)
         if rate is None:
             rate = self._rates[request.id] = AcceptanceRate()
         most = min(self._lengths.of(rate), room)
-        if most == 0:
-            return 0
+        matcher = None if self.structured is None else self.structured.matcher(request.id)
+        if most == 0 or (matcher is not None and (pending or self.proposer is None)):
+            return 0  # what masks on the host must know cannot be guessed on the device, nor behind tokens without an id
         if self.proposer is None:
-            # what masks on the host must know cannot be guessed on the device
-            return 0 if matcher is not None else most
+            return most
         unsure = request.num_unsure if pending else 0
         drafts = self.proposer.propose(request, pending + unsure + most)[pending:]
         if matcher is not None and drafts:
