@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -189,6 +191,66 @@ def test_the_host_guesses_on_or_waits_for_ids(accepted, idle, settles):
     running.num_scheduled, running.num_unsure = running.num_known, running.num_drafts
     assert speculator.settles_first(StepPlan(1, Decodes.none(), []), [running]) is settles
     assert not Speculator(4, 64, 0.03, overlap=True).settles_first(StepPlan(1, Decodes.none(), []), [running])  # the drafter is on the device
+
+
+# ---- what grammars force
+
+
+class Grammars:
+    """Of the requests in `runs`, and what each forces."""
+
+    def __init__(self, runs: dict[str, list[int]]):
+        self.runs = runs
+
+    has_any = True
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self.runs
+
+    def matcher(self, request_id: str):
+        run = self.runs.get(request_id)
+        return None if run is None else SimpleNamespace(forced=lambda: run)
+
+
+RUNNING = st.lists(st.tuples(st.none() | st.integers(0, 9), st.integers(0, 1), st.integers(0, 3)), min_size=1, max_size=12)
+
+
+@given(RUNNING, st.integers(2, 24), st.integers(1, 6))
+def test_forced_tokens_fill_what_nobody_pays_for(running, rows, multiple):
+    """For each request: the length of its run, or None without a grammar; tokens and drafts in flight."""
+    runs, requests = {}, []
+    for i, (length, pending, unsure) in enumerate(running):
+        requests.append(request([1, 2], [3], f"r{i}"))
+        requests[-1].num_scheduled, requests[-1].num_unsure = 2 + pending, unsure * pending
+        if length is not None:
+            runs[f"r{i}"] = [10 * i + j for j in range(length)]
+    speculator = Speculator(0, rows, 0.1, None, Grammars(runs), overlap=True)
+    speculator.padded = lambda n: -(-n // multiple) * multiple
+    free = len(runs) < len(requests)
+    if speculator.settles_first(StepPlan(1, Decodes.none(), []), requests):
+        assert not free and any(0 < r.num_unsure + r.num_pending < len(runs[r.id]) for r in requests)
+    speculator.choose(requests)
+    drafts = sum(r.num_drafts for r in requests)
+    assert speculator.has_drafts is (drafts > 0)
+    room = max(0, rows - len(requests))
+    assert drafts <= (min(room, -len(requests) % multiple) if free else room) or (not free and all(r.num_drafts <= 1 for r in requests))
+    for r in requests:
+        assert r.num_drafts <= (0 if r.num_unsure else max(0, len(runs.get(r.id, [])) - r.num_pending))
+        chunk = Chunk(r, 0, r.num_scheduled, 1 + r.num_drafts, True, num_drafts=r.num_drafts)
+        speculator.fill(StepPlan(1, Decodes.none(), [chunk]))
+        assert list(chunk.drafts) == runs.get(r.id, [])[r.num_pending :][: r.num_drafts]
+    if not free and room >= 9 * len(requests):
+        assert all(r.num_drafts == max(0, len(runs[r.id]) - r.num_pending) for r in requests if not r.num_unsure)
+
+
+@pytest.mark.parametrize("in_flight, idle, settles", [(3, 0.1, True), (3, 3.0, False), (8, 0.0, False)])
+def test_the_rest_of_a_forced_run_is_worth_a_short_wait(in_flight, idle, settles):
+    """A step with a part of it is in flight: where it ends the host knows when that step has settled."""
+    speculator = Speculator(0, 64, 0.03, None, Grammars({"a": list(range(6))}), overlap=True)
+    speculator.idle = idle
+    running = request([1, 2], [3])
+    running.num_scheduled, running.num_unsure = running.num_known, in_flight
+    assert speculator.settles_first(StepPlan(1, Decodes.none(), []), [running]) is settles
 
 
 # ---- which rows count

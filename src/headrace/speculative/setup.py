@@ -137,5 +137,7 @@ def make_speculator(
         proposer = NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     num_tokens = config.num_speculative_tokens if config.speculative_method is not None else 0
     overlap = device.type == "cuda" and config.async_scheduling  # on a CPU a launched step is done
-    padded = {} if graphs is None else {"padded": graphs.size_for}
-    return Speculator(num_tokens, config.max_draft_rows, cost, proposer, structured, overlap, **padded)
+    speculator = Speculator(num_tokens, config.max_draft_rows, cost, proposer, structured, overlap)
+    if graphs is not None:
+        speculator.padded = graphs.size_for
+    return speculator

@@ -12,9 +12,9 @@ follows from the acceptance so far and from the host's share of a step, both mea
 are guessed on, partly accepted drafts of a large model are worth the wait.
 
 What a grammar forces is drafted whether or not anybody guesses, and needs no wait: when a run of forced tokens is known, the
-one that the step in flight samples is its first, and the drafts are those behind it. (It may be another spelling of the same
-text; then the drafts do not fit, and nothing is lost but their rows.) Requests without a grammar do not pay for it: beside
-them forced tokens only fill rows that the step has anyway, those to which a captured step is padded.
+one that the step in flight samples is its first, for the mask leaves no other, and the drafts are those behind it. Requests
+without a grammar do not pay for it: beside them forced tokens only fill rows that the step has anyway, those to which a
+captured step is padded.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class Speculator:
     Each request drafts as many tokens as its acceptance rate makes worth while (at most `num_tokens`, 0: nobody guesses;
     `cost` is that of one draft, relative to a step), and all together no more than fill a step up to `max_rows`: the more
     requests run, the less. What a grammar forces comes first: it is no guess. `overlap`: a launched step runs while the host
-    goes on, so that there is something to gain by not waiting for it. `padded`: the rows that a step of so many really has.
+    goes on, so that there is something to gain by not waiting for it.
     """
 
     def __init__(
         self, num_tokens: int, max_rows: int, cost: float,
         proposer: HostProposer | None = None, structured: StructuredOutput | None = None, overlap: bool = False,
-        padded: Callable[[int], int] = lambda rows: rows,
     ):  # fmt: skip
         self.max_rows, self.proposer, self.structured, self.overlap = max_rows, proposer, structured, overlap
-        self.padded, self._guesses = padded, num_tokens > 0
+        self.padded: Callable[[int], int] = lambda rows: rows  # that a step of so many decodes really has
+        self._guesses = num_tokens > 0
         self.stats = SpeculationStats()
         self.idle = 0.1  # how long a device that waits for the host does so, relative to a step
         self._lengths = DraftLengths(num_tokens, cost)
