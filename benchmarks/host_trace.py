@@ -91,23 +91,31 @@ def timed(engine: Engine, steps: int) -> dict[str, Any]:
     core = engine.core
     parts: dict[str, list[float]] = {name: [] for name in PARTS}
     busy: list[bool] = []  # the device, when the host has launched a step and turns to the one before
-    original = StepHandle.result
+    replays: list[float] = []
+    original, replay = StepHandle.result, torch.cuda.CUDAGraph.replay
 
     def result(handle: StepHandle) -> StepResult:
         busy.append(handle._done is not None and not handle._done.query())
         return original(handle)
 
+    def timed_replay(graph: torch.cuda.CUDAGraph) -> None:
+        start = time.perf_counter()
+        replay(graph)
+        replays.append(time.perf_counter() - start)
+
     StepHandle.result = result  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = timed_replay  # type: ignore[method-assign]
     began = time.perf_counter()
     for _ in range(steps):
         core.step()
         for name in PARTS:
             parts[name].append(getattr(core.times, name))
     took = time.perf_counter() - began
-    StepHandle.result = original  # type: ignore[method-assign]
+    StepHandle.result, torch.cuda.CUDAGraph.replay = original, replay  # type: ignore[method-assign]
     medians = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in parts.items()}
     host = 1e3 * statistics.median(map(sum, zip(*(parts[n] for n in PARTS if n != "wait"), strict=True)))
     times = {"step_ms": 1e3 * took / steps, "host_ms": host, **medians}
+    times["graph_ms"] = 1e3 * statistics.median(replays or [0.0])  # of the launch: the driver's part
     return times | {"device_busy_at_launch": sum(busy), "steps": len(busy)}
 
 
@@ -152,7 +160,8 @@ def idle_times(events: list[tuple[float, float, str]]) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     host = ", ".join(f"{name} {row[f'{name}_ms']:.3f}" for name in PARTS)
-    text = f"batch {row['batch']:4d}: {row['step_ms']:.3f} ms a step; host {row['host_ms']:.3f} ms ({host}); "
+    text = f"batch {row['batch']:4d}: {row['step_ms']:.3f} ms a step; host {row['host_ms']:.3f} ms ({host}; "
+    text += f"of the launch, the driver's {row['graph_ms']:.3f}); "
     text += f"the device was busy at {row['device_busy_at_launch']} of {row['steps']} launches"
     if row.get("device_steps"):
         text += f"; traced: device idle {row['device_idle_percent']:.1f} %, between steps "

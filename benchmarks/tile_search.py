@@ -21,9 +21,9 @@ from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import (
     FEW_ROWS,
     FILL,
-    GEMV_ROWS,
     MERGE_ELEMENTS,
     PRODUCTS,
+    SHORT_ROWS,
     Shape,
     StepTiles,
     TileTable,
@@ -120,7 +120,7 @@ def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int
             for block_n, stages in ((64, 3), (64, 2), (32, 3), (32, 4)) for touch in (0, 1, 3)
         ]  # fmt: skip
         return [(tile, 4 * FILL) for tile in [*wide, SplitTile(64, 4, 3), SplitTile(64, 2, 3)]]
-    if rows <= GEMV_ROWS:
+    if rows <= SHORT_ROWS:
         return [
             (AttentionTile(block_n, 4, 3, 1, early), programs)
             for early in (True, False)

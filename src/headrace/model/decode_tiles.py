@@ -19,7 +19,8 @@ from headrace.model.config import ModelConfig
 
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a table has an entry for each
 FEW_ROWS = 64  # above, a product's time is also its arithmetic, and reading x again for every weight tile
-GEMV_ROWS = 4  # up to here the defaults use GEMVs
+GEMV_ROWS = 1  # up to here the defaults use GEMVs: with a few rows more they are slower, and wide ones spill registers
+SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 MERGE_ELEMENTS = 32768  # partial sums of a tile, 128 KB: about a microsecond for the program that adds them
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
@@ -86,7 +87,7 @@ def default_tiles(config: ModelConfig, rows: int) -> StepTiles:
     """Good guesses for H100 and H200 from the shapes alone."""
     kind = gemv_tile if rows <= GEMV_ROWS else gemm_tile
     products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
-    attention = AttentionTile(early=rows <= GEMV_ROWS, heads_first=rows > FEW_ROWS)
+    attention = AttentionTile(early=rows <= SHORT_ROWS, heads_first=rows > FEW_ROWS)
     return StepTiles(**products, attention=attention, attention_programs=default_programs(rows))
 
 
