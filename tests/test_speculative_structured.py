@@ -146,7 +146,7 @@ def test_forced_drafts_change_nothing(model, alone, options, overlap, multiple):
     for name, want in alone.items():
         assert_same(results[name], want, name)
     stats = core.speculator.stats
-    assert multiple == 1 or stats.num_accepted_tokens > 20
+    assert multiple == 1 or stats.num_accepted_tokens > 5
     assert not core.speculator._rates and not core.speculator._free and not core.speculator._broken
     core.close()
 
