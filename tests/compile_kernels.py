@@ -117,11 +117,11 @@ def sampling() -> None:
     add_mask_triton(meta(4, 151936, dtype=torch.float32), ints(2, 4748), ints(2, dtype=torch.int64))
 
 
-def decode(count: int, table: Callable[..., decode_tiles.TileTable]) -> Callable[[], None]:
-    """A fused decode step of one layer of Qwen3-0.6B."""
+def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b") -> Callable[[], None]:
+    """A fused decode step of one layer of a Qwen3."""
 
     def run() -> None:
-        config = replace(gpu_decode.MODELS["0.6b"], num_layers=1)
+        config = replace(gpu_decode.MODELS[model], num_layers=1)
         weights = gpu_decode.random_weights(config, True, META)
         fast = FastDecode(config, weights, count, META, table(config), max_model_len=4096)
         batch = gpu_decode.Input(config, count, 500, 8 * count, META).batch([500] * count)
@@ -154,7 +154,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
     "sampling": sampling,
-    "decode of 2 rows": decode(2, decode_tiles.default_table),
+    "decode of 1 row": decode(1, decode_tiles.default_table),
+    "decode of 4 rows 8B": decode(4, decode_tiles.default_table, "8b"),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
