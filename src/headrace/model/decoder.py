@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,6 +19,9 @@ from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.linear import Linear, MatrixLinear, make_linear
 from headrace.model.rope import rope_tables
+
+# of a gate-up product at once: of an 8B's 16,384 rows two halves are 2 % faster, of a 0.6B's slower (measured on an H100)
+MLP_ELEMENTS = 1 << 28
 
 
 @dataclass(slots=True)
@@ -110,6 +113,7 @@ class Decoder:
         kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
         self.layer_rope = kinds
+        self.mlp_rows = 1 << max(1, MLP_ELEMENTS // (2 * config.intermediate_size)).bit_length() - 1
         # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
         self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
 
@@ -149,20 +153,25 @@ class Decoder:
                 q, index, kv, batch,
                 scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap,
             )  # fmt: skip
-            normed, residual = self._add(layer.o, attended, residual, layer.post_attn_norm, layer.mlp_norm)
-            inner = act_mul(layer.gate_up(normed), config.activation)
+            normed, residual = self._add(layer.o, (attended,), residual, layer.post_attn_norm, layer.mlp_norm)
+            parts = normed.split(self.mlp_rows)
+            inner = (act_mul(layer.gate_up(part), config.activation) for part in parts)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
             normed, residual = self._add(layer.down, inner, residual, layer.post_mlp_norm, following)
         return normed
 
-    def _add(self, linear: Linear, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
-        """Close a part by its last product of `x`: norm that (`post`), add it to the residual (which may be changed in place),
-        norm the sum for the next part (`following`). Returns (normed, residual)."""
+    def _add(self, linear: Linear, parts: Iterable[Tensor], residual: Tensor, post: Tensor | None, following: Tensor | None):
+        """Close a part by its last product, of `parts` of its rows: norm that (`post`), add it to the residual (which may be
+        changed in place), norm the sum for the next part (`following`). Returns (normed, residual)."""
         config = self.config
         if isinstance(linear, MatrixLinear) and post is None and following is not None and config.residual_scale == 1.0:
-            linear.add_to(residual, x)
+            begin = 0
+            for x in parts:
+                linear.add_to(residual[begin : begin + len(x)], x)
+                begin += len(x)
             return rms_norm(residual, following, config.norm_eps, self.norm_offset), residual
-        part = linear(x)
+        products = [linear(x) for x in parts]
+        part = products[0] if len(products) == 1 else torch.cat(products)
         if post is not None:
             part = rms_norm(part, post, config.norm_eps, self.norm_offset)
         if following is None:
