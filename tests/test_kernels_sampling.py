@@ -242,10 +242,11 @@ def test_offsets_beyond_2_to_the_31():
     assert run(logits, rows)[0][-1] == 200_000
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 33, 4096, 5000])
-def test_masks_are_added_as_the_reference_does(vocab):
+def test_masks_are_added_as_the_reference_does(vocab, dtype):
     generator = torch.Generator().manual_seed(vocab)
-    logits = torch.randn(5, vocab, generator=generator)
+    logits = torch.randn(5, vocab, generator=generator).to(dtype)
     logits[2, 0], logits[4, vocab // 2], logits[4, -1] = math.nan, INF, -INF
     words = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=generator).int()
     rows = torch.tensor([4, 0, 2])

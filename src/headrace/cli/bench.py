@@ -75,9 +75,10 @@ class Bench:
         self.llm, self.limits = llm, limits
         self._random = random.Random(12345)
         self._host = HostTimes(llm.engine.core)
-        # first launches, compiled kernels; then all graphs of the default kind of sampling
-        for length in (64, 600):
-            self._timed(self._prompts(2, length), [4, 8], 0.6)
+        # first launches, compiled kernels, also of mixed steps; then all graphs of the default kind of sampling
+        many = llm.engine.config.max_num_batched_tokens // 600 + 2 if llm.engine.device.type == "cuda" else 2
+        for count, length in ((2, 64), (2, 600), (many, 600)):
+            self._timed(self._prompts(count, length), [4, 8] * (count // 2) + [8] * (count % 2), 0.6)
         while llm.engine.core.idle():
             pass
 

@@ -12,7 +12,7 @@ NEG_INF = float("-inf")
 
 
 def add_mask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
-    """logits [R, V] float32 of `rows` [Q] int64 (none twice) += 0 where the bit is set, else -inf, in place.
+    """logits [R, V] of `rows` [Q] int64 (none twice) += 0 where the bit is set, else -inf, in place.
 
     bits [Q, ceil(V / 32)] int32: bit v % 32 of word v / 32 is that of id v. NaN stays NaN.
     """
@@ -25,7 +25,7 @@ def add_mask_reference(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
     byte = torch.arange(256, device=logits.device)
     table = torch.where((byte[:, None] >> byte[:8] & 1).bool(), 0.0, NEG_INF)
     added = torch.nn.functional.embedding(bits.view(torch.uint8).int(), table).flatten(1)[:, : logits.shape[1]]
-    logits.index_add_(0, rows, added)
+    logits.index_add_(0, rows, added.to(logits.dtype))
 
 
 def add_mask_triton(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
@@ -44,4 +44,4 @@ def _add_mask(logits, bits, rows, V, logits_stride, bits_stride, BLOCK: tl.const
     words = tl.load(bits + index.to(tl.int64) * bits_stride + ids // 32, ids < V, -1)
     banned = ((words >> (ids % 32)) & 1) == 0
     place = logits + row * logits_stride + ids
-    tl.store(place, tl.load(place, banned, 0.0) + float("-inf"), banned)
+    tl.store(place, (tl.load(place, banned, 0.0).to(tl.float32) + float("-inf")).to(logits.dtype.element_ty), banned)

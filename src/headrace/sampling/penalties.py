@@ -70,9 +70,14 @@ class LogitsEdits:
     processors: list[UserProcessor] = field(default_factory=list)
     penalties: Penalties | None = None
 
+    @property
+    def only_masks(self) -> bool:
+        """Nothing is computed with logits that stay: they can be of any dtype."""
+        return not (self.bad_words or self.banned or self.bias or self.processors or self.penalties)
+
 
 def apply_edits(logits: Tensor, edits: LogitsEdits) -> None:
-    """Apply all stages in order to logits [R, V] float32, in place."""
+    """Apply all stages in order to logits [R, V] float32 (of any dtype for masks alone), in place."""
     for mask in edits.masks:
         add_mask(logits, mask.bits, mask.rows)
     if edits.bad_words is not None:

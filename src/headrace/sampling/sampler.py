@@ -66,10 +66,11 @@ class SampleOutput:
 
 
 def sample(logits: Tensor, inputs: SampleInputs) -> SampleOutput:
-    """One token per row of `logits` [R, V] (float32, bfloat16 or float16; overwritten when float32 and edited)."""
+    """One token per row of `logits` [R, V] (float32, bfloat16 or float16; overwritten when edited)."""
     work = logits
     if inputs.edits is not None:
-        work = logits.to(torch.float32, copy=inputs.logprobs is not None)
+        dtype = logits.dtype if inputs.edits.only_masks else torch.float32
+        work = logits.to(dtype, copy=inputs.logprobs is not None)
         apply_edits(work, inputs.edits)
     token_ids, failed = choose(work, inputs)
     logprobs = None
