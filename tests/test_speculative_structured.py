@@ -214,6 +214,7 @@ def test_neighbours_pay_nothing(model, padding, async_scheduling):
     plain = undrafted(make_core(model, max_model_len=200))
     want = run(plain, requests)
     core = forcing(make_core(model, max_model_len=200, async_scheduling=async_scheduling), multiple=padding)
+    run(core, [constrained("first", 0, 1.0, wish=LONG)])  # the grammar is there: else the neighbours may be done before it is
     seen = watch(core)
     got = run(core, requests)
     for name in want:
