@@ -1,0 +1,104 @@
+"""Where the time of offline-random goes: its steps by kind and size, each beside its limit, and the slowest of them.
+
+    python benchmarks/offline_steps.py --config benchmarks/shapes/qwen3-0.6b.json [--repeat 2] [--out FILE.json]
+
+A step lasts from the end of the one before it to its own end, as the host sees it. `idle` is how much of that passed before
+its launch: the device had nothing to do. The second repeat shows what the first one paid for being the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace import LLM
+from headrace.cli.bench import Bench, shape_directory, shown
+from headrace.engine.plan import StepPlan
+from headrace.metrics.roofline import Limits, measure_limits
+
+SIZES = (16, 32, 64, 128, 192, 256)  # rows of decode steps are told apart up to these
+SLOWEST = 12
+
+
+class Watch:
+    """Notes of each step that a core settles."""
+
+    def __init__(self, core, limits: Limits):
+        self.core, self.limits = core, limits
+        self.steps: list[dict[str, Any]] = []
+        self._launched: dict[int, float] = {}
+        self._schedule, self._took = core.scheduler.schedule, core.scheduler.took
+        core.scheduler.schedule, core.scheduler.took = self.schedule, self.took
+
+    def schedule(self, *args: Any) -> StepPlan | None:
+        plan = self._schedule(*args)
+        if plan is not None:
+            self._launched[plan.step] = time.perf_counter()
+        return plan
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        launched, before = self._launched.pop(plan.step), self.core._finished
+        prompts = [c.num_tokens for c in plan.others if c.num_tokens > 1 + c.num_drafts]
+        context = sum(offset + plan.decodes.now + 1 for offset in plan.decodes.offsets)
+        limit = sum(map(self.limits.prefill_seconds, prompts))
+        if len(plan.decodes):
+            limit += self.limits.decode_seconds(len(plan.decodes), context)
+        idle = max(0.0, launched - before) if self.steps else 0.0
+        self.steps.append({
+            "kind": "prefill" if prompts else kind_of(len(plan.decodes)), "rows": len(plan.decodes), "tokens": plan.num_tokens,
+            "ms": 1e3 * (seconds + idle), "limit_ms": 1e3 * limit, "idle_ms": 1e3 * idle,
+            "launch_ms": 1e3 * self.core.times.launch,
+        })  # fmt: skip
+        self._took(plan, seconds)
+
+
+def kind_of(rows: int) -> str:
+    return next((f"up to {size} rows" for size in SIZES if rows <= size), "more rows")
+
+
+def summary(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {}
+    for step in steps:
+        kind = kinds.setdefault(step["kind"], {"kind": step["kind"], "steps": 0, "ms": 0.0, "limit_ms": 0.0, "idle_ms": 0.0})
+        kind["steps"] += 1
+        for name in ("ms", "limit_ms", "idle_ms"):
+            kind[name] += step[name]
+    return list(kinds.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2304, "device": args.device}
+    runs = []
+    with LLM(shape_directory(args.config), **options) as llm:
+        assert llm.engine is not None
+        limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(llm.engine.device, llm.engine.dtype))
+        bench, watch = Bench(llm, limits), Watch(llm.engine.core, limits)
+        for _ in range(args.repeat):
+            watch.steps.clear()
+            result = shown(bench.throughput(args.num_prompts, 0.6, 1))
+            kinds = summary(watch.steps)
+            for kind in kinds:
+                share = 100 * kind["limit_ms"] / kind["ms"]
+                print(f"  {kind['kind']:15s} {kind['steps']:5d} steps {kind['ms']:9.1f} ms, {share:5.1f} % of the limit, "
+                      f"idle {kind['idle_ms']:.1f} ms")  # fmt: skip
+            slowest = sorted(enumerate(watch.steps), key=lambda step: step[1]["limit_ms"] - step[1]["ms"])[:SLOWEST]
+            for number, step in slowest:
+                print(f"    step {number}: " + ", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in step.items()))
+            runs.append({"result": result, "kinds": kinds, "slowest": [{"step": n, **step} for n, step in slowest]})
+        machine = limits.machine.as_dict()
+    if args.out:
+        args.out.write_text(json.dumps({"machine": machine, "model": args.config, "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
