@@ -93,7 +93,8 @@ def main() -> None:
                       f"idle {kind['idle_ms']:.1f} ms")  # fmt: skip
             slowest = sorted(enumerate(watch.steps), key=lambda step: step[1]["limit_ms"] - step[1]["ms"])[:SLOWEST]
             for number, step in slowest:
-                print(f"    step {number}: " + ", ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in step.items()))
+                parts = (f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in step.items())
+                print(f"    step {number}: " + ", ".join(parts))
             runs.append({"result": result, "kinds": kinds, "slowest": [{"step": n, **step} for n, step in slowest]})
         machine = limits.machine.as_dict()
     if args.out:
