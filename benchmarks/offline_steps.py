@@ -93,8 +93,8 @@ def main() -> None:
                       f"idle {kind['idle_ms']:.1f} ms")  # fmt: skip
             slowest = sorted(enumerate(watch.steps), key=lambda step: step[1]["limit_ms"] - step[1]["ms"])[:SLOWEST]
             for number, step in slowest:
-                parts = (f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in step.items())
-                print(f"    step {number}: " + ", ".join(parts))
+                values = (f"{name} {v:.2f}" if isinstance(v, float) else f"{name} {v}" for name, v in step.items())
+                print(f"    step {number}: " + ", ".join(values))
             runs.append({"result": result, "kinds": kinds, "slowest": [{"step": n, **step} for n, step in slowest]})
         machine = limits.machine.as_dict()
     if args.out:
