@@ -107,13 +107,15 @@ def slot_tables() -> None:
 
 
 def sampling() -> None:
-    """Every variant of the sampling kernels, for Qwen3's vocabulary."""
-    floats, longs = meta(4, dtype=torch.float32), ints(4, dtype=torch.int64)
-    for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
-        sample_rows(
-            meta(4, 151936), floats, ints(4), floats, floats, longs, longs, ints(4),
-            purpose=0, greedy_eps=1e-5, all_greedy=all_greedy, any_filter=any_filter,
-        )  # fmt: skip
+    """Every variant of the sampling kernels, for Qwen3's vocabulary; parameters lie as those of 4, 3 and 2 requests do."""
+    for rows in (4, 3, 2):
+        logits = torch.empty(1, dtype=torch.bfloat16).expand(rows, 151936)
+        floats, longs, shorts = torch.zeros(3, rows), torch.zeros(2, rows, dtype=torch.int64), torch.zeros(2, rows).int()
+        for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
+            sample_rows(
+                logits, floats[0], shorts[1], floats[1], floats[2], longs[0], longs[1], shorts[0],
+                purpose=0, greedy_eps=1e-5, all_greedy=all_greedy, any_filter=any_filter,
+            )  # fmt: skip
     add_mask_triton(meta(4, 151936, dtype=torch.float32), ints(2, 4748), ints(2, dtype=torch.int64))
 
 
@@ -173,7 +175,7 @@ def main(capability: int, part: str = "") -> None:
             continue
         compiled.clear()
         case()
-        for kernel_name, kernel in compiled:
+        for kernel_name, kernel in {kernel.hash: (kernel_name, kernel) for kernel_name, kernel in compiled}.values():
             registers, spills = compile_ahead.usage(kernel.asm["cubin"])
             print(json.dumps({"case": name, "kernel": kernel_name, "registers": registers, "spills": spills,
                               "shared": kernel.metadata.shared}), flush=True)  # fmt: skip

@@ -25,6 +25,9 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_p
 BLOCK, CHUNK = 2048, 32
 FEW_CHUNKS, MANY_CHUNKS = 128, 512  # candidates of rows with a small top_k, and of all others; top_k up to half of it
 ROW_TILE, SECTIONS = 1024, 8  # of _filter_all: ids per load, thresholds per pass
+# Rows of a table with a column for each request: where one begins depends on how many there are, and a kernel for each
+# alignment would be compiled (half a second; several with filters) in the middle of serving.
+PARAMETERS = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "index_ptr", "sample_ptr"]
 
 
 def sample_rows(
@@ -110,7 +113,7 @@ def _is_filtered(top_k, top_p, min_p, vocab):
     return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=PARAMETERS)
 def _reduce(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr,
@@ -163,7 +166,7 @@ def _first_over(weights, places, target):
     return tl.minimum(first, last)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=PARAMETERS)
 def _pick(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, failed_ptr, flag_ptr,
@@ -204,7 +207,7 @@ def _pick(
         tl.store(flag_ptr + row, 0)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=PARAMETERS)
 def _filter(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, failed_ptr, flag_ptr,
@@ -313,7 +316,7 @@ def _nucleus(keys, weights, target, edge):
     return edge
 
 
-@jit
+@jit(do_not_specialize_on_alignment=PARAMETERS)
 def _filter_all(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, flag_ptr,
