@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -164,6 +165,22 @@ def test_any_value_gives_a_config_or_our_error(base, data):
         return
     assert config.head_dim >= config.rope.dim >= 2
     hash(config)
+
+
+NASTY = [
+    None, True, 0, -1, 0.5, 2**70, float("nan"), float("inf"), "", "x", [], [0], ["x"], [[0]], [{}], {}, {"a": [0]}, {"type": [0]},
+    {"rope_type": {}}, {"factor": "x"}, {"full_attention": [0]}, {"rope_type": "llama3", "factor": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [LLAMA32, MISTRAL, QWEN25_YARN, PHI3_128K, GEMMA2, GEMMA3_1B])
+def test_nasty_values_one_by_one(base):
+    """The values that a fuzzer finds now and then, for each field of the files and those that may be added."""
+    for key in [*base, "model_type", "rope_parameters", "layer_types", "dtype", "text_config", "quantization_config"]:
+        for value in NASTY:
+            for changed in ({**base, key: value}, {**base, "architectures": [], key: value}):
+                with contextlib.suppress(CheckpointError):
+                    hash(model_config_from_hf(changed))
 
 
 def test_weight_plan_covers_each_tensor_once():

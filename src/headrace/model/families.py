@@ -174,8 +174,9 @@ def _family_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise CheckpointError(f"config.json: architectures is {names!r}, wanted a list of names")
-    if not names and config.get("model_type") in FAMILIES:
-        return config["model_type"]
+    kind = config.get("model_type")
+    if not names and isinstance(kind, str) and kind in FAMILIES:
+        return kind
     for key, family in FAMILIES.items():
         if any(name in family.architectures for name in names):
             return key
@@ -201,7 +202,8 @@ def _typed_windows(c: HfConfig, sliding: Callable[[int], bool]) -> tuple[int, ..
     types = c.raw.get("layer_types")
     if types is None:
         types = ["sliding_attention" if sliding(layer) else "full_attention" for layer in range(layers)]
-    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise CheckpointError(
             f"config.json: layer_types {types!r}: wanted {layers} times sliding_attention or full_attention"
         )

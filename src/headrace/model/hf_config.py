@@ -76,7 +76,7 @@ class HfConfig:
     def activation(self) -> Literal["silu", "gelu_tanh", "gelu"]:
         # Gemma-2's older files carry both names, and only the second is meant
         name = self.raw.get("hidden_activation") or self.raw.get("hidden_act") or "silu"
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             raise CheckpointError(f"config.json: activation {name!r} is not supported; known: {known}")
         return _ACTIVATIONS[name]
@@ -93,7 +93,7 @@ class HfConfig:
         kind = entries.get("rope_type") or entries.get("type") or "default"
         if kind == "su" or (kind == "yarn" and "short_factor" in entries):  # early names in Phi-3's files
             kind = "longrope"
-        if kind not in _ROPE_ENTRIES:
+        if not isinstance(kind, str) or kind not in _ROPE_ENTRIES:
             known = ", ".join(_ROPE_ENTRIES)
             raise CheckpointError(f"config.json: rope type {kind!r} is not supported; known: {known}")
         max_position = self.count("max_position_embeddings", 2048)
