@@ -49,7 +49,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     drafts.add_argument("--num-speculative-tokens", type=int, help="guesses per request and step at most")
     drafts.add_argument("--prompt-lookup-min", type=int, help="of ngram: tokens that must have stood before, at least")
     drafts.add_argument("--prompt-lookup-max", type=int, help="of ngram: tokens compared at most")
-    drafts.add_argument("--speculative-max-rows", type=int, help="no guesses in steps of more rows than this")
+    drafts.add_argument("--speculative-max-rows", type=int, help="no drafts in steps of more rows than this")
     parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
 
 
