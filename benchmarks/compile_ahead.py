@@ -55,13 +55,8 @@ class NoDevice(DriverBase):
 def install(capability: int, compiled: Callable[[str, Any], None] = lambda name, kernel: None) -> None:
     """From now on every launch in this process only compiles, for sm_<capability>; `compiled` is told each kernel's name."""
     driver.set_active(NoDevice(capability))
-    ours = [module for name, module in sys.modules.items() if name.startswith("headrace.")]
-    for asked, answer in (
-        (launch.capability, lambda device: divmod(capability, 10)), (epilogues.runs_triton, lambda tensor: True),
-    ):  # fmt: skip
-        for module in ours:
-            if getattr(module, asked.__name__, None) is asked:
-                setattr(module, asked.__name__, answer)
+    replace_everywhere(launch.capability, lambda device: divmod(capability, 10))
+    replace_everywhere(epilogues.runs_triton, lambda tensor: True)
     run_kernel = triton.JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -70,6 +65,13 @@ def install(capability: int, compiled: Callable[[str, Any], None] = lambda name,
         return kernel
 
     triton.JITFunction.run = run
+
+
+def replace_everywhere(asked: Callable, answer: Callable) -> None:
+    """Let `answer` stand for a function of Headrace's in all modules that have imported it by its name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("headrace.") and getattr(module, asked.__name__, None) is asked:
+            setattr(module, asked.__name__, answer)
 
 
 def usage(cubin: bytes) -> tuple[int, int]:

@@ -21,20 +21,14 @@ from triton.runtime.jit import JITFunction
 
 import compile_ahead
 import headrace.engine.build as build
+from engine_driver import complete, make_core
 from headrace.attention.triton_backend import TritonAttention
-from headrace.cli.bench import shape_directory
-from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest
 from headrace.kernels import launch, launcher
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
+from tiny_models import write_shape
 
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "vocab_size": 8192, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "hidden_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 STEPS = 70
 forms: Counter = Counter()
 compile_kernel = JITFunction._do_compile
@@ -54,28 +48,28 @@ def choose(logits: Tensor, inputs: sampler.SampleInputs) -> tuple[Tensor, Tensor
 
 
 def main(directory: str) -> None:
-    config = Path(directory) / "config.json"
-    config.write_text(json.dumps(SHAPE))
+    path = write_shape(
+        Path(directory), vocab_size=8192, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=256,
+    )  # fmt: skip
     build.select_attention = lambda name, model, device: (TritonAttention(model, device), "the one that is tested")
-    engine = build.build_engine(EngineConfig(
-        model=shape_directory(str(config)), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16",
-        max_num_seqs=64, max_model_len=2304, block_size=64, max_num_batched_tokens=2048, num_kv_blocks=1200,
-    ))  # fmt: skip
+    core = make_core(
+        path, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=64, max_model_len=2304,
+        block_size=64, max_num_batched_tokens=2048, num_kv_blocks=1200,
+    )  # fmt: skip
     compile_ahead.install(90)
-    for module in [m for name, m in sys.modules.items() if name.startswith("headrace.")]:
-        if getattr(module, "on_gpu", None) is launch.on_gpu and module is not launch:
-            module.on_gpu = lambda tensor: True
+    compile_ahead.replace_everywhere(launch.on_gpu, lambda tensor: True)
     launcher._KNOWN = False  # a compiled form is not launched again
     sampler.choose = choose
     JITFunction._do_compile = note  # type: ignore[method-assign]
-    rng, core = random.Random(1), engine.core
+    rng = random.Random(1)
     for step in range(STEPS):
         for i in range(rng.randint(1, 6) if core.scheduler.num_waiting < 3 else 0):
-            settings = SamplingParams(
+            settings = complete(SamplingParams(
                 temperature=rng.choice([0.0, 0.6]), top_p=rng.choice([1.0, 0.9]), max_tokens=rng.randint(1, 40), ignore_eos=True
-            )
+            ))  # fmt: skip
             prompt = [rng.randrange(8000) for _ in range(rng.randint(5, 900))]
-            core.add(EngineRequest(f"{step}.{i}", prompt, settings.resolved({}), i))
+            core.add(EngineRequest(f"{step}.{i}", prompt, settings, i))
         core.step()
     found: dict[str, list[int]] = {}
     for (name, _, _), count in forms.items():

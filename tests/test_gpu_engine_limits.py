@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import time
 
@@ -16,7 +15,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from model_harness import load_tiny
-from tiny_models import write_tiny
+from tiny_models import write_shape, write_tiny
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -28,12 +27,6 @@ GIB = 1 << 30
 BUDGET = 5 * GIB  # bytes of the engine on a card that is made to look small
 DRIVER = GIB // 2  # of them are the driver's, outside of torch's allocator
 SEQS, LENGTH, BATCHED = 128, 4096, 16384
-SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 40960, "torch_dtype": "bfloat16", "hidden_size": 1024,
-    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 # ---------------------------------------------------------------- long contexts
@@ -153,11 +146,10 @@ def small_card(monkeypatch):
 
 def test_no_legal_request_runs_out_of_memory(small_card, tmp_path):
     """A tight limit, then the largest steps that requests can ask for, one kind after the other and all graphs captured."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     core = make_core(
-        str(tmp_path), device=DEVICE, dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=SEQS,
-        max_model_len=LENGTH, max_num_batched_tokens=BATCHED, block_size=None, num_kv_blocks=None, gpu_memory_utilization=0.9,
-        debug_checks=False,
+        write_shape(tmp_path, num_hidden_layers=4), device=DEVICE, dtype="bfloat16", load_format="dummy",
+        skip_tokenizer_init=True, max_num_seqs=SEQS, max_model_len=LENGTH, max_num_batched_tokens=BATCHED,
+        block_size=None, num_kv_blocks=None, gpu_memory_utilization=0.9, debug_checks=False,
     )  # fmt: skip
     blocks = core.scheduler.pool.num_blocks
     print(f"planned {BUDGET / GIB:.2f} GiB with {blocks} blocks; after start {small_card():.2f} GiB are reserved")

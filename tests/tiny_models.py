@@ -102,6 +102,13 @@ def write_tiny(family: str, path: str | Path, *, seed: int = 0, **overrides: Any
     return path
 
 
+def write_shape(directory: Path, **changes: Any) -> str:
+    """A checkpoint directory for load_format "dummy": a config.json and nothing else, Qwen3-0.6B's but for the `changes`."""
+    shape = json.loads((Path(__file__).parents[1] / "benchmarks" / "shapes" / "qwen3-0.6b.json").read_text())
+    (directory / "config.json").write_text(json.dumps(shape | changes))
+    return str(directory)
+
+
 def write_tokenizer(path: str | Path) -> None:
     """A byte-level BPE of at most VOCAB tokens: tokenizer.json and tokenizer_config.json with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

@@ -8,7 +8,6 @@ from torch import Tensor
 from headrace.kernels.launch import jit, on_gpu, tl
 
 BLOCK = 4096
-NEG_INF = float("-inf")
 
 
 def add_mask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
@@ -23,7 +22,7 @@ def add_mask_reference(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
     """See `add_mask`. Byte b of the mask is row b of a table of 0 and -inf, eight at a time: branches over a mask of bools cost
     three times as much on a CPU."""
     byte = torch.arange(256, device=logits.device)
-    table = torch.where((byte[:, None] >> byte[:8] & 1).bool(), 0.0, NEG_INF)
+    table = torch.where((byte[:, None] >> byte[:8] & 1).bool(), 0.0, -torch.inf)
     added = torch.nn.functional.embedding(bits.view(torch.uint8).int(), table).flatten(1)[:, : logits.shape[1]]
     logits.index_add_(0, rows, added.to(logits.dtype))
 

@@ -26,7 +26,7 @@ BLOCK, CHUNK = 2048, 32
 FEW_CHUNKS, MANY_CHUNKS = 128, 512  # candidates of rows with a small top_k, and of all others; top_k up to half of it
 ROW_TILE, SECTIONS = 1024, 8  # of _filter_all: ids per load, thresholds per pass
 # Rows of a table with a column for each request: where one begins depends on how many there are, and a kernel for each
-# alignment would be compiled (half a second; several with filters) in the middle of serving.
+# alignment would be compiled (a third of a second, several seconds with filters) in the middle of serving.
 PARAMETERS = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "index_ptr", "sample_ptr"]
 
 

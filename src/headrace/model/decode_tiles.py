@@ -17,7 +17,7 @@ from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile
 from headrace.model.config import ModelConfig
 
-ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # a table has an entry for each
+ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
 FEW_ROWS = 64  # above, a product's time is also its arithmetic, and reading x again for every weight tile
 GEMV_ROWS = 1  # up to here the defaults use GEMVs: with a few rows more they are slower, and wide ones spill registers
 SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs

@@ -21,12 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from headrace.engine.plan import Chunk, StepPlan
 from headrace.engine.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, expected_tokens
 from headrace.speculative.proposer import HostProposer
 from headrace.structured_output.manager import StructuredOutput
+
+if TYPE_CHECKING:
+    from headrace.structured_output.llguidance_backend import Matcher
 
 MAX_POSITIONS = 32  # that are counted one by one
 
@@ -179,15 +183,18 @@ class Speculator:
         self._drafts.clear()
         self._forced.clear()
 
+    def _matcher(self, request: Request) -> Matcher | None:
+        return None if self.structured is None else self.structured.matcher(request.id)
+
     def _has_grammar(self, request: Request) -> bool:
-        return self.structured is not None and self.structured.has(request.id)
+        return self._matcher(request) is not None
 
     def _takes_drafts(self, request: Request) -> bool:
         return not request.params.logits_processors and request.id not in self._broken  # users' functions may count their calls
 
     def _forced_run(self, request: Request) -> list[int]:
         """What a request's grammar forces behind its tokens in launched steps, as if all of those were right."""
-        matcher = None if self.structured is None else self.structured.matcher(request.id)
+        matcher = self._matcher(request)
         if matcher is None or not self._takes_drafts(request):
             return []
         return matcher.forced()[request.num_pending + request.num_unsure :]
@@ -203,7 +210,7 @@ class Speculator:
         if rate is None:
             rate = self._rates[request.id] = AcceptanceRate()
         most = min(self._lengths.of(rate), room)
-        matcher = None if self.structured is None else self.structured.matcher(request.id)
+        matcher = self._matcher(request)
         if most == 0 or (matcher is not None and (pending or self.proposer is None)):
             return 0  # what masks on the host must know cannot be guessed on the device, nor behind tokens without an id
         if self.proposer is None:
