@@ -4,8 +4,8 @@
         [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32]
 
 Random weights and cache of a Qwen3 shape, bfloat16, CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with
-GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit; above 64
-rows `two` with attention in two kernels, `strided` with programs that run side by side on one head of many sequences), and with
+GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), wide GEMMs
+only (`wide`, and `two` with attention in two kernels), and with
 the table in use (`table`): the defaults, what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys
 and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes ahead of their use
 (--compile-only does just that, without a card, into Triton's cache).
@@ -34,7 +34,6 @@ from torch import Tensor
 import tile_search
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitTile
-from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.metrics.roofline import measure_limits
 from headrace.model import decode_tiles
 from headrace.model.batch import ForwardBatch
@@ -177,13 +176,12 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
 
 
 MANY_ROWS = [n for n in ROW_STEPS if n > decode_tiles.FEW_ROWS]
-ATTENTION = {"two": SplitTile(), "strided": AttentionTile(heads_first=False)}  # path -> what it has instead of the default
 KINDS = {  # path -> (tile of a shape, numbers of rows)
     "gemv": (decode_tiles.gemv_tile, [n for n in ROW_STEPS if n <= 8]),
-    "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if n > 1]),
-    "ahead": (tile_search.ahead_tile, [n for n in ROW_STEPS if 1 < n <= decode_tiles.FEW_ROWS]),
-    "two": (decode_tiles.gemm_tile, MANY_ROWS),
-    "strided": (decode_tiles.gemm_tile, MANY_ROWS),
+    "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if 1 < n <= 64]),
+    "ahead": (tile_search.ahead_tile, [n for n in ROW_STEPS if 1 < n <= 64]),
+    "wide": (decode_tiles.wide_tile, MANY_ROWS),
+    "two": (decode_tiles.wide_tile, MANY_ROWS),
 }
 
 
@@ -192,9 +190,8 @@ def forced(config: ModelConfig, kind: str) -> dict[int, StepTiles]:
     make, steps = KINDS[kind]
     shapes = decode_tiles.product_shapes(config).items()
     tiles: dict[int, dict] = {rows: {name: make(shape, rows) for name, shape in shapes} for rows in steps}
-    if kind in ATTENTION:
-        tiles = {rows: {**tiles[rows], "attention": ATTENTION[kind]} for rows in steps}
-    return {rows: replace(decode_tiles.default_tiles(config, rows), **tiles[rows]) for rows in steps}
+    table = {rows: replace(decode_tiles.default_tiles(config, rows), **tiles[rows]) for rows in steps}
+    return {rows: decode_tiles.with_attention_in_two(step) for rows, step in table.items()} if kind == "two" else table
 
 
 def cublas_step(config: ModelConfig, weights: DecoderWeights, device: torch.device) -> Callable[[ForwardBatch, Cache], Tensor]:

@@ -1,11 +1,11 @@
 """Which tiles a fused decode step should have on this card: candidates for each product, and the search among them.
 
-What `tune` finds goes into a table (JSON, `to_json`) that the engine reads: see headrace.model.tile_store. A product runs as a
-GEMV (CUDA cores, few rows) or as a skinny GEMM (tensor cores), told by its tile's type.
+What `tune` finds goes into a table (JSON, `to_json`) that the engine reads: see headrace.model.tile_store.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -16,12 +16,14 @@ from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.gemv import MAX_ROWS as GEMV_MAX_ROWS
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.launch import next_power_of_2
+from headrace.kernels.products import Tile
 from headrace.kernels.skinny_gemm import GemmTile
+from headrace.kernels.wide_gemm import WideTile
 from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import (
     FEW_ROWS,
     FILL,
-    MERGE_ELEMENTS,
+    KINDS,
     PRODUCTS,
     SHORT_ROWS,
     Shape,
@@ -30,7 +32,7 @@ from headrace.model.decode_tiles import (
     early_steps,
     gemm_tile,
     product_shapes,
-    wide,
+    wide_tile,
 )
 
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
@@ -63,11 +65,11 @@ def _touched(shape: Shape, tile: GemmTile) -> int:
     return min(-(-shape.width // (tile.block_k * tile.splits)), TOUCH_BYTES // step)
 
 
-def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
+def candidates(shape: Shape, rows: int) -> list[Tile]:
     """What `tune` tries for one product: about twenty tiles."""
     if rows > FEW_ROWS:
         return wide_candidates(shape, rows)
-    found: list[GemvTile | GemmTile] = []
+    found: list[Tile] = []
     if rows <= GEMV_MAX_ROWS:
         wide = ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1))
         for block_n, warps in wide if rows == 1 else wide[1:3] + wide[5:8] if rows <= 4 else wide[1:3]:
@@ -91,47 +93,42 @@ def candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
     return found
 
 
-def wide_candidates(shape: Shape, rows: int) -> list[GemvTile | GemmTile]:
-    """For more than FEW_ROWS rows: tiles of 64 or 128 weight rows (256 gated), one to four tiles of rows, splits to fill."""
-    found: list[GemvTile | GemmTile] = []
-    for block_n, block_m in ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)):
-        if block_m > next_power_of_2(rows) or (shape.gated and block_n * block_m > 128 * 128):
-            continue
-        most = MERGE_ELEMENTS if block_m == 256 else 2 * MERGE_ELEMENTS  # or it would spill registers
+def wide_candidates(shape: Shape, rows: int) -> list[Tile]:
+    """For more than FEW_ROWS rows: programs for half the card to several times it, as many steps in flight as fit."""
+    found: list[Tile] = []
+    for block_m, block_n in itertools.product((64, 128), (16, 32, 64, 128)):
+        size = block_m * block_n * (2 if shape.gated else 1)
         for splits in (1, 2, 4, 8):
             programs = -(-shape.columns // block_n) * -(-rows // block_m) * splits
-            if splits > 1 and (not shape.splittable or programs > 2 * FILL or shape.width < 256 * splits):
+            if block_m > max(64, next_power_of_2(rows)) or size > 128 * 128 or programs < 0.45 * FILL:
                 continue
-            if splits > 1 and shape.merged and splits * block_n * block_m > most:
+            if splits > 1 and (not shape.splittable or programs > 2.1 * FILL or shape.width < 256 * splits):
                 continue
-            if shape.splittable and programs < 0.35 * FILL:
-                continue
-            found.append(wide(shape, block_n, block_m, splits))
-            if block_n * block_m <= 64 * 128:
-                found.append(wide(shape, block_n, block_m, splits, prefetch=2))
-    return found
+            for block_k in (64, 128):
+                step = 2 * block_k * (block_m + block_n * (2 if shape.gated else 1))
+                stages = min(512 // block_k, ALONE_BYTES // step)
+                if stages > 2:
+                    found.append(WideTile(block_m, block_n, block_k, splits, 8 if size >= 128 * 128 else 4, stages))
+    return found or [wide_tile(shape, rows)]
 
 
 def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int]]:
     """(tile, programs) pairs that `tune` tries."""
-    if rows > FEW_ROWS:
-        wide: list[AttentionTile | SplitTile] = [
-            AttentionTile(block_n, 4, stages, 1, False, True, touch)
-            for block_n, stages in ((64, 3), (64, 2), (32, 3), (32, 4)) for touch in (0, 1, 3)
-        ]  # fmt: skip
-        return [(tile, 4 * FILL) for tile in [*wide, SplitTile(64, 4, 3), SplitTile(64, 2, 3)]]
     if rows <= SHORT_ROWS:
         return [
-            (AttentionTile(block_n, 4, 3, 1, early), programs)
+            (AttentionTile(block_n, warps, 3, 1, early), programs)
             for early in (True, False)
-            for block_n in ((64, 32) if rows <= 2 else (64,))
+            for block_n, warps in (((64, 4), (64, 2), (32, 2)) if rows <= 2 else ((64, 4), (64, 2)))
             for programs in ((FILL, 2 * FILL) if rows == 1 else (FILL, 2 * FILL, 4 * FILL, 8 * FILL))
         ]
-    return [
-        (AttentionTile(block_n, 4, stages, 1, early, False, touch), programs)
-        for block_n, stages in ((64, 3), (64, 2), (32, 3), (32, 4)) for early in (True, False) for touch in (0, 1, 3)
-        for programs in ((FILL, 4 * FILL) if (block_n, touch) == (64, 1) else (2 * FILL,))
+    shapes = ((64, 4, 3), (64, 4, 2), (64, 2, 3), (64, 2, 2), (128, 4, 2), (32, 2, 3), (32, 1, 2))
+    one: list[tuple[AttentionTile | SplitTile, int]] = [
+        (AttentionTile(block_n, warps, stages, 1, early, heads_first, touch), programs)
+        for block_n, warps, stages in shapes
+        for early, heads_first in ((True, False), (True, True), (False, False), (False, True)) for touch in (0, 1)
+        for programs in ((4 * FILL,) if rows > FEW_ROWS else (FILL, 2 * FILL, 4 * FILL))
     ]  # fmt: skip
+    return one + [(SplitTile(64, 4, 3), 4 * FILL), (SplitTile(64, 2, 3), 4 * FILL)] if rows > FEW_ROWS else one
 
 
 def tune(
@@ -154,7 +151,7 @@ def tune(
             change = {"attention": tile, "attention_programs": programs}
             yield "attention", change
             if isinstance(tile, SplitTile):  # which the best QKV tile may exclude
-                yield "attention", {**change, "qkv": gemm_tile(shapes["qkv"], rows)}
+                yield "attention", {**change, "qkv": replace(wide_tile(shapes["qkv"], rows), splits=1)}
         yield from (("lm_head", {"lm_head": tile}) for tile in candidates(shapes["lm_head"], rows))
 
     for name, change in trials():
@@ -180,12 +177,14 @@ def tune(
 
 def to_json(table: TileTable) -> str:
     """A table as text: {rows: {product: [kind, fields], ...}}."""
+    names = {kind: name for name, kind in KINDS.items()}
     out: dict[str, dict] = {}
     for rows, tiles in sorted(table.items()):
         entry: dict = {"attention": asdict(tiles.attention), "attention_programs": tiles.attention_programs}
         entry["attention_kernels"] = 2 if isinstance(tiles.attention, SplitTile) else 1
+        entry["short_attention"] = None if tiles.short_attention is None else asdict(tiles.short_attention)
         for name in PRODUCTS:
             tile = getattr(tiles, name)
-            entry[name] = {"kind": "gemv" if isinstance(tile, GemvTile) else "gemm", **asdict(tile)}
+            entry[name] = {"kind": names[type(tile)], **asdict(tile)}
         out[str(rows)] = entry
     return json.dumps(out, indent=1)

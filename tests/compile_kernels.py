@@ -23,7 +23,7 @@ import compile_ahead
 import gpu_decode
 from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
-from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
+from headrace.kernels.attention_decode import SplitWorkspace, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.embedding import embed_triton
 from headrace.kernels.gather_kv import gather_kv
@@ -132,9 +132,9 @@ def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str 
     return run
 
 
-def large_tiles(config) -> decode_tiles.TileTable:
+def in_two(config) -> decode_tiles.TileTable:
     tiles = decode_tiles.default_table(config)[256]
-    return {256: replace(tiles, attention=SplitTile(), gate_up=decode_tiles.GemmTile(64, 64, 1, 8, 4))}
+    return {256: decode_tiles.with_attention_in_two(tiles)}
 
 
 CASES: dict[str, Callable[[], None]] = {
@@ -163,7 +163,7 @@ CASES: dict[str, Callable[[], None]] = {
 LARGE = {  # with tiles made for the shared memory of sm_90
     "decode of 100 rows": decode(100, decode_tiles.default_table),
     "decode of 256 rows": decode(256, decode_tiles.default_table),
-    "decode of 256 rows in two": decode(256, large_tiles),
+    "decode of 256 rows in two": decode(256, in_two),
 }
 
 

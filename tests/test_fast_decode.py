@@ -15,6 +15,7 @@ from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.epilogues import runs_triton
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.skinny_gemm import GemmTile
+from headrace.kernels.wide_gemm import WideTile
 from headrace.model.decode_tiles import StepTiles, default_table, from_json, product_shapes
 from headrace.model.decoder import Decoder
 from headrace.model.fast_decode import FastDecode
@@ -33,12 +34,12 @@ GEMM = StepTiles(
     attention_programs=20,
 )  # fmt: skip
 WIDE = StepTiles(
-    qkv=GemmTile(64, 64, 2, 4, 2, block_m=64), o=GemmTile(32, 32, 2, 4, 2, block_m=64),
-    gate_up=GemmTile(64, 64, 1, 4, 2), down=GemmTile(64, 32, 3, 4, 2, prefetch=1, block_m=128),
-    lm_head=GemmTile(64, 64, 1, 4, 2, block_m=128), attention=AttentionTile(block_n=64, heads_first=True),
+    qkv=WideTile(64, 64, 32, 2, 4, 2), o=WideTile(64, 32, 32, 2, 4, 2), gate_up=WideTile(64, 64, 64, 1, 4, 2),
+    down=WideTile(128, 32, 32, 3, 4, 2), lm_head=WideTile(128, 64, 64, 1, 4, 2),
+    attention=AttentionTile(block_n=64, heads_first=True),
 )  # fmt: skip
-TWO_KERNELS = replace(WIDE, qkv=GemmTile(64, 64, 1, 4, 2), o=GemmTile(64, 64, 1, 4, 2), attention=SplitTile(64))
-TABLES = {"gemv": {4: GEMV}, "gemm": {16: GEMM}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
+TWO_KERNELS = replace(WIDE, qkv=WideTile(64, 64, 64, 1, 4, 2), o=WideTile(64, 64, 64, 1, 4, 2), attention=SplitTile(64))
+TABLES = {"gemv": {4: GEMV}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
 
@@ -50,7 +51,8 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("name", "table"),
-    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed")],
+    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed"),
+     ("qwen2, window in one layer", "short")],
 )
 def test_equals_the_decoder(name: str, table: str) -> None:
     config = CONFIGS[name]
@@ -153,7 +155,7 @@ def test_what_is_not_supported() -> None:
 
 
 def test_tables_survive_json() -> None:
-    table = {**default_table(PLAIN), 8: GEMV, 16: GEMM, 128: TWO_KERNELS, 256: WIDE}
+    table = {**default_table(PLAIN), 4: TABLES["short"][4], 8: GEMV, 16: GEMM, 128: TWO_KERNELS, 256: WIDE}
     assert from_json(to_json(table)) == table
 
 

@@ -156,7 +156,7 @@ def fast_decode(
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
         return None
-    tiles = load_tiles(model, device)
+    tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
     rows = min(config.max_num_seqs, MAX_ROWS if tiles is None else max(tiles))
     return FastDecode(model, weights, rows, device, tiles, max_model_len=config.max_model_len, logits_dtype=dtype)
 

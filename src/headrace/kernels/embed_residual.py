@@ -37,7 +37,7 @@ def embed_residual(
     """residual [B, H] float32 = scale * table [V, H][token_ids [B] int32], rounded to the table's dtype.
 
     Also normed [B, H] = residual * (next_norm + norm_offset) and sumsq [B, tiles] float32, the sum of residual^2 in column 0:
-    see `gemv_residual`. An id that is no row of the table (of a padded row) gives zeros. Launched as an ordinary kernel:
+    see products.residual. An id that is no row of the table (of a padded row) gives zeros. Launched as an ordinary kernel:
     everything before it in the stream has ended when it starts, so all later kernels of the step may read lengths, tables and
     the older cache before they wait.
     """

@@ -4,6 +4,7 @@ At such sizes a step is the time to stream the weights. A program owns BLOCK_N o
 split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
 loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
 With BLOCK_K = 256 every warp has columns of its own (a sum is shuffles only); with 256 * num_warps the warps share columns.
+kernels/products.py says what is computed.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -15,15 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import (
-    activate,
-    glu_reference,
-    project_reference,
-    residual_reference,
-    runs_triton,
-    soft_cap,
-    sumsq_block,
-)
+from headrace.kernels.epilogues import activate, soft_cap, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 
 MAX_ROWS = 8
@@ -137,7 +130,7 @@ def _gemv_kernel(
             tl.store(out_ptr + m * N + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def _launch(
+def launch(
     mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, columns: int, sumsq: Tensor | None = None,
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0, sumsq_out: Tensor | None = None,
@@ -155,48 +148,3 @@ def _launch(
         HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0, EVEN_N=columns % tile.block_n == 0,
         num_warps=tile.num_warps, **pdl(x),
     )  # fmt: skip
-
-
-def gemv_project(
-    x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, sumsq: Tensor | None = None, eps: float = 0.0,
-    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
-) -> None:  # fmt: skip
-    """out [M, N] = softcap(scale * (norm factor * x [M, K] @ weight [N, K].T + bias [N])), M <= 8.
-
-    sumsq [M, tiles] float32: partial sums of squares of the residual that x is made of (None: no norm).
-    """
-    if runs_triton(x):
-        _launch("project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
-                softcap=softcap)  # fmt: skip
-    else:
-        out.copy_(project_reference(x, weight, sumsq, eps, bias, scale, softcap))
-
-
-def gemv_glu(
-    x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
-) -> None:  # fmt: skip
-    """out [M, I] = activation(gate) * up, where gate, up [M, I] are the halves of norm factor * x @ weight [2 I, K].T."""
-    if runs_triton(x):
-        columns = weight.shape[0] // 2
-        _launch("glu", x, weight, out, tile, columns=columns, sumsq=sumsq, eps=eps, activation=activation)
-    else:
-        out.copy_(glu_reference(x, weight, sumsq, eps, activation))
-
-
-def gemv_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: GemvTile, *,
-    norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    """residual [M, N] float32 += scale * (x [M, K] @ weight [N, K].T + bias), in place.
-
-    Also writes normed [M, N] = residual * (next_norm + norm_offset) and sumsq_out [M, cdiv(N, block_n)] float32, the sums
-    of residual^2 over each tile: what the next product needs to see RMSNorm(residual).
-    """
-    if runs_triton(x):
-        _launch("residual", x, weight, normed, tile, columns=weight.shape[0], residual=residual, norm=next_norm,
-                norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out)  # fmt: skip
-    else:
-        new, scaled, total = residual_reference(x, weight, residual, next_norm, norm_offset, scale, bias)
-        residual.copy_(new)
-        normed.copy_(scaled)
-        sumsq_out.zero_()[:, :1] = total

@@ -1,11 +1,10 @@
-"""Matrix products of 2 to 256 rows on the tensor cores: the weights stream, the rows stay.
+"""Matrix products of 2 to 64 rows on the tensor cores: the weights stream, the rows stay.
 
 The operands are swapped: a tile of the weight [BLOCK_N, BLOCK_K] is the left one, the few rows of x the right one, so all rows
-of a weight tile are used at once and the weight is read exactly once. Many rows may be cut into tiles of `block_m`: programs
-that run side by side then share a weight tile through the L2 cache. Where N is too small to fill the card the sum over K is
+of a weight tile are used at once and the weight is read exactly once. Where N is too small to fill the card the sum over K is
 split between programs: each stores its partial sums and the last one to finish (an integer ticket says which) adds all
 of them in the order of the splits. So the result does not depend on who was last: replays are bit-identical.
-The epilogues are those of `gemv.py`.
+The epilogues are those of `gemv.py`; kernels/products.py says what is computed.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -18,26 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.epilogues import (
-    activate,
-    glu_reference,
-    project_reference,
-    residual_reference,
-    runs_triton,
-    soft_cap,
-    sumsq_block,
-)
+from headrace.kernels.epilogues import activate, soft_cap, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 
-MAX_ROWS = 256
-SUMSQ_STEP = 16  # partial sums of squares that a tile of many rows adds at a time: all at once would not fit its registers
+MAX_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """One program's work: block_n columns over 1 / splits of K in steps of block_k, `num_stages` steps in flight.
-
-    It takes all rows, or `block_m` (a power of two) of them if there are more.
+    """One program's work: block_n columns of all rows over 1 / splits of K in steps of block_k, `num_stages` steps in flight.
 
     The first `prefetch` steps' weights are loaded into shared memory before the wait for the previous kernel, and those of
     `touch` steps after them into the L2 cache; with either, the next kernel may start to do the same with its own at once.
@@ -49,21 +37,19 @@ class GemmTile:
     num_warps: int
     num_stages: int
     prefetch: int = 0
-    block_m: int = MAX_ROWS
     touch: int = 0
 
-    def row_block(self, rows: int) -> int:
-        """Rows of a program's tile when there are `rows`, those past the last included."""
-        return min(self.block_m, max(16, next_power_of_2(rows)))
-
     def row_tiles(self, rows: int) -> int:
-        return -(-rows // self.row_block(rows))
+        return 1
 
     def partial_elements(self, rows: int, columns: int) -> int:
         """Floats of partial sums that a residual product of this tile keeps."""
-        if self.splits == 1:
-            return 0
-        return self.row_tiles(rows) * self.row_block(rows) * -(-columns // self.block_n) * self.block_n * self.splits
+        return row_block(rows) * -(-columns // self.block_n) * self.block_n * self.splits if self.splits > 1 else 0
+
+
+def row_block(rows: int) -> int:
+    """Rows of a program's tile when there are `rows`, those past the last included."""
+    return max(16, next_power_of_2(rows))
 
 
 class SplitSpace:
@@ -89,12 +75,6 @@ def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
 
 
 @jit
-def _load_sumsq(sumsq_ptr, tiles, rm, first, BLOCK: tl.constexpr):
-    rs = first + tl.arange(0, BLOCK)
-    return tl.load(sumsq_ptr + rm[:, None] * tiles + rs[None, :], mask=(rs < tiles)[None, :], other=0.0)
-
-
-@jit
 def _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok):
     return tl.load(residual_ptr + rm[None, :] * N + rn[:, None], mask=row_ok[None, :] & column_ok[:, None], other=0.0)
 
@@ -103,7 +83,7 @@ def _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok):
 def _update_residual(
     acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
 ):  # fmt: skip
-    """residual = before + scale * (acc + bias), and what the next product needs: see `gemv_residual`."""
+    """residual = before + scale * (acc + bias), and what the next product needs: see products.residual."""
     r = before + scale * (acc + bias[:, None])
     tl.store(residual_ptr + place, r, mask=ok)
     tl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
@@ -125,7 +105,7 @@ def _skinny_kernel(
     split = tl.program_id(1)
     rn = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
-    rm = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rm = tl.arange(0, BLOCK_M)
     column_ok = rn < N
     row_ok = rm < M
     k_start = split * k_split
@@ -161,9 +141,10 @@ def _skinny_kernel(
     for i in tl.static_range(PREFETCH):
         xs = xs + (_load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
     # what the epilogue reads is asked for now, where it is small: behind the sums' barriers its latency would show
-    sumsq_rows = tl.minimum(rm, M - 1)
-    if SUMSQ_BLOCK > 0 and BLOCK_M <= 64:
-        sumsq = _load_sumsq(sumsq_ptr, sumsq_tiles, sumsq_rows, 0, SUMSQ_BLOCK)
+    if SUMSQ_BLOCK > 0:
+        rs = tl.arange(0, SUMSQ_BLOCK)
+        squares = sumsq_ptr + tl.minimum(rm, M - 1)[:, None] * sumsq_tiles + rs[None, :]
+        sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
     if MODE == "residual" and BLOCK_M * BLOCK_N <= 2048:
         before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -181,13 +162,7 @@ def _skinny_kernel(
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     if SUMSQ_BLOCK > 0:
-        if BLOCK_M <= 64:
-            total = tl.sum(sumsq, 1)
-        else:
-            total = tl.zeros([BLOCK_M], tl.float32)
-            for s0 in range(0, sumsq_tiles, SUMSQ_BLOCK):
-                total += tl.sum(_load_sumsq(sumsq_ptr, sumsq_tiles, sumsq_rows, s0, SUMSQ_BLOCK), 1)
-        factor = tl.rsqrt(total / K + eps)
+        factor = tl.rsqrt(tl.sum(sumsq, 1) / K + eps)
         acc = acc * factor[None, :]
         if MODE == "glu":
             up_acc = up_acc * factor[None, :]
@@ -208,23 +183,22 @@ def _skinny_kernel(
     else:
         # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        whole = tl.program_id(2) * tl.num_programs(0) + tile
-        slab = partials_ptr + whole * (SPLITS * BLOCK_N * BLOCK_M) + inner
+        slab = partials_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + inner
         tl.store(slab + split * (BLOCK_N * BLOCK_M), acc)
         tl.debug_barrier()  # all threads' stores before the one thread's release
-        ticket = tl.atomic_add(tickets_ptr + whole, 1, sem="acq_rel")
+        ticket = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel")
         if ticket == SPLITS - 1:
             total = tl.load(slab, cache_modifier=".cg")
             for s in tl.static_range(1, SPLITS):
                 total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(tickets_ptr + whole, 0)
+            tl.store(tickets_ptr + tile, 0)
             if BLOCK_M * BLOCK_N > 2048:
                 before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
             _update_residual(total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
                              row_ok, scale)  # fmt: skip
 
 
-def _launch(
+def launch(
     mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, columns: int, sumsq: Tensor | None = None,
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
@@ -233,20 +207,18 @@ def _launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
-    block_m = tile.row_block(rows)
     k_split = split_width(width, tile)
     steps = k_split // tile.block_k
     prefetch = min(tile.prefetch, steps)
     touched = min(tile.touch, steps - prefetch) * tile.block_k // 64
-    _skinny_kernel[(-(-columns // tile.block_n), tile.splits, tile.row_tiles(rows))](
+    _skinny_kernel[(-(-columns // tile.block_n), tile.splits)](
         x, weight, bias, sumsq, out, residual, norm, sumsq_out,
         None if space is None else space.partials, None if space is None else space.tickets,
         rows, columns, width, k_split, 0 if sumsq is None else sumsq.shape[1],
         0 if sumsq_out is None else sumsq_out.shape[1], eps, scale, softcap, norm_offset,
-        BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
+        BLOCK_M=row_block(rows), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode,
-        SUMSQ_BLOCK=sumsq_block(sumsq, 64) if sumsq is None or block_m <= 64 else SUMSQ_STEP,
-        ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
+        SUMSQ_BLOCK=sumsq_block(sumsq, 64), ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
         EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
         LINES=next_power_of_2(touched) if touched else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
@@ -256,48 +228,3 @@ def _launch(
 def split_width(width: int, tile: GemmTile) -> int:
     """Elements of K that one split sums: whole steps, the last split may have fewer (or none)."""
     return -(-width // (tile.splits * tile.block_k)) * tile.block_k
-
-
-def skinny_project(
-    x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, sumsq: Tensor | None = None, eps: float = 0.0,
-    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
-) -> None:  # fmt: skip
-    """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias), M <= 256.
-
-    With one split also soft-capped. sumsq [M, tiles] float32 as in `gemv_project`.
-    """
-    if softcap and tile.splits > 1:
-        raise ValueError("a soft cap cannot be applied to partial sums")
-    if runs_triton(x):
-        _launch("project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
-                softcap=softcap)  # fmt: skip
-    else:
-        out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
-
-
-def skinny_glu(
-    x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, sumsq: Tensor | None, eps: float,
-    activation: str = "silu",
-) -> None:  # fmt: skip
-    """out [M, I] = activation(gate) * up, the halves of norm factor * x [M, K] @ weight [2 I, K].T. Needs splits == 1."""
-    if tile.splits != 1:
-        raise ValueError("a gated product cannot be split along K")
-    if runs_triton(x):
-        _launch("glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation)
-    else:
-        out.copy_(glu_reference(x, weight, sumsq, eps, activation))
-
-
-def skinny_residual(
-    x: Tensor, weight: Tensor, residual: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: GemmTile,
-    space: SplitSpace, *, norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
-) -> None:  # fmt: skip
-    """residual [M, N] += scale * (x [M, K] @ weight [N, K].T + bias) and its scaled copy: see `gemv_residual`."""
-    if runs_triton(x):
-        _launch("residual", x, weight, normed, tile, columns=weight.shape[0], residual=residual, norm=next_norm,
-                norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, space=space)  # fmt: skip
-    else:
-        new, scaled, total = residual_reference(x, weight, residual, next_norm, norm_offset, scale, bias)
-        residual.copy_(new)
-        normed.copy_(scaled)
-        sumsq_out.zero_()[:, :1] = total

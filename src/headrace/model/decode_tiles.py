@@ -1,7 +1,7 @@
 """Which tiles the fused decode step runs with: defaults from the shapes, or tables that were searched on a card.
 
-A product runs as a GEMV (CUDA cores, few rows) or as a skinny GEMM (tensor cores), told by its tile's type. A table holds one
-StepTiles per number of rows up to which it serves; benchmarks/tile_search.py finds it.
+How a product runs is told by its tile's type (see kernels/products.py). A table holds one StepTiles per number of rows up to
+which it serves; benchmarks/tile_search.py finds it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.gemv import GemvTile
-from headrace.kernels.launch import next_power_of_2
-from headrace.kernels.skinny_gemm import MAX_ROWS, GemmTile
+from headrace.kernels.products import Tile, num_splits
+from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
+from headrace.kernels.skinny_gemm import GemmTile
+from headrace.kernels.wide_gemm import MAX_ROWS, WideTile
 from headrace.model.config import ModelConfig
 
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
-FEW_ROWS = 64  # above, a product's time is also its arithmetic, and reading x again for every weight tile
+FEW_ROWS = 32  # above, tiles of both operands are copied by the engine, where the card has one
 GEMV_ROWS = 1  # up to here the defaults use GEMVs: with a few rows more they are slower, and wide ones spill registers
 SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
-MERGE_ELEMENTS = 32768  # partial sums of a tile, 128 KB: about a microsecond for the program that adds them
+KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile}  # as a table's file names them
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 
@@ -31,19 +33,21 @@ class StepTiles:
     """The tiles of one decode step. `attention_programs`: splits are chosen so that about that many programs run.
 
     A SplitTile stands for two kernels, rotation with the cache write and attention over the cache, that choose splits
-    themselves; the QKV product is then not split.
+    themselves; the QKV product is then not split. `short_attention` serves contexts that one of its tiles holds: it is in
+    registers before the wait for the QKV product, and there is nothing to merge.
     """
 
-    qkv: GemvTile | GemmTile
-    o: GemvTile | GemmTile
-    gate_up: GemvTile | GemmTile
-    down: GemvTile | GemmTile
-    lm_head: GemvTile | GemmTile
+    qkv: Tile
+    o: Tile
+    gate_up: Tile
+    down: Tile
+    lm_head: Tile
     attention: AttentionTile | SplitTile = AttentionTile()
     attention_programs: int = 4 * FILL
+    short_attention: AttentionTile | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.attention, SplitTile) and isinstance(self.qkv, GemmTile) and self.qkv.splits > 1:
+        if isinstance(self.attention, SplitTile) and num_splits(self.qkv) > 1:
             raise ValueError("attention in two kernels takes no partial QKV sums")
 
 
@@ -51,8 +55,8 @@ def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     """The same, with all keys and values written before any of them is read."""
     if isinstance(tiles.attention, SplitTile):
         return tiles
-    whole = replace(tiles.qkv, splits=1) if isinstance(tiles.qkv, GemmTile) else tiles.qkv
-    return replace(tiles, qkv=whole, attention=SplitTile())
+    whole = tiles.qkv if isinstance(tiles.qkv, GemvTile) else replace(tiles.qkv, splits=1)
+    return replace(tiles, qkv=whole, attention=SplitTile(), short_attention=None)
 
 
 TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
@@ -83,20 +87,24 @@ def product_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def default_tiles(config: ModelConfig, rows: int) -> StepTiles:
+def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True) -> StepTiles:
     """Good guesses for H100 and H200 from the shapes alone."""
-    kind = gemv_tile if rows <= GEMV_ROWS else gemm_tile
+    kind = gemv_tile if rows <= GEMV_ROWS else wide_tile if rows > FEW_ROWS and copy_engine else gemm_tile
     products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
-    attention = AttentionTile(early=rows <= SHORT_ROWS, heads_first=rows > FEW_ROWS)
-    return StepTiles(**products, attention=attention, attention_programs=default_programs(rows))
+    attention = AttentionTile(early=True)
+    if rows > SHORT_ROWS:
+        attention = AttentionTile(num_warps=2 if config.head_dim <= 128 else 4, heads_first=True, touch=1)
+    return StepTiles(**products, attention=attention, attention_programs=default_programs(rows), short_attention=None)
 
 
 def default_programs(rows: int) -> int:
     return FILL if rows <= 2 else 2 * FILL if rows <= 4 else 4 * FILL
 
 
-def default_table(config: ModelConfig) -> dict[int, StepTiles]:
-    return {rows: default_tiles(config, rows) for rows in ROW_STEPS}
+def default_table(config: ModelConfig, copy_engine: bool = True) -> dict[int, StepTiles]:
+    """`copy_engine`: the card can run WideTile, see `FastDecode`."""
+    steps = [rows for rows in ROW_STEPS if copy_engine or rows <= GEMM_MAX_ROWS]
+    return {rows: default_tiles(config, rows, copy_engine) for rows in steps}
 
 
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:
@@ -117,8 +125,6 @@ def early_steps(shape: Shape, block_n: int, block_k: int, threads: int, register
 
 def gemm_tile(shape: Shape, rows: int) -> GemmTile:
     """About FILL programs by splitting K where it may be split, by narrower tiles where it may not."""
-    if rows > FEW_ROWS:
-        return wide_tile(shape, rows)
     if shape.splittable:
         block_n = 64 if shape.columns >= 32 * FILL else 32
         splits = 1
@@ -131,30 +137,18 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
     return GemmTile(64, 128, 1, 4, 4)
 
 
-def wide_tile(shape: Shape, rows: int) -> GemmTile:
-    """For more than FEW_ROWS rows: the largest tile that makes about FILL programs, a residual's with splits.
-
-    A product of M rows reads 2 N M K (1 / weight rows of a tile + 1 / block_m) bytes from the L2 cache, several times what it
-    reads from memory. What the last program of a residual's tile has to read alone is bounded by MERGE_ELEMENTS.
-    """
-    for block_n, block_m in ((128, 256), (128, 128), (64, 256), (64, 128), (64, 64)):
-        halves = 2 if shape.gated else 1
-        if block_m > next_power_of_2(rows) or halves * block_n * block_m > 128 * 256:
-            continue
-        programs = -(-shape.columns // block_n) * -(-rows // block_m)
-        splits = 1
-        while shape.merged and programs * splits < 0.7 * FILL and splits < 8 and shape.width // (2 * splits) >= 256:
-            splits *= 2
-        if programs * splits >= 0.7 * FILL and (splits == 1 or splits * block_n * block_m <= MERGE_ELEMENTS):
-            return wide(shape, block_n, block_m, splits)
-    return wide(shape, 64, 64, splits)
-
-
-def wide(shape: Shape, block_n: int, block_m: int, splits: int, prefetch: int = 0) -> GemmTile:
-    """A tile in four steps of 64 (192 KB at most), with as many warps as keep accumulators and merges in registers."""
-    size = block_n * block_m * (2 if shape.gated else 1)
-    warps = 8 if size >= 128 * 128 or (shape.merged and splits > 1 and size >= 64 * 128) else 4
-    return GemmTile(block_n, 64, splits, warps, 4, prefetch, block_m)
+def wide_tile(shape: Shape, rows: int) -> WideTile:
+    """The widest tile that makes about FILL programs, with as few splits of K as that takes."""
+    if shape.columns >= 512 * FILL:  # each tile of weights is read once for all rows, or for 128 of them
+        return WideTile(128, 128, 64, 1, 8, 4) if rows > 64 else WideTile(64, 128, 64, 1, 4, 6)
+    splits = 1
+    while True:
+        for block_n in (64, 32, 16):
+            if -(-shape.columns // block_n) * -(-rows // 64) * splits >= 0.7 * FILL:
+                return WideTile(64, block_n, 128, splits, 4, 4)
+        if not shape.splittable or splits == 4 or shape.width < 512 * splits:
+            return WideTile(64, 16, 128, splits, 4, 4)
+        splits *= 2
 
 
 def from_json(text: str) -> dict[int, StepTiles]:
@@ -164,11 +158,14 @@ def from_json(text: str) -> dict[int, StepTiles]:
         products = {}
         for name in PRODUCTS:
             values = dict(entry[name])
-            product = {"gemv": GemvTile, "gemm": GemmTile}[values.pop("kind")]
-            products[name] = product(**values)
+            products[name] = KINDS[values.pop("kind")](**values)
         kind = SplitTile if entry.get("attention_kernels", 1) == 2 else AttentionTile
         attention = kind(**entry["attention"])
-        table[int(rows)] = StepTiles(**products, attention=attention, attention_programs=entry["attention_programs"])
+        short = entry.get("short_attention")
+        table[int(rows)] = StepTiles(
+            **products, attention=attention, attention_programs=entry["attention_programs"],
+            short_attention=None if short is None else AttentionTile(**short),
+        )  # fmt: skip
     if max(table, default=0) > MAX_ROWS:
         raise ValueError(f"a table serves at most {MAX_ROWS} rows")
     return table

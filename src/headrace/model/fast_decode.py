@@ -3,8 +3,8 @@
     embed ->  [ qkv  ->  attention  ->  o + residual  ->  gate_up + activation  ->  down + residual ] x layers  ->  lm_head
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
-kernel starts to load its weights while the one before it drains (programmatic dependent launch). Up to a few rows the products
-are GEMVs, above that skinny tensor-core GEMMs (see gemv.py, skinny_gemm.py); the tile table decides. Everything is allocated
+kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
+of rows is its tile's type (see kernels/products.py, decode_tiles.py). Everything is allocated
 beforehand and nothing is read by the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
@@ -20,23 +20,30 @@ from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_a
 from headrace.kernels.attention_decode_fused import AttentionTile, HeadShape, MergeSpace, decode_attention
 from headrace.kernels.embed_residual import embed_residual
 from headrace.kernels.epilogues import runs_triton
-from headrace.kernels.gemv import GemvTile, gemv_glu, gemv_project, gemv_residual
+from headrace.kernels.gemv import GemvTile
+from headrace.kernels.launch import capability
+from headrace.kernels.products import Tile, glu, num_splits, project, residual
 from headrace.kernels.qkv import qkv_rope_write_triton
-from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
-from headrace.kernels.skinny_gemm import GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
+from headrace.kernels.skinny_gemm import SplitSpace
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.model.decoder import DecoderWeights, LayerWeights
 from headrace.model.rope import rope_tables
 
-MAX_ROWS = 64  # that an engine gives to this path; it can run up to GEMM_MAX_ROWS
+MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
 
 
+def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products may run as WideTile: on Hopper and newer, for matrices whose rows are multiples of 16 bytes."""
+    widths = (config.hidden_size, config.q_size, config.intermediate_size)
+    return capability(device) >= (9, 0) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
+
+
 class FastDecode:
-    """Runs decode steps of up to `max_rows` <= 256 sequences of a model that `supports` accepts.
+    """Runs decode steps of up to `max_rows` sequences (256; 64 without a copy engine) of a model that `supports` accepts.
 
     `tiles`: a table (see decode_tiles.py); None: the defaults. Workspaces are sized for the tables' tiles and
     `max_model_len` tokens a sequence.
@@ -47,10 +54,10 @@ class FastDecode:
         tiles: TileTable | None = None, *, max_model_len: int | None = None, logits_dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         dtype = weights.embedding.dtype
-        if not self.supports(config, dtype) or not 1 <= max_rows <= GEMM_MAX_ROWS:
+        self.tiles = dict(default_table(config, has_copy_engine(config, dtype, device)) if tiles is None else tiles)
+        if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
         self.config, self.weights, self.max_rows = config, weights, max_rows
-        self.tiles = dict(default_table(config) if tiles is None else tiles)
         self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # as Decoder rounds it
         length = max_model_len or config.max_position
         self.layer_rope = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -95,12 +102,12 @@ class FastDecode:
         self.residual = empty(rows, config.hidden_size, dtype=f32)
         self.normed = empty(rows, config.hidden_size)
         self.sumsq_o, self.sumsq_down = (empty(rows * column_tiles, dtype=f32) for _ in range(2))
-        slabs = max(step.qkv.splits if isinstance(step.qkv, GemmTile) else 1 for step in steps.values())
+        slabs = max(num_splits(step.qkv) for step in steps.values())
         self.qkv = empty(slabs * rows * (config.q_size + 2 * config.kv_size), dtype=f32)
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, dtype=logits_dtype)
-        split = [(n, tile) for n, tile in residuals if isinstance(tile, GemmTile) and tile.splits > 1]
+        split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
         self.split_space = SplitSpace(
             max((tile.partial_elements(n, hidden) for n, tile in split), default=0),
             max((tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split), default=0), device,
@@ -148,57 +155,52 @@ class FastDecode:
         config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
-        residual, normed = self.residual[:rows], self.normed[:rows]
+        total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         sumsq_o, sumsq_down = (
             buffer[: rows * n].view(rows, n)
             for buffer, tile in ((self.sumsq_o, tiles.o), (self.sumsq_down, tiles.down))
             for n in (-(-config.hidden_size // tile.block_n),)
         )
-        splits = self._num_splits(rows, max(batch.context_lens))
-        offset, layers = weights.norm_offset, weights.layers
-        norms = self.norms
+        context, attention = max(batch.context_lens), tiles.attention
+        splits = self._num_splits(rows, context)
+        if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
+            attention, splits = tiles.short_attention, 1
+        norms, eps = self.norms, config.norm_eps
+        offset, space, scale = weights.norm_offset, self.split_space, config.residual_scale
         # attention in two kernels takes queries in the model's dtype
-        qkv_buffer = self.qkv.view(normed.dtype) if isinstance(tiles.attention, SplitTile) else self.qkv
+        qkv_buffer = self.qkv.view(normed.dtype) if isinstance(attention, SplitTile) else self.qkv
         embed_residual(
-            batch.token_ids, weights.embedding, residual, normed, sumsq_down, norms[0],
+            batch.token_ids, weights.embedding, total, normed, sumsq_down, norms[0],
             scale=self.embed_scale, norm_offset=offset,
         )  # fmt: skip
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(weights.layers):
             if self.tap is not None:
-                self.tap(index, residual, batch)
+                self.tap(index, total, batch)
             qkv = self._project(normed, layer.qkv, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
-            self._attend(qkv, batch, kv, index, layer, splits, tiles.attention)
-            scale = config.residual_scale
-            self._add(self.attended[:rows], layer.o, layer.o_bias, sumsq_o, norms[2 * index + 1], tiles.o, scale)
-            inner = self._glu(normed, layer.gate_up, tiles.gate_up, sumsq_o)
-            self._add(inner, layer.down, layer.down_bias, sumsq_down, norms[2 * index + 2], tiles.down, scale)
+            self._attend(qkv, batch, kv, index, layer, splits, attention)
+            after, following = norms[2 * index + 1 : 2 * index + 3]
+            residual(
+                self.attended[:rows], layer.o, total, normed, sumsq_o, after, tiles.o, space, norm_offset=offset, scale=scale,
+                bias=layer.o_bias,
+            )  # fmt: skip
+            glu(normed, layer.gate_up, inner, tiles.gate_up, sumsq=sumsq_o, eps=eps, activation=config.activation)
+            residual(
+                inner, layer.down, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset, scale=scale,
+                bias=layer.down_bias,
+            )  # fmt: skip
         return self._project(
             normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
 
     def _project(
-        self, x: Tensor, weight: Tensor, buffer: Tensor, tile: GemvTile | GemmTile, sumsq: Tensor, bias: Tensor | None,
-        **options: float,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, weight: Tensor, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float
+    ) -> Tensor:
         """RMSNorm(residual) @ weight.T as [splits, rows, columns] in `buffer`."""
-        rows, columns = x.shape[0], weight.shape[0]
-        splits = tile.splits if isinstance(tile, GemmTile) else 1
+        rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)
         out = buffer.view(-1)[: splits * rows * columns].view(splits, rows, columns)
-        if isinstance(tile, GemvTile):
-            gemv_project(x, weight, out[0], tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
-        else:
-            skinny_project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
+        project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
         return out
-
-    def _glu(self, x: Tensor, weight: Tensor, tile: GemvTile | GemmTile, sumsq: Tensor) -> Tensor:
-        """The gated activation of RMSNorm(residual) @ weight.T: [rows, I]."""
-        inner, eps, activation = self.inner[: x.shape[0]], self.config.norm_eps, self.config.activation
-        if isinstance(tile, GemvTile):
-            gemv_glu(x, weight, inner, tile, sumsq=sumsq, eps=eps, activation=activation)
-        else:
-            skinny_glu(x, weight, inner, tile, sumsq=sumsq, eps=eps, activation=activation)
-        return inner
 
     def _attend(
         self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int,
@@ -233,19 +235,3 @@ class FastDecode:
             batch.seq_lens, self.two_kernels, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
             scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, tile=tile,
         )  # fmt: skip
-
-    def _add(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, sumsq: Tensor, next_norm: Tensor,
-        tile: GemvTile | GemmTile, scale: float,
-    ) -> None:  # fmt: skip
-        """residual += scale * (x @ weight.T + bias), made ready for the next norm."""
-        residual, normed, offset = self.residual[: x.shape[0]], self.normed[: x.shape[0]], self.weights.norm_offset
-        if isinstance(tile, GemvTile):
-            gemv_residual(
-                x, weight, residual, normed, sumsq, next_norm, tile, norm_offset=offset, scale=scale, bias=bias
-            )  # fmt: skip
-        else:
-            skinny_residual(
-                x, weight, residual, normed, sumsq, next_norm, tile, self.split_space,
-                norm_offset=offset, scale=scale, bias=bias,
-            )  # fmt: skip

@@ -33,7 +33,7 @@ from headrace.worker.mailbox import Mailbox
 from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
-SHORT_CONTEXT, SHORT_ROWS = 512, 16  # tokens of the first context bucket, and the rows that it is for
+SHORT_CONTEXT, SHORT_ROWS = 256, 16  # tokens of the first context bucket, and the rows that it is for
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.kernels import products
 from headrace.kernels.attention_decode_fused import (
     AttentionTile,
     HeadShape,
@@ -16,8 +17,9 @@ from headrace.kernels.attention_decode_fused import (
 )
 from headrace.kernels.embed_residual import embed_residual
 from headrace.kernels.epilogues import glu_reference, project_reference, residual_reference, runs_triton
-from headrace.kernels.gemv import GemvTile, gemv_glu, gemv_project, gemv_residual
-from headrace.kernels.skinny_gemm import GemmTile, SplitSpace, skinny_glu, skinny_project, skinny_residual
+from headrace.kernels.gemv import GemvTile
+from headrace.kernels.skinny_gemm import GemmTile, SplitSpace
+from headrace.kernels.wide_gemm import WideTile
 from headrace.model.config import ModelConfig, RopeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,64 +40,58 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 GEMV_TILES = [GemvTile(32, 64, 4, 2), GemvTile(16, 256, 4, 1), GemvTile(64, 32, 2, 0)]
 GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 32, 2, 4, 2, prefetch=1), GemmTile(16, 16, 5, 4, 2, prefetch=9)]
+WIDE_TILES = [WideTile(64, 32, 64, 1, 4, 3), WideTile(64, 64, 32, 3, 4, 2), WideTile(128, 16, 32, 2, 8, 2)]
+TILES = [*GEMV_TILES, *GEMM_TILES, *WIDE_TILES]
 SHAPES = [(1, 64, 128), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "columns", "width"), [*SHAPES, (20, 48, 80)])
-@pytest.mark.parametrize("tile", [*GEMV_TILES, *GEMM_TILES], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_project(tile, rows, columns, width, dtype):
+    if isinstance(tile, GemvTile) and rows > 8:
+        pytest.skip("more rows than a GEMV takes")
     x, w, bias = random(rows, width, dtype=dtype), random(columns, width, dtype=dtype, seed=1), random(columns, seed=2)
     sumsq = random(rows, 5, seed=3).square() * width
-    options = {"sumsq": sumsq, "eps": 1e-5, "bias": bias, "scale": 0.5}
-    if isinstance(tile, GemvTile):
-        if rows > 8:
-            pytest.skip("more rows than a GEMV takes")
-        out = torch.full((rows, columns), NAN, device=DEVICE)
-        gemv_project(x, w, out, tile, **options, softcap=3.0)
-        close(out, project_reference(x, w, sumsq, 1e-5, bias, 0.5, 3.0), 1e-5)
-    else:
-        out = torch.full((tile.splits, rows, columns), NAN, device=DEVICE)
-        cap = 3.0 if tile.splits == 1 else 0.0
-        skinny_project(x, w, out, tile, **options, softcap=cap)
-        close(out.sum(0), project_reference(x, w, sumsq, 1e-5, bias, 0.5, cap), 1e-5)
+    splits = products.num_splits(tile)
+    out, cap = torch.full((splits, rows, columns), NAN, device=DEVICE), 3.0 if splits == 1 else 0.0
+    products.project(x, w, out, tile, sumsq=sumsq, eps=1e-5, bias=bias, scale=0.5, softcap=cap)
+    close(out.sum(0), project_reference(x, w, sumsq, 1e-5, bias, 0.5, cap), 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
-@pytest.mark.parametrize("tile", [*GEMV_TILES, GEMM_TILES[0]], ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in TILES if products.num_splits(tile) == 1], ids=str)
 def test_glu(tile, rows, columns, width, kind):
     x, w = random(rows, width), random(2 * columns, width, seed=1)
     sumsq = random(rows, 7, seed=3).square() * width
     out = torch.full((rows, columns), NAN, device=DEVICE)
-    call = gemv_glu if isinstance(tile, GemvTile) else skinny_glu
-    call(x, w, out, tile, sumsq=sumsq, eps=1e-5, activation=kind)
+    products.glu(x, w, out, tile, sumsq=sumsq, eps=1e-5, activation=kind)
     close(out, glu_reference(x, w, sumsq, 1e-5, kind), 1e-5)
 
 
-@pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
-@pytest.mark.parametrize("tile", [*GEMV_TILES, *GEMM_TILES], ids=str)
-def test_residual(tile, rows, columns, width):
-    x, w, bias = random(rows, width), random(columns, width, seed=1), random(columns, seed=2)
-    norm, residual = random(columns, seed=3), random(rows, columns, seed=4)
-    expected = residual_reference(x, w, residual, norm, 0.5, 0.3, bias)
+def check_residual(tile, rows: int, columns: int, width: int, bias: Tensor | None) -> None:
+    x, w = random(rows, width), random(columns, width, seed=1)
+    norm, total = random(columns, seed=3), random(rows, columns, seed=4)
+    expected = residual_reference(x, w, total, norm, 0.5, 0.3, bias)
     tiles = -(-columns // tile.block_n)
     normed = torch.full((rows, columns), NAN, device=DEVICE)
     sumsq = torch.full((rows, tiles), NAN, device=DEVICE)
-    options = {"norm_offset": 0.5, "scale": 0.3, "bias": bias}
-    if isinstance(tile, GemvTile):
-        gemv_residual(x, w, residual, normed, sumsq, norm, tile, **options)
-    else:
-        space = SplitSpace(tiles * tile.splits * tile.block_n * 16, tiles, torch.device(DEVICE))
+    space = None
+    if not isinstance(tile, GemvTile):
+        space = SplitSpace(tile.partial_elements(rows, columns), tiles * tile.row_tiles(rows), torch.device(DEVICE))
         space.partials.fill_(NAN)
-        skinny_residual(x, w, residual, normed, sumsq, norm, tile, space, **options)
-        assert not space.tickets.any()
-    close(residual, expected[0], 1e-5)
+    products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3, bias=bias)
+    assert space is None or not space.tickets.any()
+    close(total, expected[0], 1e-5)
     close(normed, expected[1], 1e-5)
     close(sumsq.sum(1, keepdim=True), expected[2], 1e-5)
 
 
-WIDE_TILES = [GemmTile(64, 32, 1, 4, 2), GemmTile(32, 32, 2, 4, 2, 1, 64), GemmTile(64, 64, 3, 8, 2, 0, 128)]
+@pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_residual(tile, rows, columns, width):
+    check_residual(tile, rows, columns, width, random(columns, seed=2))
 
 
 @pytest.mark.parametrize("rows", [65, 130, 256])
@@ -103,34 +99,25 @@ WIDE_TILES = [GemmTile(64, 32, 1, 4, 2), GemmTile(32, 32, 2, 4, 2, 1, 64), GemmT
 def test_many_rows(tile, rows):
     """Several tiles of rows: each has partial sums and tickets of its own, and the last one's missing rows are not stored."""
     columns, width = 100, 96
-    x, w, norm = random(rows, width), random(columns, width, seed=1), random(columns, seed=3)
-    sumsq = random(rows, 37, seed=5).square() * width  # more than are added at a time
+    x, w = random(rows, width), random(columns, width, seed=1)
+    sumsq = random(rows, 70, seed=5).square() * width  # more than are added at a time
     out = torch.full((tile.splits + 1, rows, columns), NAN, device=DEVICE)
-    skinny_project(x, w, out[:-1], tile, sumsq=sumsq, eps=1e-5)
+    products.project(x, w, out[:-1], tile, sumsq=sumsq, eps=1e-5)
     close(out[:-1].sum(0), project_reference(x, w, sumsq, 1e-5, None, 1.0, 0.0), 1e-5)
     assert out[-1].isnan().all()
     if tile.splits == 1:
         gated, wg = torch.full((rows + 1, columns), NAN, device=DEVICE), random(2 * columns, width, seed=6)
-        skinny_glu(x, wg, gated[:-1], tile, sumsq=sumsq, eps=1e-5)
+        products.glu(x, wg, gated[:-1], tile, sumsq=sumsq, eps=1e-5)
         close(gated[:-1], glu_reference(x, wg, sumsq, 1e-5, "silu"), 1e-5)
         assert gated[-1].isnan().all()
-    residual, tiles = random(rows, columns, seed=4), -(-columns // tile.block_n)
-    expected = residual_reference(x, w, residual, norm, 0.0, 0.5, None)
-    normed, sums = torch.full((rows, columns), NAN, device=DEVICE), torch.full((rows, tiles), NAN, device=DEVICE)
-    space = SplitSpace(tile.partial_elements(rows, columns), tiles * tile.row_tiles(rows), torch.device(DEVICE))
-    space.partials.fill_(NAN)
-    skinny_residual(x, w, residual, normed, sums, norm, tile, space, scale=0.5)
-    close(residual, expected[0], 1e-5)
-    close(normed, expected[1], 1e-5)
-    close(sums.sum(1, keepdim=True), expected[2], 1e-5)
-    assert not space.tickets.any()
+    check_residual(tile, rows, columns, width, None)
 
 
 def test_padded_rows_stay_alone():
     """Rows past M, which the tensor-core kernel computes and drops, reach neither the output nor its neighbours."""
     tile = GemmTile(16, 32, 1, 4, 2)
     out = torch.full((1, 5, 32), 7.0, device=DEVICE)
-    skinny_project(random(3, 64), random(32, 64, seed=1), out.view(-1)[: 3 * 32].view(1, 3, 32), tile)
+    products.project(random(3, 64), random(32, 64, seed=1), out.view(-1)[: 3 * 32].view(1, 3, 32), tile)
     assert (out[:, 3:] == 7.0).all()
 
 

@@ -1,0 +1,83 @@
+"""The matrix products of a fused decode step: what they compute, by the kernel that the tile's type names.
+
+    GemvTile   CUDA cores, 1 to 8 rows                       gemv.py
+    GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
+    WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
+
+`sumsq` [M, tiles] float32 are partial sums of squares of the residual that x is made of: the product of RMSNorm(residual) and
+the weight is norm factor * x @ weight.T (see epilogues.py). Products of many programs to a column add up by `space`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from headrace.kernels import gemv, skinny_gemm, wide_gemm
+from headrace.kernels.epilogues import glu_reference, project_reference, residual_reference, runs_triton
+from headrace.kernels.gemv import GemvTile
+from headrace.kernels.skinny_gemm import GemmTile, SplitSpace
+from headrace.kernels.wide_gemm import WideTile
+
+Tile = GemvTile | GemmTile | WideTile
+LAUNCH: dict[type, Callable[..., None]] = {GemvTile: gemv.launch, GemmTile: skinny_gemm.launch, WideTile: wide_gemm.launch}
+
+
+def num_splits(tile: Tile) -> int:
+    return 1 if isinstance(tile, GemvTile) else tile.splits
+
+
+def project(
+    x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, sumsq: Tensor | None = None, eps: float = 0.0,
+    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
+) -> None:  # fmt: skip
+    """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias [N]).
+
+    With one split also soft-capped. Without `sumsq` the norm factor is 1.
+    """
+    if softcap and num_splits(tile) > 1:
+        raise ValueError("a soft cap cannot be applied to partial sums")
+    if runs_triton(x):
+        LAUNCH[type(tile)](
+            "project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
+            softcap=softcap,
+        )  # fmt: skip
+    else:
+        out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
+
+
+def glu(
+    x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
+) -> None:  # fmt: skip
+    """out [M, I] = activation(gate) * up, where gate, up [M, I] are the halves of norm factor * x @ weight [2 I, K].T."""
+    if num_splits(tile) > 1:
+        raise ValueError("a gated product cannot be split along K")
+    if runs_triton(x):
+        LAUNCH[type(tile)](
+            "glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation
+        )  # fmt: skip
+    else:
+        out.copy_(glu_reference(x, weight, sumsq, eps, activation))
+
+
+def residual(
+    x: Tensor, weight: Tensor, total: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: Tile,
+    space: SplitSpace | None = None, *, norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
+) -> None:  # fmt: skip
+    """total [M, N] float32 += scale * (x [M, K] @ weight [N, K].T + bias), in place.
+
+    Also writes normed [M, N] = total * (next_norm + norm_offset) and sumsq_out [M, cdiv(N, block_n)] float32, the sums of
+    total^2 over each tile: what the next product needs to see RMSNorm(total).
+    """
+    if runs_triton(x):
+        spaces = {} if isinstance(tile, GemvTile) else {"space": space}
+        LAUNCH[type(tile)](
+            "residual", x, weight, normed, tile, columns=weight.shape[0], residual=total, norm=next_norm,
+            norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, **spaces,
+        )  # fmt: skip
+    else:
+        new, scaled, squares = residual_reference(x, weight, total, next_norm, norm_offset, scale, bias)
+        total.copy_(new)
+        normed.copy_(scaled)
+        sumsq_out.zero_()[:, :1] = squares

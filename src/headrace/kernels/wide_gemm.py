@@ -1,0 +1,160 @@
+"""Matrix products of up to 256 rows on the tensor cores of Hopper and newer: tiles come by the tensor copy engine (TMA).
+
+What `skinny_gemm.py` does, for more rows: a program multiplies `block_m` rows by `block_n` weight rows, so that the output lies
+as it is stored, and the engine copies the tiles, several steps ahead. Programs that run side by side share weight tiles through
+the L2 cache. Where the tiles do not fill the card the sum over K is split, as there. A row of either operand must be a multiple
+of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.kernels.epilogues import activate, soft_cap
+from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from headrace.kernels.skinny_gemm import SplitSpace
+
+MAX_ROWS = 256
+SUMSQ_BLOCK = 64  # partial sums of squares that are added at a time
+EARLY_ELEMENTS = 4096  # of a tile of the residual that is loaded before the sums
+
+
+@dataclass(frozen=True, slots=True)
+class WideTile:
+    """One program's work: block_m rows times block_n columns over 1 / splits of K, `num_stages` steps of block_k in flight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    def row_tiles(self, rows: int) -> int:
+        return -(-rows // self.block_m)
+
+    def partial_elements(self, rows: int, columns: int) -> int:
+        """Floats of partial sums that a residual product of this tile keeps."""
+        if self.splits == 1:
+            return 0
+        return self.row_tiles(rows) * self.block_m * -(-columns // self.block_n) * self.block_n * self.splits
+
+
+@jit
+def _update_residual(
+    acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+):  # fmt: skip
+    """residual = before + scale * (acc + bias), and what the next product needs: see products.residual."""
+    r = before + scale * (acc + bias[None, :])
+    tl.store(residual_ptr + place, r, mask=ok)
+    tl.store(out_ptr + place, (r * norm[None, :]).to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 1), mask=row_ok)
+
+
+@jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
+def _wide_kernel(
+    x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
+    M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, MODE: tl.constexpr,
+    SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(1)
+    n0 = tl.program_id(0) * BLOCK_N
+    m0 = tl.program_id(2) * BLOCK_M
+    k_start = split * k_split
+    rn = n0 + tl.arange(0, BLOCK_N)
+    rm = m0 + tl.arange(0, BLOCK_M)
+    column_ok = rn < N
+    row_ok = rm < M
+    place = rm[:, None] * N + rn[None, :]
+    ok = row_ok[:, None] & column_ok[None, :]
+    norm = tl.zeros([BLOCK_N], tl.float32)
+    if MODE == "residual":
+        norm = tl.load(norm_ptr + rn, mask=column_ok, other=0.0).to(tl.float32) + norm_offset
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rn, mask=column_ok, other=0.0).to(tl.float32)
+        if MODE == "project" and SPLITS > 1:
+            bias = tl.where(split == 0, bias, 0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    # what the epilogue reads is asked for now, where it is small: behind the sums its latency would show
+    if SUMSQ_BLOCK > 0:
+        rs = tl.arange(0, SUMSQ_BLOCK)
+        squares = sumsq_ptr + tl.minimum(rm, M - 1)[:, None] * sumsq_tiles + rs[None, :]
+        sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
+    if MODE == "residual" and EARLY:
+        before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(k_start, k_start + k_split, BLOCK_K):  # past the edges the engine fills in zeros
+        x = x_tiles.load([m0, k])
+        acc = tl.dot(x, w_tiles.load([n0, k]).T, acc, input_precision="ieee")
+        if MODE == "glu":
+            up_acc = tl.dot(x, w_tiles.load([N + n0, k]).T, up_acc, input_precision="ieee")
+    if SUMSQ_BLOCK > 0:
+        total = tl.sum(sumsq, 1)
+        for s0 in range(SUMSQ_BLOCK, sumsq_tiles, SUMSQ_BLOCK):
+            total += tl.sum(tl.load(squares + s0, mask=(s0 + rs < sumsq_tiles)[None, :], other=0.0), 1)
+        factor = tl.rsqrt(total / K + eps)
+        acc = acc * factor[:, None]
+        if MODE == "glu":
+            up_acc = up_acc * factor[:, None]
+    if MODE == "glu":
+        tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
+    elif MODE == "project":
+        y = (acc + bias[None, :]) * scale
+        if HAS_SOFTCAP:
+            y = soft_cap(y, softcap)
+        out = out_ptr + (split * M).to(tl.int64) * N
+        tl.store(out + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+    elif SPLITS == 1:
+        if not EARLY:
+            before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+        _update_residual(acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
+                         scale)  # fmt: skip
+    else:
+        # tiles of a split lie together, whole: no masks
+        whole = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        slab = partials_ptr + whole * (SPLITS * BLOCK_M * BLOCK_N) + inner
+        tl.store(slab + split * (BLOCK_M * BLOCK_N), acc)
+        tl.debug_barrier()  # all threads' stores before the one thread's release
+        ticket = tl.atomic_add(tickets_ptr + whole, 1, sem="acq_rel")
+        if ticket == SPLITS - 1:
+            total = tl.load(slab, cache_modifier=".cg")
+            for s in tl.static_range(1, SPLITS):
+                total += tl.load(slab + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            tl.store(tickets_ptr + whole, 0)
+            if not EARLY:
+                before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+            _update_residual(total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
+                             row_ok, scale)  # fmt: skip
+
+
+def launch(
+    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: WideTile, *, columns: int, sumsq: Tensor | None = None,
+    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
+    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
+    sumsq_out: Tensor | None = None, space: SplitSpace | None = None,
+) -> None:  # fmt: skip
+    rows, width = x.shape
+    if not 1 <= rows <= MAX_ROWS:
+        raise ValueError(f"wide gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
+    k_split = -(-width // (tile.splits * tile.block_k)) * tile.block_k
+    _wide_kernel[(-(-columns // tile.block_n), tile.splits, tile.row_tiles(rows))](
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        bias, sumsq, out, residual, norm, sumsq_out,
+        None if space is None else space.partials, None if space is None else space.tickets,
+        rows, columns, width, k_split, 0 if sumsq is None else sumsq.shape[1],
+        0 if sumsq_out is None else sumsq_out.shape[1], eps, scale, softcap, norm_offset,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits, MODE=mode,
+        SUMSQ_BLOCK=0 if sumsq is None else SUMSQ_BLOCK, ACTIVATION=activation,
+        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0, EARLY=tile.block_m * tile.block_n <= EARLY_ELEMENTS,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
+    )  # fmt: skip
