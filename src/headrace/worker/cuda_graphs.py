@@ -6,7 +6,7 @@ it reads from pinned memory itself, as it writes the ids for the host (worker/ma
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
 Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other
-sizes of a kind that is in use are captured while the engine has nothing to do.
+sizes of a kind that is in use, and few rows' other contexts, are captured while the engine has nothing to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from headrace.worker.mailbox import Mailbox
 from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
-SHORT_CONTEXT, SHORT_ROWS = 256, 16  # tokens of the first context bucket, and the rows that it is for
+FEW_ROWS = 16  # up to here how far attention is split decides about a step's time, and short contexts have graphs of their own
+FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)  # tokens of the first context buckets for so few rows, and for more
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
 
 
@@ -64,9 +65,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
 
 
-def context_buckets(max_model_len: int) -> list[int]:
-    """Each four times the one before; the last is max_model_len."""
-    buckets = [SHORT_CONTEXT]
+def context_buckets(first: tuple[int, ...], max_model_len: int) -> list[int]:
+    """The first ones, then each four times the one before; the last is max_model_len."""
+    buckets = list(first)
     while buckets[-1] < max_model_len:
         buckets.append(4 * buckets[-1])
     return [b for b in buckets[:-1] if b < max_model_len] + [max_model_len]
@@ -81,7 +82,8 @@ class DecodeGraphs:
     ):  # fmt: skip
         self.max_draft_rows = max_draft_rows  # of steps with drafts
         self.forward, self.kv, self.state = forward, kv, state
-        self.sizes, self.buckets = graph_sizes(max_num_seqs), context_buckets(max_model_len)
+        self.sizes = graph_sizes(max_num_seqs)
+        self.few_buckets, self.buckets = (context_buckets(first, max_model_len) for first in (FEW_CONTEXTS, CONTEXTS))
         device = state.device
         self._mailbox = Mailbox(self.sizes[-1], device)
         self._rows = DecodeRows.empty(self.sizes[-1], device)
@@ -90,17 +92,15 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[Key, Captured] = {}
         self._todo: list[Key] = []
-        self._wanted: set[tuple[int, Tail, bool]] = set()
+        self._wanted: set[tuple[int, Tail, bool]] = set()  # a context bucket for many rows, and the rest of a Key
         self._logits: Tensor | None = None
 
     def size_for(self, rows: int) -> int:
         return self.sizes[bisect_left(self.sizes, rows)]
 
     def bucket_for(self, context: int, size: int) -> int:
-        """Only a small batch gains by a graph for short contexts: there attention's split of them shows."""
-        place = bisect_left(self.buckets, context)
-        small = self.buckets[place] == SHORT_CONTEXT and place + 1 < len(self.buckets)
-        return self.buckets[place + 1] if small and size > SHORT_ROWS else self.buckets[place]
+        buckets = self.few_buckets if size <= FEW_ROWS else self.buckets
+        return buckets[bisect_left(buckets, context)]
 
     def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> Replayed:
         """Launch the step of the rows `numbers` [4, R] int32 (see prepare_decode), contexts up to `context`.
@@ -109,8 +109,7 @@ class DecodeGraphs:
         """
         count = numbers.shape[1]
         size = self.size_for(count)
-        bucket = self.bucket_for(context, size)
-        key = Key(size, bucket, tail, related)
+        key = Key(size, self.bucket_for(context, size), tail, related)
         captured = self._graphs.get(key) or self.capture(key)
         try:
             sent = self._mailbox.post(numbers, size, self.state.dummy_slot)
@@ -118,11 +117,14 @@ class DecodeGraphs:
         except BaseException:
             self._mailbox.resume()
             raise
-        if key[1:] not in self._wanted:
-            self._wanted.add(key[1:])
+        wanted = (self.bucket_for(context, self.sizes[-1]), tail, related)
+        if wanted not in self._wanted:
+            self._wanted.add(wanted)
             below = [s for s in reversed(self.sizes) if s < size]
             others = below + [s for s in self.sizes if s > size and (not related or s <= self.max_draft_rows)]
-            self._todo += [key._replace(rows=s) for s in others if self.bucket_for(context, s) == bucket]
+            likely = [(s, self.bucket_for(context, s)) for s in others]
+            likely += [(s, bucket) for bucket in self.few_buckets for s in (size, *others) if s <= FEW_ROWS]
+            self._todo += [Key(s, bucket, tail, related) for s, bucket in likely]
         return Replayed(captured.logits, sent)
 
     def capture_next(self) -> bool:
