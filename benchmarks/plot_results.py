@@ -4,8 +4,9 @@
 
 A file that `headrace bench ... --out` wrote is ours: its results carry the limit. A file with an "engine" is a peer's:
 {"engine": "vllm 0.26.0", "card": ..., "model": ..., "results": [{"workload", "temperature", "value", "unit"}]}. Where a peer
-names no model, the name of its file does (vllm-qwen3-8b.json). A peer's figure is measured against the limit that our run
-found, and only where card, model, workload, temperature and unit are the same; what has no partner is named on stderr.
+names no model, the name of its file does (vllm-qwen3-8b.json). A peer's figure is measured against its own "limit", else the
+one that our run found, and only where card, model, workload, temperature and unit are the same; what has no partner is named
+on stderr.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ Key = tuple[str, float, str]  # workload, temperature, unit
 
 @dataclass(slots=True)
 class Panel:
-    """One model on one card: the limit of each workload, and each engine's values."""
+    """One model on one card: the limit of each workload that we ran, and each engine's values beside their limits."""
 
     model: str
     card: str
     limits: dict[Key, float] = field(default_factory=dict)
-    values: dict[str, dict[Key, float]] = field(default_factory=dict)  # engine -> workload -> value
+    values: dict[str, dict[Key, tuple[float, float]]] = field(default_factory=dict)  # engine -> workload -> value, limit
 
     def share(self, engine: str, key: Key) -> float | None:
         """Of the limit, 1 = reached: the speed where more is better, the inverse of the time where less is."""
-        value = self.values.get(engine, {}).get(key)
-        if value is None:
+        if key not in self.values.get(engine, {}):
             return None
-        return value / self.limits[key] if key[2].endswith("/s") else self.limits[key] / value
+        value, limit = self.values[engine][key]
+        return value / limit if key[2].endswith("/s") else limit / value
 
 
 def main() -> int:
@@ -76,7 +77,7 @@ def read_panels(directory: Path, wanted: re.Pattern[str]) -> list[Panel]:
         panel = panels.setdefault((model, card), Panel(model, card))
         for r in limited:
             panel.limits[key_of(r)] = r["limit"]
-            panel.values.setdefault(OURS, {})[key_of(r)] = r["value"]
+            panel.values.setdefault(OURS, {})[key_of(r)] = r["value"], r["limit"]
     for path, document in peers:
         add_peer(panels, path, document, wanted)
     return list(panels.values())
@@ -90,7 +91,8 @@ def add_peer(panels: dict[tuple[str, str], Panel], path: Path, document: dict[st
         return
     for r in document["results"]:
         if key_of(r) in panel.limits:
-            panel.values.setdefault(document["engine"], {})[key_of(r)] = r["value"]
+            limit = r.get("limit", panel.limits[key_of(r)])
+            panel.values.setdefault(document["engine"], {})[key_of(r)] = r["value"], limit
         elif wanted.search(r["workload"]):
             print(f"{path.name}: no result of ours beside {key_of(r)}", file=sys.stderr)
 
@@ -138,7 +140,7 @@ def draw_panel(panel: Panel, y: int, engines: list[str], colors: dict[str, str],
         for engine, share in there:
             width = scale * min(share, 1.0)
             bars.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR - 1}" fill="{colors[engine]}"/>')
-            value = panel.values[engine][key]
+            value = panel.values[engine][key][0]
             label = f"{100 * share:.0f} %   {value:,.{0 if value >= 100 else 2}f} {key[2]}"
             bars.append(text(LEFT + width + 6, y + BAR - 3, label, size=11))
             y += BAR
