@@ -5,10 +5,10 @@
 
 Random weights and cache of a Qwen3 shape, bfloat16, CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with
 GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), wide GEMMs
-only (`wide`, and `two` with attention in two kernels), and with
-the table in use (`table`): the defaults, what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys
-and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes ahead of their use
-(--compile-only does just that, without a card, into Triton's cache).
+only (`wide`, and `two` with attention in two kernels), and with the table in use (`table`): the shipped one or the defaults,
+what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys and values read once) / the copy bandwidth
+measured here. Kernels are compiled by a pool of processes ahead of their use (--compile-only does just that, without a card,
+into Triton's cache).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decode_tiles import ROW_STEPS, StepTiles
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
-from headrace.model.fast_decode import FastDecode
-from headrace.model.tile_store import tile_file_name
+from headrace.model.fast_decode import FastDecode, has_copy_engine
+from headrace.model.tile_store import SHIPPED, tile_file_name
 
 BF16 = torch.bfloat16
 BLOCK = 64
@@ -175,7 +175,7 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
 # ------------------------------------------------------------------------------------------------ paths
 
 
-MANY_ROWS = [n for n in ROW_STEPS if n > decode_tiles.FEW_ROWS]
+MANY_ROWS = [n for n in ROW_STEPS if n > decode_tiles.ALL_ROWS]
 KINDS = {  # path -> (tile of a shape, numbers of rows)
     "gemv": (decode_tiles.gemv_tile, [n for n in ROW_STEPS if n <= 8]),
     "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if 1 < n <= 64]),
@@ -279,11 +279,13 @@ class Bench:
         blocks = rows * -(-context // BLOCK)
         self.kv = Cache(self.config, blocks + 8, self.device)
         self.input = Input(self.config, rows, context, blocks, self.device)
-        self.table = decode_tiles.default_table(self.config)
-        saved = table_file(args.tables, name)
-        if saved is not None and saved.exists():
-            self.table.update(decode_tiles.from_json(saved.read_text()))
-            say(f"tiles from {saved}")
+        self.copy_engine = has_copy_engine(self.config, BF16, DEVICE)
+        self.table = decode_tiles.default_table(self.config, self.copy_engine)
+        file = tile_file_name(torch.cuda.get_device_name(0), self.config)
+        for path in (SHIPPED / file, *([] if args.tables is None else [Path(args.tables) / file])):
+            if path.exists():
+                self.table.update(decode_tiles.from_json(path.read_text()))
+                say(f"tiles from {path}")
         self.weight_bytes = self.weights.num_bytes - (0 if name in TIED else self.weights.embedding.nbytes)
         say(f"{name}: {self.weight_bytes / 1e9:.3f} GB of weights a step")
 
@@ -298,7 +300,7 @@ class Bench:
             elif path == "table":
                 if rows <= max(self.table):
                     found[path] = self.fast(self.table, rows)
-            elif min(KINDS[path][1]) <= rows <= max(KINDS[path][1]):
+            elif min(KINDS[path][1]) <= rows <= max(KINDS[path][1]) and (self.copy_engine or path not in ("wide", "two")):
                 found[path] = self.fast(forced(self.config, path), rows)
         return found
 

@@ -17,11 +17,12 @@ from headrace.kernels.gemv import MAX_ROWS as GEMV_MAX_ROWS
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.products import Tile
+from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.kernels.skinny_gemm import GemmTile
 from headrace.kernels.wide_gemm import WideTile
 from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import (
-    FEW_ROWS,
+    ALL_ROWS,
     FILL,
     KINDS,
     PRODUCTS,
@@ -66,10 +67,10 @@ def _touched(shape: Shape, tile: GemmTile) -> int:
 
 
 def candidates(shape: Shape, rows: int) -> list[Tile]:
-    """What `tune` tries for one product: about twenty tiles."""
-    if rows > FEW_ROWS:
-        return wide_candidates(shape, rows)
-    found: list[Tile] = []
+    """What `tune` tries for one product: four to sixty tiles."""
+    found = wide_candidates(shape, rows) if rows > ALL_ROWS else []
+    if rows > GEMM_MAX_ROWS:
+        return found
     if rows <= GEMV_MAX_ROWS:
         wide = ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1))
         for block_n, warps in wide if rows == 1 else wide[1:3] + wide[5:8] if rows <= 4 else wide[1:3]:
@@ -94,7 +95,7 @@ def candidates(shape: Shape, rows: int) -> list[Tile]:
 
 
 def wide_candidates(shape: Shape, rows: int) -> list[Tile]:
-    """For more than FEW_ROWS rows: programs for half the card to several times it, as many steps in flight as fit."""
+    """For more than ALL_ROWS rows: programs for half the card to several times it, as many steps in flight as fit."""
     found: list[Tile] = []
     for block_m, block_n in itertools.product((64, 128), (16, 32, 64, 128)):
         size = block_m * block_n * (2 if shape.gated else 1)
@@ -126,9 +127,9 @@ def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int
         (AttentionTile(block_n, warps, stages, 1, early, heads_first, touch), programs)
         for block_n, warps, stages in shapes
         for early, heads_first in ((True, False), (True, True), (False, False), (False, True)) for touch in (0, 1)
-        for programs in ((4 * FILL,) if rows > FEW_ROWS else (FILL, 2 * FILL, 4 * FILL))
+        for programs in ((4 * FILL,) if rows > ALL_ROWS else (FILL, 2 * FILL, 4 * FILL))
     ]  # fmt: skip
-    return one + [(SplitTile(64, 4, 3), 4 * FILL), (SplitTile(64, 2, 3), 4 * FILL)] if rows > FEW_ROWS else one
+    return one + [(SplitTile(64, 4, 3), 4 * FILL), (SplitTile(64, 2, 3), 4 * FILL)] if rows > ALL_ROWS else one
 
 
 def tune(

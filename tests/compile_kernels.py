@@ -161,6 +161,8 @@ CASES: dict[str, Callable[[], None]] = {
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
+    "decode of 64 rows": decode(64, decode_tiles.default_table),
+    "decode of 64 rows 8B": decode(64, decode_tiles.default_table, "8b"),
     "decode of 100 rows": decode(100, decode_tiles.default_table),
     "decode of 256 rows": decode(256, decode_tiles.default_table),
     "decode of 256 rows in two": decode(256, in_two),

@@ -11,14 +11,16 @@ from torch import Tensor
 from fast_decode_cases import CONFIGS, PLAIN, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.kernels.attention_decode import SplitTile
-from headrace.kernels.attention_decode_fused import AttentionTile
+from headrace.kernels.attention_decode_fused import AttentionTile, decode_attention
 from headrace.kernels.epilogues import runs_triton
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.skinny_gemm import GemmTile
 from headrace.kernels.wide_gemm import WideTile
-from headrace.model.decode_tiles import StepTiles, default_table, from_json, product_shapes
+from headrace.model import fast_decode
+from headrace.model.decode_tiles import PRODUCTS, StepTiles, default_table, from_json, product_shapes
 from headrace.model.decoder import Decoder
-from headrace.model.fast_decode import FastDecode
+from headrace.model.fast_decode import FastDecode, has_copy_engine
+from headrace.model.tile_store import SHIPPED
 from tile_search import candidates, to_json, tune
 
 CPU = torch.device("cpu")
@@ -39,7 +41,10 @@ WIDE = StepTiles(
     attention=AttentionTile(block_n=64, heads_first=True),
 )  # fmt: skip
 TWO_KERNELS = replace(WIDE, qkv=WideTile(64, 64, 64, 1, 4, 2), o=WideTile(64, 64, 64, 1, 4, 2), attention=SplitTile(64))
-TABLES = {"gemv": {4: GEMV}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))}, "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)}}
+TABLES = {
+    "gemv": {4: GEMV}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))},
+    "mixed": {8: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)},
+}  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
 
@@ -144,6 +149,50 @@ def test_padded_rows_touch_nothing() -> None:
         assert (ours == theirs).all()
 
 
+@pytest.mark.parametrize(
+    ("longest", "related", "expected"), [(256, False, ("short", 1)), (257, False, ("usual", 5)), (256, True, None)]
+)
+def test_short_attention_is_for_short_contexts(monkeypatch, longest: int, related: bool, expected) -> None:
+    """One program without a merge up to its tile's length, else the usual ones; never where rows are of one request."""
+    tiles = replace(GEMM, short_attention=AttentionTile(256), attention=AttentionTile(64), attention_programs=20)
+    fast = FastDecode(PLAIN, random_weights(PLAIN), 2, CPU, {2: tiles})
+    seen: set[tuple[str, int]] = set()
+
+    def spy(*args, tile: AttentionTile, num_splits: int, **options) -> None:
+        seen.add(("short" if tile is tiles.short_attention else "usual", num_splits))
+        decode_attention(*args, tile=tile, num_splits=num_splits, **options)
+
+    monkeypatch.setattr(fast_decode, "decode_attention", spy)
+    batch, kv = decode_batch(PLAIN, [40, 17], 16)
+    batch.context_lens, batch.related = [longest, 40], related
+    fast.forward(batch, kv)
+    assert seen == (set() if expected is None else {expected})
+
+
+def test_what_a_card_without_a_copy_engine_gets() -> None:
+    table = default_table(PLAIN, copy_engine=False)
+    tiles = [getattr(step, product) for step in table.values() for product in PRODUCTS]
+    assert max(table) == 64 and not any(isinstance(tile, WideTile) for tile in tiles)
+    assert not has_copy_engine(PLAIN, torch.bfloat16, CPU)
+    fast = FastDecode(PLAIN, random_weights(PLAIN), 64, CPU)
+    assert max(fast.tiles) == 64
+    with pytest.raises(ValueError, match="65 rows"):
+        FastDecode(PLAIN, random_weights(PLAIN), 65, CPU)
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "change", "expected"),
+    [
+        ((9, 0), torch.bfloat16, {}, True), ((10, 0), torch.bfloat16, {}, True), ((8, 0), torch.bfloat16, {}, False),
+        ((12, 0), torch.bfloat16, {}, False), ((9, 0), torch.float32, {}, False),
+        ((9, 0), torch.bfloat16, {"intermediate_size": 100}, False),
+    ],
+)  # fmt: skip
+def test_who_has_a_copy_engine(monkeypatch, card, dtype, change, expected) -> None:
+    monkeypatch.setattr(fast_decode, "capability", lambda device: card)
+    assert has_copy_engine(replace(PLAIN, **change), dtype, CPU) is expected
+
+
 def test_what_is_not_supported() -> None:
     for change in ({"norm_place": "post"}, {"norm_place": "sandwich"}, {"qk_norm": "full"}, {"mlp_bias": True}):
         assert not FastDecode.supports(replace(PLAIN, **change))
@@ -159,6 +208,19 @@ def test_tables_survive_json() -> None:
     assert from_json(to_json(table)) == table
 
 
+def test_shipped_tables_are_tables() -> None:
+    files = list(SHIPPED.glob("*.json"))
+    assert files
+    for file in files:
+        assert 64 <= max(from_json(file.read_text())) <= 256
+
+
+@pytest.mark.parametrize("table", [{}, {128: GEMM}, {16: GEMV}])
+def test_a_table_that_cannot_run_is_none(table) -> None:
+    with pytest.raises(ValueError):
+        from_json(to_json(table))
+
+
 def test_tune_finds_the_fastest_candidate() -> None:
     """With a made-up cost that is a sum over products, the search ends at the best of each."""
     config = replace(PLAIN, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128)
@@ -172,7 +234,10 @@ def test_tune_finds_the_fastest_candidate() -> None:
         products = (tiles.qkv, tiles.o, tiles.gate_up, tiles.down, tiles.lm_head)
         return sum(abs(t.block_n - 32) + t.num_warps for t in products) + tiles.attention_programs / 1e4
 
-    assert all(candidates(shape, 256) for shape in product_shapes(config).values())
+    for product in ("qkv", "o", "gate_up", "down"):
+        shape = product_shapes(config)[product]
+        kinds = [{type(tile) for tile in candidates(shape, rows)} for rows in (32, 64, 256)]
+        assert kinds == [{GemmTile}, {GemmTile, WideTile}, {WideTile}]
     start = replace(default_table(config)[8], o=GemmTile(64, 128, 8, 4, 3))
     best, took = tune(start, config, 8, cost, seconds=60)
     assert {t.block_n for t in (best.qkv, best.o, best.gate_up, best.down)} == {32}

@@ -16,9 +16,9 @@ from headrace.kernels.attention_decode_fused import (
     decode_attention_reference,
 )
 from headrace.kernels.embed_residual import embed_residual
-from headrace.kernels.epilogues import glu_reference, project_reference, residual_reference, runs_triton
+from headrace.kernels.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
 from headrace.kernels.gemv import GemvTile
-from headrace.kernels.skinny_gemm import GemmTile, SplitSpace
+from headrace.kernels.skinny_gemm import GemmTile
 from headrace.kernels.wide_gemm import WideTile
 from headrace.model.config import ModelConfig, RopeConfig
 
@@ -111,6 +111,18 @@ def test_many_rows(tile, rows):
         close(gated[:-1], glu_reference(x, wg, sumsq, 1e-5, "silu"), 1e-5)
         assert gated[-1].isnan().all()
     check_residual(tile, rows, columns, width, None)
+
+
+@pytest.mark.parametrize(
+    ("tile", "rows"),
+    [
+        (GemmTile(64, 32, 1, 4, 2), 40), (GemmTile(64, 32, 2, 4, 2), 64),
+        (WideTile(64, 128, 32, 1, 4, 2), 40), (WideTile(128, 64, 32, 2, 8, 2), 130),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tiles_too_large_to_load_the_residual_early(tile, rows):
+    check_residual(tile, rows, 200, 96, None)
 
 
 def test_padded_rows_stay_alone():

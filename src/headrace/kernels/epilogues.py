@@ -3,7 +3,7 @@
 RMSNorm is split between two kernels so that neither needs a pass of its own. The kernel that makes a residual r [M, H] also
 stores x = r * norm weight and, per row and output tile, the sum of r^2; the next product computes x @ W.T, which is the
 normed product up to one factor a row, and multiplies it by 1 / sqrt(sum / H + eps) (Zhang & Sennrich 2019).
-Below: the Triton helpers of both product kernels and the torch references that say what they compute.
+Below: what the product kernels share, and the torch references that say what they compute.
 """
 
 from __future__ import annotations
@@ -13,6 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.launch import jit, next_power_of_2, tl
+
+
+class SplitSpace:
+    """Partial sums and tickets of products whose K is split; one serves all products of a step, which run in order."""
+
+    def __init__(self, elements: int, tiles: int, device: torch.device):
+        self.partials = torch.empty(elements, dtype=torch.float32, device=device)
+        self.tickets = torch.zeros(tiles, dtype=torch.int32, device=device)  # each product leaves them at 0
+
+
+def split_width(width: int, splits: int, block_k: int) -> int:
+    """Elements of K that one split sums: whole steps, the last split may have fewer (or none)."""
+    return -(-width // (splits * block_k)) * block_k
 
 
 def runs_triton(tensor: Tensor) -> bool:
@@ -45,6 +58,21 @@ def activate(x, KIND: tl.constexpr):
 def soft_cap(x, cap):
     """cap * tanh(x / cap)"""
     return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
+
+
+@jit
+def update_residual(
+    acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """residual = before + scale * (acc + bias), and what the next product needs: see products.residual.
+
+    The columns of acc, to which bias and norm belong, are its axis COLUMNS (0 or 1), the rows rm the other one.
+    """
+    r = before + scale * (acc + tl.expand_dims(bias, 1 - COLUMNS))
+    tl.store(residual_ptr + place, r, mask=ok)
+    tl.store(out_ptr + place, (r * tl.expand_dims(norm, 1 - COLUMNS)).to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, COLUMNS), mask=row_ok)
 
 
 def rms_factor_reference(sumsq: Tensor | None, width: int, eps: float) -> Tensor | float:

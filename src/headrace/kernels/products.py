@@ -15,12 +15,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from headrace.kernels import gemv, skinny_gemm, wide_gemm
-from headrace.kernels.epilogues import glu_reference, project_reference, residual_reference, runs_triton
+from headrace.kernels.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
 from headrace.kernels.gemv import GemvTile
-from headrace.kernels.skinny_gemm import GemmTile, SplitSpace
+from headrace.kernels.skinny_gemm import GemmTile
 from headrace.kernels.wide_gemm import WideTile
 
 Tile = GemvTile | GemmTile | WideTile
+MAX_ROWS: dict[type, int] = {GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS}
 LAUNCH: dict[type, Callable[..., None]] = {GemvTile: gemv.launch, GemmTile: skinny_gemm.launch, WideTile: wide_gemm.launch}
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from headrace.kernels.epilogues import activate, soft_cap, sumsq_block
+from headrace.kernels.epilogues import SplitSpace, activate, soft_cap, split_width, sumsq_block, update_residual
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 
 MAX_ROWS = 64
@@ -52,14 +51,6 @@ def row_block(rows: int) -> int:
     return max(16, next_power_of_2(rows))
 
 
-class SplitSpace:
-    """Partial sums and tickets of products whose K is split; one serves all products of a step, which run in order."""
-
-    def __init__(self, elements: int, tiles: int, device: torch.device):
-        self.partials = torch.empty(elements, dtype=torch.float32, device=device)
-        self.tickets = torch.zeros(tiles, dtype=torch.int32, device=device)  # each product leaves them at 0
-
-
 @jit
 def _load_weights(pointers, ok, k, k_end, rk, EVEN: tl.constexpr):
     if EVEN:
@@ -77,17 +68,6 @@ def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
 @jit
 def _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok):
     return tl.load(residual_ptr + rm[None, :] * N + rn[:, None], mask=row_ok[None, :] & column_ok[:, None], other=0.0)
-
-
-@jit
-def _update_residual(
-    acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
-):  # fmt: skip
-    """residual = before + scale * (acc + bias), and what the next product needs: see products.residual."""
-    r = before + scale * (acc + bias[:, None])
-    tl.store(residual_ptr + place, r, mask=ok)
-    tl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 0), mask=row_ok)
 
 
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
@@ -178,8 +158,10 @@ def _skinny_kernel(
     elif SPLITS == 1:
         if BLOCK_M * BLOCK_N > 2048:
             before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
-        _update_residual(acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
-                         scale)  # fmt: skip
+        update_residual(
+            acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+            COLUMNS=0,
+        )  # fmt: skip
     else:
         # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -194,8 +176,10 @@ def _skinny_kernel(
             tl.store(tickets_ptr + tile, 0)
             if BLOCK_M * BLOCK_N > 2048:
                 before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
-            _update_residual(total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
-                             row_ok, scale)  # fmt: skip
+            update_residual(
+                total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+                COLUMNS=0,
+            )  # fmt: skip
 
 
 def launch(
@@ -207,7 +191,7 @@ def launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
-    k_split = split_width(width, tile)
+    k_split = split_width(width, tile.splits, tile.block_k)
     steps = k_split // tile.block_k
     prefetch = min(tile.prefetch, steps)
     touched = min(tile.touch, steps - prefetch) * tile.block_k // 64
@@ -223,8 +207,3 @@ def launch(
         LINES=next_power_of_2(touched) if touched else 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
     )  # fmt: skip
-
-
-def split_width(width: int, tile: GemmTile) -> int:
-    """Elements of K that one split sums: whole steps, the last split may have fewer (or none)."""
-    return -(-width // (tile.splits * tile.block_k)) * tile.block_k

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import activate, soft_cap
+from headrace.kernels.epilogues import SplitSpace, activate, soft_cap, split_width, update_residual
 from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, pdl, tl
-from headrace.kernels.skinny_gemm import SplitSpace
 
 MAX_ROWS = 256
 SUMSQ_BLOCK = 64  # partial sums of squares that are added at a time
@@ -40,17 +39,6 @@ class WideTile:
         if self.splits == 1:
             return 0
         return self.row_tiles(rows) * self.block_m * -(-columns // self.block_n) * self.block_n * self.splits
-
-
-@jit
-def _update_residual(
-    acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
-):  # fmt: skip
-    """residual = before + scale * (acc + bias), and what the next product needs: see products.residual."""
-    r = before + scale * (acc + bias[None, :])
-    tl.store(residual_ptr + place, r, mask=ok)
-    tl.store(out_ptr + place, (r * norm[None, :]).to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 1), mask=row_ok)
 
 
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
@@ -115,8 +103,10 @@ def _wide_kernel(
     elif SPLITS == 1:
         if not EARLY:
             before = tl.load(residual_ptr + place, mask=ok, other=0.0)
-        _update_residual(acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok,
-                         scale)  # fmt: skip
+        update_residual(
+            acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+            COLUMNS=1,
+        )  # fmt: skip
     else:
         # tiles of a split lie together, whole: no masks
         whole = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -132,8 +122,10 @@ def _wide_kernel(
             tl.store(tickets_ptr + whole, 0)
             if not EARLY:
                 before = tl.load(residual_ptr + place, mask=ok, other=0.0)
-            _update_residual(total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm,
-                             row_ok, scale)  # fmt: skip
+            update_residual(
+                total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+                COLUMNS=1,
+            )  # fmt: skip
 
 
 def launch(
@@ -145,7 +137,7 @@ def launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS:
         raise ValueError(f"wide gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
-    k_split = -(-width // (tile.splits * tile.block_k)) * tile.block_k
+    k_split = split_width(width, tile.splits, tile.block_k)
     _wide_kernel[(-(-columns // tile.block_n), tile.splits, tile.row_tiles(rows))](
         TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.attention_decode_fused import AttentionTile
 from headrace.kernels.gemv import GemvTile
-from headrace.kernels.products import Tile, num_splits
+from headrace.kernels.products import MAX_ROWS, Tile, num_splits
 from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import MAX_ROWS, WideTile
+from headrace.kernels.wide_gemm import WideTile
 from headrace.model.config import ModelConfig
 
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
-FEW_ROWS = 32  # above, tiles of both operands are copied by the engine, where the card has one
+ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
 GEMV_ROWS = 1  # up to here the defaults use GEMVs: with a few rows more they are slower, and wide ones spill registers
 SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
@@ -53,10 +53,9 @@ class StepTiles:
 
 def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     """The same, with all keys and values written before any of them is read."""
-    if isinstance(tiles.attention, SplitTile):
-        return tiles
     whole = tiles.qkv if isinstance(tiles.qkv, GemvTile) else replace(tiles.qkv, splits=1)
-    return replace(tiles, qkv=whole, attention=SplitTile(), short_attention=None)
+    two = tiles.attention if isinstance(tiles.attention, SplitTile) else SplitTile()
+    return replace(tiles, qkv=whole, attention=two, short_attention=None)
 
 
 TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
@@ -64,37 +63,42 @@ TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """columns [N] and width [K] of a product; a gated one has 2 N weight rows.
-
-    `splittable`: partial sums are allowed; `merged`: the program that ends last adds them up, else the next kernel does.
-    """
+    """columns [N] and width [K] of a product; a gated one has 2 N weight rows. `splittable`: partial sums are allowed."""
 
     columns: int
     width: int
     gated: bool = False
     splittable: bool = True
-    merged: bool = False
 
 
 def product_shapes(config: ModelConfig) -> dict[str, Shape]:
     hidden, inner = config.hidden_size, config.intermediate_size
     return {
         "qkv": Shape(config.q_size + 2 * config.kv_size, hidden),
-        "o": Shape(hidden, config.q_size, merged=True),
+        "o": Shape(hidden, config.q_size),
         "gate_up": Shape(inner, hidden, gated=True, splittable=False),
-        "down": Shape(hidden, inner, merged=True),
+        "down": Shape(hidden, inner),
         "lm_head": Shape(config.vocab_size, hidden, splittable=False),
     }
 
 
 def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True) -> StepTiles:
     """Good guesses for H100 and H200 from the shapes alone."""
-    kind = gemv_tile if rows <= GEMV_ROWS else wide_tile if rows > FEW_ROWS and copy_engine else gemm_tile
+    kind = gemv_tile if rows <= GEMV_ROWS else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
     products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
-    attention = AttentionTile(early=True)
-    if rows > SHORT_ROWS:
-        attention = AttentionTile(num_warps=2 if config.head_dim <= 128 else 4, heads_first=True, touch=1)
-    return StepTiles(**products, attention=attention, attention_programs=default_programs(rows), short_attention=None)
+    return StepTiles(
+        **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
+        short_attention=None,
+    )  # fmt: skip
+
+
+def attention_tile(config: ModelConfig, rows: int, copy_engine: bool) -> AttentionTile:
+    """Two warps keep a tile of keys and values in registers where heads are small and numbers have two bytes (measured so)."""
+    if rows <= SHORT_ROWS:
+        return AttentionTile(early=True)
+    if copy_engine and config.head_dim <= 128 and config.num_heads <= 16 * config.num_kv_heads:
+        return AttentionTile(num_warps=2 if rows <= GEMM_MAX_ROWS else 4, heads_first=True, touch=1)
+    return AttentionTile(heads_first=rows > GEMM_MAX_ROWS)
 
 
 def default_programs(rows: int) -> int:
@@ -158,7 +162,9 @@ def from_json(text: str) -> dict[int, StepTiles]:
         products = {}
         for name in PRODUCTS:
             values = dict(entry[name])
-            products[name] = KINDS[values.pop("kind")](**values)
+            tile = products[name] = KINDS[values.pop("kind")](**values)
+            if int(rows) > MAX_ROWS[type(tile)]:
+                raise ValueError(f"{name}: {tile} takes at most {MAX_ROWS[type(tile)]} rows, not {rows}")
         kind = SplitTile if entry.get("attention_kernels", 1) == 2 else AttentionTile
         attention = kind(**entry["attention"])
         short = entry.get("short_attention")
@@ -166,6 +172,6 @@ def from_json(text: str) -> dict[int, StepTiles]:
             **products, attention=attention, attention_programs=entry["attention_programs"],
             short_attention=None if short is None else AttentionTile(**short),
         )  # fmt: skip
-    if max(table, default=0) > MAX_ROWS:
-        raise ValueError(f"a table serves at most {MAX_ROWS} rows")
+    if not table:
+        raise ValueError("a table without rows")
     return table

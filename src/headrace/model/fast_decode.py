@@ -4,8 +4,8 @@
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
 kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
-of rows is its tile's type (see kernels/products.py, decode_tiles.py). Everything is allocated
-beforehand and nothing is read by the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
+of rows is its tile's type (see kernels/products.py, decode_tiles.py). Everything is allocated beforehand and nothing is read by
+the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
 from headrace.kernels.attention_decode_fused import AttentionTile, HeadShape, MergeSpace, decode_attention
 from headrace.kernels.embed_residual import embed_residual
-from headrace.kernels.epilogues import runs_triton
+from headrace.kernels.epilogues import SplitSpace, runs_triton
 from headrace.kernels.gemv import GemvTile
 from headrace.kernels.launch import capability
 from headrace.kernels.products import Tile, glu, num_splits, project, residual
 from headrace.kernels.qkv import qkv_rope_write_triton
-from headrace.kernels.skinny_gemm import SplitSpace
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import StepTiles, TileTable, default_table, with_attention_in_two
@@ -37,9 +36,10 @@ MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_T
 
 
 def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products may run as WideTile: on Hopper and newer, for matrices whose rows are multiples of 16 bytes."""
+    """Whether products may run as WideTile: for matrices whose rows are multiples of 16 bytes, on Hopper and on the data centre
+    cards after it (the others after it have half the shared memory)."""
     widths = (config.hidden_size, config.q_size, config.intermediate_size)
-    return capability(device) >= (9, 0) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
+    return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
 
 
 class FastDecode:

@@ -1,7 +1,8 @@
 """Tile tables of the small-batch path that were searched on a card: read where they are known, else the defaults serve.
 
-A table is found by `benchmarks/gpu_decode.py --tune`. It is looked for in the user's cache directory, then among those that
-come with the package; it belongs to a card and to the shapes of a model's matrices. The largest number of rows in it is where
+A table is found by `benchmarks/gpu_decode.py --tune`, which starts from the one there is and keeps its `short_attention` (that
+was chosen by hand, from steps of up to 256 tokens). It is looked for in the user's cache directory, then among those that come
+with the package; it belongs to a card and to the shapes of a model's matrices. The largest number of rows in it is where
 the path ends: above, cuBLAS was faster.
 """
 

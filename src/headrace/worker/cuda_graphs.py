@@ -34,7 +34,8 @@ from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
 FEW_ROWS = 16  # up to here how far attention is split decides about a step's time, and short contexts have graphs of their own
-FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)  # tokens of the first context buckets for so few rows, and for more
+# tokens of the first context buckets for so few rows, and for more; 256 is what the tile tables' short attention holds
+FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
 
 

@@ -1,0 +1,67 @@
+"""Which decode graphs are captured, and when: with a stand-in for the capture, so without a card."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from headrace.worker.cuda_graphs import FEW_ROWS, Captured, DecodeGraphs, Key, context_buckets, graph_sizes
+from headrace.worker.sampling import Tail
+
+
+class Noted(DecodeGraphs):
+    """Notes what is captured, and when a replay had to wait for it."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, max_draft_rows: int = 0):
+        self.sizes, self.max_draft_rows = graph_sizes(max_num_seqs), max_draft_rows
+        self.few_buckets, self.buckets = context_buckets((256, 512), max_model_len), context_buckets((2048,), max_model_len)
+        self._graphs, self._todo, self._wanted = {}, [], set()
+        self._mailbox = SimpleNamespace(post=lambda numbers, size, slot: numbers)
+        self.state = SimpleNamespace(dummy_slot=0)
+        self.captured: list[Key] = []
+
+    def capture(self, key: Key) -> Captured:
+        assert key not in self._graphs
+        self.captured.append(key)
+        self._graphs[key] = Captured(SimpleNamespace(replay=lambda: None), None)
+        return self._graphs[key]
+
+    def waits(self, rows: int, context: int, related: bool = False) -> list[Key]:
+        before = len(self.captured)
+        self.replay(np.zeros((4, rows), np.int32), context, Tail.RANDOM, related)
+        return self.captured[before:]
+
+    def rest(self) -> None:
+        while self.capture_next():
+            pass
+
+
+@pytest.mark.parametrize(("first", "longest", "expected"), [
+    ((256, 512), 40960, [256, 512, 2048, 8192, 32768, 40960]), ((256, 512), 512, [256, 512]), ((256, 512), 300, [256, 300]),
+    ((256, 512), 100, [100]), ((2048,), 2048, [2048]), ((2048,), 676, [676]), ((2048,), 4352, [2048, 4352]),
+])  # fmt: skip
+def test_context_buckets(first, longest, expected) -> None:
+    assert context_buckets(first, longest) == expected
+
+
+def test_after_an_idle_moment_nobody_waits() -> None:
+    """A first step captures its own graph. After that: all sizes, and for few rows all contexts, so that a stream that grows
+    past a bucket's end meets no capture; the sizes that are likely next come first."""
+    graphs = Noted(64, 4352)
+    assert graphs.waits(3, 200) == [Key(4, 256, Tail.RANDOM, False)]
+    graphs.rest()
+    assert [key.rows for key in graphs.captured[:3]] == [4, 2, 1]
+    for rows in (1, 2, 5, 16, 17, 64):
+        for context in (1, 256, 257, 513, 2048, *([2049, 4352] if rows <= FEW_ROWS else [])):
+            assert graphs.waits(rows, context) == []
+    assert graphs.waits(64, 2049) == [Key(64, 4352, Tail.RANDOM, False)]
+
+
+def test_graphs_with_drafts_are_captured_ahead_for_as_many_rows_as_such_steps_have() -> None:
+    graphs = Noted(64, 2048, max_draft_rows=16)
+    graphs.waits(4, 200, related=True)
+    graphs.rest()
+    assert max(key.rows for key in graphs.captured) == 16
+    assert graphs.waits(40, 200, related=True) == [Key(40, 2048, Tail.RANDOM, True)]
