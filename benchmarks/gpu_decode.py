@@ -281,9 +281,8 @@ class Bench:
         self.input = Input(self.config, rows, context, blocks, self.device)
         self.copy_engine = has_copy_engine(self.config, BF16, DEVICE)
         self.table = decode_tiles.default_table(self.config, self.copy_engine)
-        file = tile_file_name(torch.cuda.get_device_name(0), self.config)
-        for path in (SHIPPED / file, *([] if args.tables is None else [Path(args.tables) / file])):
-            if path.exists():
+        for path in (table_file(SHIPPED, name), table_file(args.tables, name)):
+            if path is not None and path.exists():
                 self.table.update(decode_tiles.from_json(path.read_text()))
                 say(f"tiles from {path}")
         self.weight_bytes = self.weights.num_bytes - (0 if name in TIED else self.weights.embedding.nbytes)
@@ -410,7 +409,7 @@ class Bench:
         self.results.append({"kind": "profile", "model": self.name, "rows": rows, "us": parts})
 
 
-def table_file(folder: str | None, name: str) -> Path | None:
+def table_file(folder: str | Path | None, name: str) -> Path | None:
     """Where the engine looks for the table too, if `folder` is `tiles` in Headrace's cache directory."""
     return None if folder is None else Path(folder) / tile_file_name(torch.cuda.get_device_name(0), MODELS[name])
 

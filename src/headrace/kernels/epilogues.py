@@ -61,6 +61,24 @@ def soft_cap(x, cap):
 
 
 @jit
+def leave_split(acc, slab, ticket_ptr, split, SIZE: tl.constexpr):
+    """Store a split's partial sums, SIZE of them, in its place behind `slab` -> how many splits of the tile did so before."""
+    tl.store(slab + split * SIZE, acc)
+    tl.debug_barrier()  # all threads' stores before the one thread's release
+    return tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
+
+
+@jit
+def add_splits(slab, ticket_ptr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """The sum of all splits, in their order, for the program that came last; the ticket is ready for the next product."""
+    total = tl.load(slab, cache_modifier=".cg")
+    for s in tl.static_range(1, SPLITS):
+        total += tl.load(slab + s * SIZE, cache_modifier=".cg")
+    tl.store(ticket_ptr, 0)
+    return total
+
+
+@jit
 def update_residual(
     acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
     COLUMNS: tl.constexpr,

@@ -16,7 +16,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import SplitSpace, activate, soft_cap, split_width, sumsq_block, update_residual
+from headrace.kernels.epilogues import (
+    SplitSpace,
+    activate,
+    add_splits,
+    leave_split,
+    soft_cap,
+    split_width,
+    sumsq_block,
+    update_residual,
+)
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 
 MAX_ROWS = 64
@@ -166,14 +175,8 @@ def _skinny_kernel(
         # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         slab = partials_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + inner
-        tl.store(slab + split * (BLOCK_N * BLOCK_M), acc)
-        tl.debug_barrier()  # all threads' stores before the one thread's release
-        ticket = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel")
-        if ticket == SPLITS - 1:
-            total = tl.load(slab, cache_modifier=".cg")
-            for s in tl.static_range(1, SPLITS):
-                total += tl.load(slab + s * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
-            tl.store(tickets_ptr + tile, 0)
+        if leave_split(acc, slab, tickets_ptr + tile, split, BLOCK_N * BLOCK_M) == SPLITS - 1:
+            total = add_splits(slab, tickets_ptr + tile, BLOCK_N * BLOCK_M, SPLITS)
             if BLOCK_M * BLOCK_N > 2048:
                 before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
             update_residual(

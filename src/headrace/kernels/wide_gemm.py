@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import SplitSpace, activate, soft_cap, split_width, update_residual
+from headrace.kernels.epilogues import (
+    SplitSpace,
+    activate,
+    add_splits,
+    leave_split,
+    soft_cap,
+    split_width,
+    update_residual,
+)
 from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, pdl, tl
 
 MAX_ROWS = 256
@@ -112,14 +120,8 @@ def _wide_kernel(
         whole = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         slab = partials_ptr + whole * (SPLITS * BLOCK_M * BLOCK_N) + inner
-        tl.store(slab + split * (BLOCK_M * BLOCK_N), acc)
-        tl.debug_barrier()  # all threads' stores before the one thread's release
-        ticket = tl.atomic_add(tickets_ptr + whole, 1, sem="acq_rel")
-        if ticket == SPLITS - 1:
-            total = tl.load(slab, cache_modifier=".cg")
-            for s in tl.static_range(1, SPLITS):
-                total += tl.load(slab + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            tl.store(tickets_ptr + whole, 0)
+        if leave_split(acc, slab, tickets_ptr + whole, split, BLOCK_M * BLOCK_N) == SPLITS - 1:
+            total = add_splits(slab, tickets_ptr + whole, BLOCK_M * BLOCK_N, SPLITS)
             if not EARLY:
                 before = tl.load(residual_ptr + place, mask=ok, other=0.0)
             update_residual(

@@ -106,7 +106,7 @@ def default_programs(rows: int) -> int:
 
 
 def default_table(config: ModelConfig, copy_engine: bool = True) -> dict[int, StepTiles]:
-    """`copy_engine`: the card can run WideTile, see `FastDecode`."""
+    """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine."""
     steps = [rows for rows in ROW_STEPS if copy_engine or rows <= GEMM_MAX_ROWS]
     return {rows: default_tiles(config, rows, copy_engine) for rows in steps}
 
