@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
 from headrace.errors import ParameterError
@@ -52,6 +54,9 @@ class ByteTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         shown = [i for i in ids if not (skip_special_tokens and i >= 256)]
         return b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")
+
+    def valid_ids(self, vocab_size: int) -> np.ndarray:
+        return np.arange(vocab_size) < self.vocab_size
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else SPECIALS[token_id - 256].encode()

@@ -53,3 +53,12 @@ def test_a_request_reads_its_ids_across_the_border_of_prompt_and_output():
     for start in range(6):
         for stop in range(start, 6):
             assert request.token_ids(start, stop) == known[start:stop]
+
+
+def test_ids_without_a_token_are_refused():
+    valid = np.arange(VOCAB) % 7 != 6
+    assert checked_ids([0, 7, 999], VOCAB, valid=valid).tolist() == [0, 7, 999]
+    with pytest.raises(ParameterError, match=r"prompt: got 13, .*\[0, 999\] .* token for"):
+        checked_ids([5, 13, 6], VOCAB, valid=valid)
+    with pytest.raises(ParameterError, match=r"prompt: got 1000, .*\[0, 999\]$"):
+        checked_ids([6, 1000], VOCAB, valid=valid)

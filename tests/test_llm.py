@@ -11,9 +11,10 @@ import torch
 import transformers
 
 from headrace import LLM, SamplingParams
+from headrace.beam_search import BeamSearchParams
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.worker.model_runner import StepHandle
-from tiny_models import write_tiny
+from tiny_models import write_tiny, write_tokenizer
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "debug_checks": True, "max_model_len": 128}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -314,3 +315,34 @@ def test_nan_logits_fail_their_request_alone(llm):
     outputs = llm.generate([[5, 6, 7], [5, 6, 7]], [bad, good], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error" and "NaN" in outputs[0].outputs[0].error
     assert outputs[1].outputs[0].token_ids == want
+
+
+NOWHERE = 450  # a row of the model that has no token
+WAYS_IN = {
+    "prompt": lambda llm: llm.generate([[5, NOWHERE]], SamplingParams(max_tokens=1)),
+    "stream": lambda llm: list(llm.stream([{"prompt_token_ids": [NOWHERE]}])),
+    "score": lambda llm: llm.score([[5, NOWHERE]]),
+    "beam search": lambda llm: llm.beam_search([[NOWHERE]], BeamSearchParams(beam_width=2)),
+    "stop_token_ids": lambda llm: llm.generate("a", SamplingParams(stop_token_ids=[5, NOWHERE])),
+    "allowed_token_ids": lambda llm: llm.generate("a", SamplingParams(allowed_token_ids=[5, NOWHERE])),
+    "logit_bias": lambda llm: llm.generate("a", SamplingParams(logit_bias={NOWHERE: 1.0})),
+}
+
+
+def test_ids_without_a_token_are_refused_wherever_they_come_in(path, tmp_path):
+    """Without a tokenizer only the model's rows count; bad words of a tokenizer larger than the model are none."""
+    write_tokenizer(tmp_path / "few", 400)
+    with LLM(path, tokenizer=str(tmp_path / "few"), **OPTIONS) as llm:
+        for way, use in WAYS_IN.items():
+            with pytest.raises(ParameterError, match=rf"got {NOWHERE}, allowed: token ids in \[0, 399\]") as caught:
+                use(llm)
+            assert caught.value.field == (way if "_" in way else "prompt")
+    with LLM(path, skip_tokenizer_init=True, **OPTIONS) as llm:
+        assert llm.generate([[NOWHERE]], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
+    write_tokenizer(tmp_path / "many", 520)
+    with LLM(path, tokenizer=str(tmp_path / "many"), **OPTIONS) as llm:
+        word = llm.tokenizer.id_to_piece(515)
+        params = SamplingParams(max_tokens=2, bad_words=[word])
+        assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
+        with pytest.raises(ParameterError, match="got 515"):
+            llm.generate(word, SamplingParams(max_tokens=1))

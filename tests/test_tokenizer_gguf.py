@@ -20,7 +20,7 @@ from headrace.model.tokenizer import Tokenizer
 from tiny_models import write_tokenizer
 
 PATH = Path("model.gguf")
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.lists(
     st.sampled_from(["<s>", "</s>", "<|user|>", " ", "  ", "\n", "\r\n", "The ", "wheel", "I'll", "é", "日本", "🙂", "123",
                      "45", "aB", "Ab", "?!", "/", "١٢", "e\u0301"]), max_size=12,
@@ -188,6 +188,16 @@ def test_sentencepiece_special_and_user_tokens():
     assert tokenizer.decode(ids) == "ab<tool>"
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.byte_fallback == {3 + b: b for b in range(256)}
+
+
+def test_rows_that_only_pad_the_vocabulary_are_no_tokens(directory: Path):
+    """Converters fill a vocabulary up with tokens of the type UNUSED, some of them in its middle."""
+    metadata = gguf_metadata(directory, "qwen2")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    metadata["tokenizer.ggml.tokens"] = [*tokens, "[PAD0]", "<tool>", "[PAD1]"]
+    metadata["tokenizer.ggml.token_type"] = [*types, UNUSED, USER_DEFINED, UNUSED]
+    valid = Tokenizer.from_gguf_metadata(PATH, metadata).valid_ids(len(tokens) + 10)
+    assert valid.tolist() == [True] * len(tokens) + [False, True, False] + [False] * 7
 
 
 def without(key: str) -> dict[str, Any]:

@@ -234,3 +234,18 @@ def test_reading_a_tokenizer_imports_neither_torch_nor_transformers(tmp_path: Pa
         "assert not {'torch', 'transformers', 'gguf'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_ids_without_a_token(tmp_path: Path):
+    """A tokenizer of 400 tokens with a hole, a model of 420 rows; a model of fewer rows than there are tokens."""
+    write_tokenizer(tmp_path, 400)
+    file = tmp_path / "tokenizer.json"
+    state = json.loads(file.read_text())
+    *state["model"]["merges"], _ = state["model"]["merges"]
+    del state["model"]["vocab"][next(t for t, i in state["model"]["vocab"].items() if i == 399)]
+    state["added_tokens"].append({**state["added_tokens"][0], "id": 403, "content": "<far>"})
+    state["model"]["vocab"]["<far>"] = 403
+    file.write_text(json.dumps(state))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.valid_ids(420).tolist() == [True] * 399 + [False] * 4 + [True] + [False] * 16
+    assert tokenizer.valid_ids(10).all()

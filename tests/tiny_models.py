@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ def write_shape(directory: Path, **changes: Any) -> str:
     return str(directory)
 
 
-def write_tokenizer(path: str | Path) -> None:
-    """A byte-level BPE of at most VOCAB tokens: tokenizer.json and tokenizer_config.json with a chat template."""
+def write_tokenizer(path: str | Path, size: int = VOCAB) -> None:
+    """A byte-level BPE of `size` tokens: tokenizer.json and tokenizer_config.json with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -118,15 +119,21 @@ def write_tokenizer(path: str | Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator([_TEXT] * 4, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )
+    state = json.loads(tokenizer.to_str())
+    vocab, merges = state["model"]["vocab"], state["model"]["merges"]
+    rare = [pair for pair in product("JKQVWXZ", "bcdfghjklmnpqrstvwxz") if "".join(pair) not in vocab]
+    for pair in rare[: size - len(vocab)]:  # the text gives no more; every row of a tiny model is to have a token
+        vocab["".join(pair)] = len(vocab)
+        merges.append(list(pair))
     Path(path).mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(Path(path) / "tokenizer.json"))
+    (Path(path) / "tokenizer.json").write_text(json.dumps(state))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
 from headrace.model.config import ModelConfig
@@ -18,6 +20,7 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def valid_ids(self, vocab_size: int) -> np.ndarray: ...
     def token_to_text(self, token_id: int) -> str: ...
 
 

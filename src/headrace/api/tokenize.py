@@ -13,6 +13,7 @@ from headrace.api.conversation import Conversation, check_messages, prompt_of
 from headrace.api.errors import bad_request
 from headrace.api.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.api.service import json_response
+from headrace.engine.inputs import checked_ids
 
 
 async def tokenize(ctx: ApiContext, request: Request) -> Response:
@@ -57,8 +58,7 @@ def _conversation(body: TokenizeRequest) -> Conversation:
 async def detokenize(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, DetokenizeRequest, ctx.config)
     ctx.check_model(body.model)
-    vocab = ctx.engine.tokenizer.vocab_size
-    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < vocab):
-        raise bad_request(f"tokens: token ids must be in [0, {vocab - 1}].", "tokens", "invalid_value")
-    text = await ctx.in_thread(lambda: ctx.engine.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    tokenizer = ctx.engine.tokenizer
+    checked_ids(body.tokens, tokenizer.vocab_size, "tokens", tokenizer.valid_ids(tokenizer.vocab_size))
+    text = await ctx.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_response({"prompt": text})

@@ -26,8 +26,9 @@ def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[
     return tuple(checkpoint.eos_token_ids) if own is None else (own,)
 
 
-def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt") -> array:
-    """The ids packed. Raises ParameterError naming `field` unless all are integers in [0, vocab_size).
+def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt", valid: np.ndarray | None = None) -> array:
+    """The ids packed. Raises ParameterError naming `field` unless all are integers in [0, vocab_size), and `valid`
+    (bool [vocab_size]; None: all are).
 
     Long prompts come here: no loop in Python, and what is packed already costs next to nothing.
     """
@@ -36,12 +37,16 @@ def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt") -> a
             msgspec.convert(ids, list[int])  # the quickest to see that none is a bool, or some other thing like an integer
             ids = packed(ids)
         values = np.frombuffer(ids, np.int32)
-        if values.size == 0 or 0 <= values.min() <= values.max() < vocab_size:
+        in_range = values.size == 0 or 0 <= values.min() <= values.max() < vocab_size
+        if in_range and (valid is None or valid[values].all()):
             return ids
     except (msgspec.ValidationError, ParameterError):
         pass
-    wrong = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
-    raise ParameterError(field, wrong, f"token ids in [0, {vocab_size - 1}]")
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)
+    if wrong is not None or valid is None:
+        raise ParameterError(field, wrong, f"token ids in [0, {vocab_size - 1}]")
+    known = f"token ids in [0, {int(valid.nonzero()[0].max(initial=0))}] that the tokenizer has a token for"
+    raise ParameterError(field, next(i for i in ids if not valid[i]), known)
 
 
 class InputProcessor:
@@ -53,6 +58,7 @@ class InputProcessor:
     ):  # fmt: skip
         self.tokenizer, self.defaults, self.eos_token_ids = tokenizer, generation_defaults, list(eos_token_ids)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.valid = None if tokenizer is None else tokenizer.valid_ids(vocab_size)
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
@@ -84,10 +90,12 @@ class InputProcessor:
         """The ids packed. Raises ParameterError."""
         if not ids:
             raise ParameterError(field, "an empty prompt", "at least one token")
-        return checked_ids(ids, self.vocab_size, field)
+        return checked_ids(ids, self.vocab_size, field, self.valid)
 
     def complete(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            checked_ids(list(getattr(params, field) or ()), self.vocab_size, field, self.valid)
         params.check_vocabulary(self.vocab_size)
         max_tokens = self.max_tokens(params, prompt_len)
         if params.min_tokens > max_tokens:
@@ -106,11 +114,14 @@ class InputProcessor:
         return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
-        """Each word as the ids it has at the start of a text and after a space, where these differ."""
+        """Each word as the ids it has at the start of a text and after a space, where these differ.
+
+        What has an id beyond the model's vocabulary (of a tokenizer with more tokens) is never generated anyway.
+        """
         found: list[list[int]] = []
         for word in words:
             for text in (word, " " + word.lstrip()):
                 ids = self.tokenize(text, add_special_tokens=False)
-                if ids and ids not in found:
+                if ids and ids not in found and max(ids) < self.vocab_size:
                     found.append(ids)
         return found

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from headrace.errors import CheckpointError
 from headrace.model.tokenizer import TokenizerExtras, build_backend
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # ggml's token types
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # ggml's token types
 
 _WORD_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -74,7 +74,8 @@ def tokenizer_parts(path: Path, metadata: dict[str, Any]) -> tuple[tokenizers.To
         (vocabulary.index[known[role]],) if role in known and vocabulary.flag(flag, default) else ()
         for role, flag, default in (("bos_token", "add_bos_token", add_bos), ("eos_token", "add_eos_token", False))
     ]
-    return backend, TokenizerExtras(known, _chat_templates(metadata), ends[0], ends[1])
+    unused = frozenset(i for i, kind in enumerate(vocabulary.types) if kind == _UNUSED)
+    return backend, TokenizerExtras(known, _chat_templates(metadata), ends[0], ends[1], unused)
 
 
 class _Vocabulary:

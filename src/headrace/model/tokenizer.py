@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
 
 from headrace.errors import CheckpointError, ParameterError
@@ -30,6 +31,7 @@ class TokenizerExtras:
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; the usual one is "default"
     prefix: tuple[int, ...] | None = None
     suffix: tuple[int, ...] = ()
+    unused: frozenset[int] = frozenset()  # ids that the vocabulary only pads itself with
 
 
 class Tokenizer:
@@ -55,6 +57,8 @@ class Tokenizer:
         if "ByteFallback" in decoders:
             names = ((f"<0x{byte:02X}>", byte) for byte in range(256))
             self.byte_fallback = {vocabulary[name]: byte for name, byte in names if name in vocabulary}
+        self._has_token = np.zeros(self.vocab_size, np.bool_)
+        self._has_token[[i for i in vocabulary.values() if i not in extras.unused]] = True
         self._metaspace = bool({"ByteFallback", "Metaspace"} & set(decoders))
 
     @classmethod
@@ -111,6 +115,14 @@ class Tokenizer:
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
+
+    def valid_ids(self, vocab_size: int) -> np.ndarray:
+        """bool [vocab_size]: which of the ids that a model has rows for are tokens. The others mean nothing: models pad
+        their vocabularies, and tokenizers have holes."""
+        valid = np.zeros(vocab_size, np.bool_)
+        shared = min(vocab_size, self.vocab_size)
+        valid[:shared] = self._has_token[:shared]
+        return valid
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written out in the text become their ids.
