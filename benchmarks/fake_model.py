@@ -9,11 +9,11 @@ import torch
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, resolve, scheduler_config
 from headrace.engine.core import EngineCore
-from headrace.engine.plan import StepPlan
-from headrace.engine.scheduler import Scheduler
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
+from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.scheduler import Scheduler
 from headrace.worker.model_runner import StepResult
 
 TEXT = "A headrace is the channel that leads water onto a mill wheel; nothing is lost on the way, and it never stands still. "

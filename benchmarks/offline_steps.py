@@ -16,8 +16,8 @@ from typing import Any
 
 from headrace import LLM
 from headrace.cli.bench import Bench, shape_directory, shown
-from headrace.engine.plan import StepPlan
 from headrace.metrics.roofline import Limits, measure_limits
+from headrace.scheduler.plan import StepPlan
 
 SIZES = (16, 32, 64, 128, 192, 256)  # rows of decode steps are told apart up to these
 SLOWEST = 12

@@ -28,9 +28,10 @@ import torch
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest, FromCore, News
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.engine.streams import DrainRate, Stream
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.worker.batch_state import BatchState
 from headrace.worker.model_runner import ModelRunner
 

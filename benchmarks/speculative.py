@@ -27,9 +27,9 @@ from torch import Tensor
 from headrace import LLM, SamplingParams
 from headrace.cli.bench import shape_directory
 from headrace.engine.messages import EngineRequest
-from headrace.engine.plan import Chunk
 from headrace.kernels import verify
 from headrace.kernels.prepare import DecodeRows
+from headrace.scheduler.plan import Chunk
 
 WARM_TOKENS = 8  # of each request, before the clock starts
 

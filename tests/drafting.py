@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from engine_driver import make_core
 from headrace.engine.core import EngineCore
-from headrace.engine.request import Request
 from headrace.kernels.prepare import DecodeRows, prepare_decode, publish
 from headrace.model.batch import ForwardBatch
 from headrace.sampling.sampler import SampleInputs, choose
+from headrace.scheduler.request import Request
 from headrace.worker.sampling import Tail
 
 

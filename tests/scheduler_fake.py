@@ -11,10 +11,11 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from headrace.engine.plan import StepPlan
-from headrace.engine.request import Request, Status
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.request import Request, Status
+from headrace.scheduler.scheduler import Scheduler
 
 VOCAB = 50
 EOS = 7

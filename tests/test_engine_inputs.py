@@ -9,9 +9,9 @@ import pytest
 
 from headrace.engine.inputs import checked_ids
 from headrace.engine.messages import Add, EngineRequest, ToCore, from_wire, to_wire
-from headrace.engine.request import Request, packed
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.request import Request, packed
 
 VOCAB = 1000
 

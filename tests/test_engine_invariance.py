@@ -46,7 +46,6 @@ SCHEDULES = {
     "chunks of block + 1": {"max_num_batched_tokens": BLOCK + 1},
     "not asynchronous": {"async_scheduling": False},
     "no prefix cache": {"enable_prefix_caching": False},
-    "whole prompts": {"enable_chunked_prefill": False},
     "blocks of 1": {"block_size": 1, "num_kv_blocks": 1024},
     "blocks of 64": {"block_size": 64},
     "two slots": {"max_num_seqs": 2},

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.request import Request, Status
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.request import Request, Status
 from scheduler_fake import EOS, VOCAB, FakeEngine, reference
 
 
@@ -17,15 +17,13 @@ def random_config(rng: random.Random) -> SchedulerConfig:
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     max_model_len = rng.randint(8, 64)
     least = -(-(max_model_len - 1) // block_size)
-    chunked = rng.random() < 0.8
     return SchedulerConfig(
         max_num_seqs=rng.choice([1, 2, 4, 8]),
-        max_num_batched_tokens=rng.choice([1, 2, 7, 16, 64]) if chunked else max_model_len + rng.randint(0, 20),
+        max_num_batched_tokens=rng.choice([1, 2, 7, 16, 64, 80]),
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=least + rng.choice([0, 1, 2, least, 4 * least]),
         enable_prefix_caching=rng.random() < 0.8,
-        enable_chunked_prefill=chunked,
         policy=rng.choice(["fcfs", "priority"]),
     )
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from engine_driver import assert_same, complete, make_core, make_requests, run
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest
-from headrace.engine.pace import Pace
-from headrace.engine.scheduler import SchedulerConfig
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.pace import Pace
 from scheduler_fake import FakeEngine
 from tiny_models import write_tiny
 
@@ -141,8 +141,3 @@ def test_a_long_prompt_comes_in_pieces_that_fit(model):
 def test_bad_bounds_are_refused(bad):
     with pytest.raises(ParameterError, match=r"max_itl_ms.*milliseconds in \(0, 1000000\]"):
         EngineConfig(max_itl_ms=bad)
-
-
-def test_the_bound_needs_chunks():
-    with pytest.raises(ParameterError, match=r"max_itl_ms.*chunked prefill"):
-        EngineConfig(max_itl_ms=10, enable_chunked_prefill=False)

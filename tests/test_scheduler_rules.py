@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from headrace.engine.admission import LengthEstimate, PeakForecast
-from headrace.engine.request import Request, Status
-from headrace.engine.scheduler import Scheduler, SchedulerConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.admission import LengthEstimate, PeakForecast
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.request import Request, Status
+from headrace.scheduler.scheduler import Scheduler
 from scheduler_fake import EOS, FakeEngine, reference, settle
 
 
@@ -221,16 +222,6 @@ def test_running_decodes_come_before_prefills_and_these_before_admissions():
     assert [(c.request, c.num_tokens) for c in plan.chunks] == [(decoding, 1), (prefilling, 7)]
     assert waiting.status is Status.WAITING
     engine.run()
-
-
-def test_whole_prompts_without_chunked_prefill():
-    engine = FakeEngine(config(enable_chunked_prefill=False))
-    engine.add("a", list(range(10, 50)), max_tokens=4, ignore_eos=True)
-    engine.add("b", list(range(50, 90)), max_tokens=4, ignore_eos=True)
-    assert [c.num_tokens for c in engine.step().chunks] == [40]
-    assert [c.num_tokens for c in engine.step().chunks] == [1, 40]
-    with pytest.raises(ParameterError, match="max_num_batched_tokens"):
-        config(enable_chunked_prefill=False, max_num_batched_tokens=63)
 
 
 # ---- ends
@@ -582,5 +573,5 @@ def test_a_plan_settles_once():
 
 
 def test_scheduler_and_index_import_no_torch():
-    code = "import sys, headrace.engine.scheduler; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, headrace.scheduler.scheduler; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import EngineConfig
-from headrace.engine.plan import Chunk, Decodes, StepPlan
-from headrace.engine.request import Request
 from headrace.errors import ParameterError
 from headrace.kernels.verify import counts_with_drafts, kept_rows
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.penalties import load_counts
+from headrace.scheduler.plan import Chunk, Decodes, StepPlan
+from headrace.scheduler.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, best_length
 from headrace.speculative.ngram import TOKENS_PER_CALL, NGramProposer
 from headrace.speculative.speculator import SpeculationStats, Speculator

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from headrace.engine.plan import StepPlan
-from headrace.engine.scheduler import SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.plan import StepPlan
 from scheduler_fake import VOCAB, FakeEngine, reference
 from test_scheduler_fuzz import Fuzz
 

@@ -12,8 +12,8 @@ from engine_driver import BLOCK, Result, assert_same, complete, make_core, run
 from headrace import LLM
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
-from headrace.engine.plan import StepPlan
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.plan import StepPlan
 from headrace.structured_output.llguidance_backend import Matcher
 from headrace.structured_output.params import StructuredOutputsParams
 from structured_driver import EOS, encode

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest
-from headrace.engine.request import packed
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import MAX_LOGPROBS, SamplingParams, check_float, check_int
+from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
     from headrace.api.interface import AsyncEngine

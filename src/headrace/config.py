@@ -33,7 +33,6 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # overrides the memory plan
     num_kv_blocks: int | None = None  # overrides both, for tests
     enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
     max_itl_ms: float | None = None  # bound of a step's expected time while somebody decodes: prefills get what fits
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = True  # launch step N+1 before reading step N
@@ -65,8 +64,6 @@ class EngineConfig:
         itl = self.max_itl_ms
         if itl is not None and (isinstance(itl, bool) or not isinstance(itl, int | float) or not 0.0 < itl <= 1e6):
             raise ParameterError("max_itl_ms", itl, "milliseconds in (0, 1000000]")
-        if itl is not None and not self.enable_chunked_prefill:
-            raise ParameterError("max_itl_ms", itl, "nothing without chunked prefill: a prompt is computed in one step")
         for name, allowed in (
             ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda", "mps")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),

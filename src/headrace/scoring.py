@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.engine.messages import EngineRequest
-from headrace.engine.request import packed
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams, check_int
+from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
     from headrace.engine.core import EngineCore

@@ -9,7 +9,7 @@ ENGINE_OPTIONS = (
     "model", "revision", "local_files_only", "tokenizer", "skip_tokenizer_init", "load_format",
     "device", "dtype", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "gpu_memory_utilization", "kv_cache_bytes", "enable_prefix_caching",
-    "enable_chunked_prefill", "max_itl_ms", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
+    "max_itl_ms", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
     "tensor_parallel_size", "debug_checks", "seed", "speculative_method", "speculative_model", "num_speculative_tokens",
     "prompt_lookup_min", "prompt_lookup_max", "speculative_max_rows",
 )  # fmt: skip

@@ -17,8 +17,6 @@ from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.inputs import end_token_ids
-from headrace.engine.schedule_config import SchedulerConfig
-from headrace.engine.scheduler import Scheduler
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
@@ -26,6 +24,8 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
@@ -118,7 +118,6 @@ def scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
         block_size=config.block_size,
         num_blocks=num_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
-        enable_chunked_prefill=config.enable_chunked_prefill,
         max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         policy=config.scheduling_policy,
         max_draft_rows=config.max_draft_rows,
@@ -223,12 +222,6 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> E
         raise ParameterError("max_model_len", max_model_len, f"at most {model.max_position}, the model's context")
     block_size = config.block_size or (64 if device.type == "cuda" else 16)
     batched = config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048)
-    if not config.enable_chunked_prefill:
-        if config.max_num_batched_tokens and batched < max_model_len:
-            raise ParameterError(
-                "max_num_batched_tokens", batched, f"at least max_model_len = {max_model_len} without chunked prefill"
-            )
-        batched = max(batched, max_model_len)
     if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
     return replace(

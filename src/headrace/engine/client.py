@@ -26,7 +26,6 @@ from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
 from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready
 from headrace.engine.probation import Probation
-from headrace.engine.request import packed
 from headrace.engine.streams import DrainRate, Observer, Stream
 from headrace.engine.supervision import CoreSupply, Deaths, SupervisionConfig
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
@@ -34,6 +33,7 @@ from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.request import packed
 
 logger = logging.getLogger(__name__)
 STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves

@@ -23,11 +23,11 @@ import numpy as np
 
 from headrace.engine.inputs import checked_ids
 from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, RequestTimes, TokenLogprobs
-from headrace.engine.plan import Chunk, StepPlan
-from headrace.engine.request import Request
-from headrace.engine.scheduler import Scheduler, Settled
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.plan import Chunk, StepPlan
+from headrace.scheduler.request import Request
+from headrace.scheduler.scheduler import Scheduler, Settled
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import GrammarMasks, StructuredOutput
 from headrace.worker.model_runner import ModelRunner, StepHandle, StepResult

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 
-from headrace.engine.request import packed
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.engine.plan import Chunk
 from headrace.model.decoder import Decoder
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.sampler import SampleInputs, choose
+from headrace.scheduler.plan import Chunk
 from headrace.worker.batch_state import FLOATS, INTS, BatchState
 from headrace.worker.sampling import tail_of
 

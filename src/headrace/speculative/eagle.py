@@ -25,7 +25,6 @@ from torch import Tensor
 
 from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache, zeros
-from headrace.engine.plan import Chunk
 from headrace.errors import CheckpointError
 from headrace.kernels.activation import act_mul
 from headrace.kernels.embedding import embed
@@ -36,6 +35,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.linear import make_linear
 from headrace.model.rope import rope_tables
+from headrace.scheduler.plan import Chunk
 from headrace.speculative.draft_model import DraftModel
 from headrace.worker.batch_state import BatchState
 

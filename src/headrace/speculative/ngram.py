@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from array import array
 
-from headrace.engine.request import Request
 from headrace.errors import ParameterError
+from headrace.scheduler.request import Request
 
 CANDIDATES = 8  # earlier places that are compared; the longest match wins, the latest among equals
 TOKENS_PER_CALL = 8192  # entered into an index at once: a long prompt must not stop the loop

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.engine.plan import Chunk
-from headrace.engine.request import Request
+from headrace.scheduler.plan import Chunk
+from headrace.scheduler.request import Request
 
 
 class HostProposer(Protocol):

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace.engine.plan import Chunk, StepPlan
-from headrace.engine.request import Request
+from headrace.scheduler.plan import Chunk, StepPlan
+from headrace.scheduler.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, expected_tokens
 from headrace.speculative.proposer import HostProposer
 from headrace.structured_output.manager import StructuredOutput

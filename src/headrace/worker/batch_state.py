@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.engine.plan import Chunk, Decodes, StepPlan
-from headrace.engine.request import Request
 from headrace.kernels.tables import PIECE, enter
 from headrace.model.batch import ForwardBatch, WantedRows
+from headrace.scheduler.plan import Chunk, Decodes, StepPlan
+from headrace.scheduler.request import Request
 from headrace.worker.rows import RowNumbers
 from headrace.worker.staging import Staging
 

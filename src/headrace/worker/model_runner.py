@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.engine.plan import Chunk, StepPlan
 from headrace.model.decoder import Decoder
+from headrace.scheduler.plan import Chunk, StepPlan
 from headrace.speculative.proposer import Drafter
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, new_blocks, sequences, slack_of

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.engine.plan import Chunk, Decodes, StepPlan
-from headrace.engine.request import Request
 from headrace.kernels.verify import counts_with_drafts, kept_rows, note_accepted
 from headrace.sampling.logprobs import LogprobsRequest, prompt_logprobs
 from headrace.sampling.params import GREEDY_EPS, SamplingParams
@@ -32,6 +30,8 @@ from headrace.sampling.penalties import (
     pack_mask,
 )
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
+from headrace.scheduler.plan import Chunk, Decodes, StepPlan
+from headrace.scheduler.request import Request
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import FLOATS, INTS, BatchState, sequences, slack_of
 

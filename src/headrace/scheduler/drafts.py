@@ -6,9 +6,9 @@ steps settle, which say how many tokens it is.
 
 from __future__ import annotations
 
-from headrace.engine.entry import Entry, Step
-from headrace.engine.plan import Chunk
-from headrace.engine.roster import Roster
+from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.plan import Chunk
+from headrace.scheduler.roster import Roster
 
 
 def draft_count(roster: Roster, entry: Entry, most: int) -> int:

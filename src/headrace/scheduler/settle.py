@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace.engine.drafts import settle_drafts
-from headrace.engine.entry import Entry, Step
-from headrace.engine.request import Request
-from headrace.engine.roster import Roster
+from headrace.scheduler.drafts import settle_drafts
+from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.request import Request
+from headrace.scheduler.roster import Roster
 
 Taken = list[tuple[Request, list[int]]]  # requests with the ids that they really took
 

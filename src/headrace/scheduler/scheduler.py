@@ -5,7 +5,7 @@
     schedule(N+1), launched(N+1)   may come before settle(N): pending tokens are counted, their ids stay on the device
     settle(N)    pending ids become known; requests end; what no launched step holds any more is given back
 
-Who holds slots and blocks, and how they come and go, is the roster's part (`engine.roster`).
+Who holds slots and blocks, and how they come and go, is the roster's part (`scheduler.roster`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from headrace.engine.admission import token_limit
-from headrace.engine.decode_batch import RANK
-from headrace.engine.drafts import add_draft_chunk, draft_count
-from headrace.engine.entry import Entry, Step
-from headrace.engine.invariants import check_scheduler
-from headrace.engine.pace import Pace
-from headrace.engine.plan import Chunk, Decodes, StepPlan
-from headrace.engine.request import Request
-from headrace.engine.roster import Roster
-from headrace.engine.schedule_config import SchedulerConfig
-from headrace.engine.settle import Settled, settle_step
 from headrace.errors import ParameterError
+from headrace.scheduler.admission import token_limit
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.decode_batch import RANK
+from headrace.scheduler.drafts import add_draft_chunk, draft_count
+from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.invariants import check_scheduler
+from headrace.scheduler.pace import Pace
+from headrace.scheduler.plan import Chunk, Decodes, StepPlan
+from headrace.scheduler.request import Request
+from headrace.scheduler.roster import Roster
+from headrace.scheduler.settle import Settled, settle_step
 
 
 class Scheduler:

@@ -11,11 +11,11 @@ from bisect import insort
 
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.radix_tree import ID_BYTES, RadixTree
-from headrace.engine.admission import Admission
-from headrace.engine.decode_batch import RANK, DecodeBatch
-from headrace.engine.entry import OFF_INDEX, Entry, Step
-from headrace.engine.request import Status
-from headrace.engine.schedule_config import SchedulerConfig, SchedulerStats
+from headrace.scheduler.admission import Admission
+from headrace.scheduler.config import SchedulerConfig, SchedulerStats
+from headrace.scheduler.decode_batch import RANK, DecodeBatch
+from headrace.scheduler.entry import OFF_INDEX, Entry, Step
+from headrace.scheduler.request import Status
 
 
 class Roster:

@@ -10,9 +10,9 @@ from array import array
 from bisect import insort
 from operator import attrgetter
 
-from headrace.engine.entry import Entry, Step
-from headrace.engine.plan import Decodes
-from headrace.engine.request import Clock
+from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.plan import Decodes
+from headrace.scheduler.request import Clock
 
 RANK = attrgetter("rank")
 

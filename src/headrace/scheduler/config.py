@@ -18,7 +18,6 @@ class SchedulerConfig:
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
     max_itl: float | None = None  # seconds that a step with decodes is expected to take at most, but for one block of prefill
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_draft_rows: int = 0  # decodes are filled up to so many rows with drafts; 0: no speculation
@@ -29,9 +28,6 @@ class SchedulerConfig:
                 raise ParameterError(name, getattr(self, name), "an integer >= 1")
         if self.policy not in ("fcfs", "priority"):
             raise ParameterError("policy", self.policy, "one of fcfs, priority")
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            allowed = f">= max_model_len = {self.max_model_len} without chunked prefill: a prompt is computed in one step"
-            raise ParameterError("max_num_batched_tokens", self.max_num_batched_tokens, allowed)
 
     @property
     def max_len(self) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from headrace.cache.radix_tree import RadixTree
-from headrace.engine.entry import Entry, Step
-from headrace.engine.request import Request
-from headrace.engine.schedule_config import SchedulerConfig
 from headrace.errors import CapacityError, ParameterError
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.request import Request
 
 FIRST_GUESS = 256.0  # output tokens, before any request has ended
 MEMORY = 32  # requests over which the mean forgets
@@ -178,10 +178,8 @@ class Admission:
                 entry.delayed = True
                 aside.append(heappop(self._heap))
                 continue
-            if not self._finds_budget(entry, step):
-                break
             demand = self._demand(entry)
-            fits = self._finds_blocks(entry, demand)
+            fits = self._tree.num_available > demand[-1]
             promised = self._promised + self._most_blocks(entry)
             if fits and crowded and promised > self._config.num_blocks:
                 forecast = forecast or self._forecast(running)
@@ -207,18 +205,6 @@ class Admission:
             return False  # not a block that could be hit
         parent = entry.path[-1] if entry.path else None
         return (parent, request.cache_salt, entry.key(index, self._tree.key_bytes)) in step.computing
-
-    def _lacking(self, entry: Entry) -> int:
-        return entry.request.num_known - len(entry.path) * self._config.block_size
-
-    def _finds_budget(self, entry: Entry, step: Step) -> bool:
-        return self._config.enable_chunked_prefill or self._lacking(entry) <= step.budget
-
-    def _finds_blocks(self, entry: Entry, demand: tuple[int, int, int]) -> bool:
-        available = self._tree.num_available - demand[-1]
-        if self._config.enable_chunked_prefill:
-            return available > 0
-        return available * self._config.block_size >= self._lacking(entry)
 
     def _forecast(self, running: tuple[list[Entry], list[Entry]]) -> PeakForecast:
         entries = running[0] + running[1]

@@ -8,10 +8,10 @@ from collections.abc import Collection
 from itertools import pairwise
 
 from headrace.cache.radix_tree import DETACHED, ROOT
-from headrace.engine.entry import OFF_INDEX, Entry, Step
-from headrace.engine.request import Status
-from headrace.engine.roster import Roster
-from headrace.engine.schedule_config import SchedulerConfig
+from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.entry import OFF_INDEX, Entry, Step
+from headrace.scheduler.request import Status
+from headrace.scheduler.roster import Roster
 
 
 def check_scheduler(config: SchedulerConfig, roster: Roster, flight: Collection[Step]) -> None:

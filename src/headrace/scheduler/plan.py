@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.engine.request import Request
+from headrace.scheduler.request import Request
 
 
 @dataclass(slots=True, eq=False)

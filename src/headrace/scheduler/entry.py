@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.cache.radix_tree import ID_BYTES, Node
-from headrace.engine.plan import Chunk, Decodes
-from headrace.engine.request import Request, Status, packed
+from headrace.scheduler.plan import Chunk, Decodes
+from headrace.scheduler.request import Request, Status, packed
 
 OFF_INDEX = 2**31  # as num_indexed: no block of this entry enters the index
 
