@@ -128,7 +128,7 @@ def test_plot(capsys, tmp_path, server, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else real(name, *rest))
     code, _, _, err = bench(capsys, tmp_path, *options, "--plot", "picture.svg")
-    assert code == 1 and "pip install matplotlib" in err
+    assert code == 1 and "pip install 'headrace[plot]'" in err
 
 
 # ------------------------------------------------------------------------------------------------------------ the client
@@ -222,12 +222,81 @@ def test_any_cut_of_a_stream_gives_its_text_and_times(kind, cuts):
         reader(data[a:b], now)
         arrived |= dict.fromkeys(range(a, b), now)
     assert "".join(measured.text) == "aé😀" and not measured.error and reader.finished
-    assert (measured.prompt_tokens, measured.output_tokens) == (7, 5) and len(measured.itls) == 1
+    assert (measured.prompt_tokens, measured.output_tokens) == (7, 5) and len(measured.gaps) == 1
     first = arrived[data.index(b"\n\n", data.index(b'"a"'))]
     second = arrived[data.index(b"\n\n", data.index("é😀".encode()))]
-    assert measured.ttft == pytest.approx(first - 1, abs=1) and measured.itls[0] >= 0
-    assert 0 <= measured.ttft + measured.itls[0] - (second - 1) <= 1
-    assert measured.latency >= measured.ttft + measured.itls[0]
+    assert measured.ttft == pytest.approx(first - 1, abs=1) and measured.gaps[0] >= 0
+    assert 0 <= measured.ttft + measured.gaps[0] - (second - 1) <= 1
+    assert measured.latency >= measured.ttft + measured.gaps[0]
+
+
+class Scripted:
+    """A server whose events come at known times: it answers with (seconds after the start of the request, event)."""
+
+    def __init__(self, *script: tuple[float, bytes]):
+        self.script = script
+
+    async def send(self, method: str, path: str, body: bytes, sink: StreamReader) -> int:
+        for seconds, data in self.script:
+            sink(data, sink.measured.start + seconds)
+        return 200
+
+
+def measured_by(*script: tuple[float, bytes]) -> Measured:
+    target = Target(Scripted(*script), "m", "completions", {}, timeout=10)  # type: ignore[arg-type]
+    found = asyncio.run(target.send(Plan("x", 4)))
+    assert found.success, found.error
+    return found
+
+
+def usage(tokens: int, **choice) -> bytes:
+    """An event that tells the usage so far, or, without a choice, in the end."""
+    choices = [{"index": 0, **choice}] if choice else []
+    return b"data: " + json.dumps({"choices": choices, "usage": {"prompt_tokens": 1, "completion_tokens": tokens}}).encode() + b"\n\n"
+
+
+COUNTING = {  # how an event says which tokens it holds
+    "usage at the end": lambda text, ids, so_far, end: event(text=text, finish_reason=end),
+    "usage so far": lambda text, ids, so_far, end: usage(so_far, text=text, finish_reason=end),
+    "ids": lambda text, ids, so_far, end: event(text=text, finish_reason=end, token_ids=ids),
+    "chat, usage so far": lambda text, ids, so_far, end: usage(so_far, delta={"content": text}, finish_reason=end),
+    "chat, ids": lambda text, ids, so_far, end: event(delta={"content": text}, token_ids=ids, finish_reason=end),
+}
+
+
+@pytest.mark.parametrize("how", sorted(COUNTING))
+def test_times_are_per_token_however_many_share_an_event(how):
+    texts = [(0.5 + 0.1 * i, COUNTING[how]("a b c d", [1, 2, 3, 4], 4 * i + 4, "length" if i == 9 else None)) for i in range(10)]
+    m = measured_by(*texts, (1.5, usage(40)), (1.5, b"data: [DONE]\n\n"))
+    assert m.output_tokens == 40 and m.itls == pytest.approx([0.025] * 36)
+    assert (m.ttft, m.tpot, m.latency) == pytest.approx((0.5, 0.9 / 39, 1.4))
+    figures = summary(Run(Load(), [m], duration=1.4, client_cpu=0.0), [50, 99], {})
+    assert figures["mean_itl_ms"] == pytest.approx(25) and figures["p99_itl_ms"] == pytest.approx(25)
+    assert figures["mean_tpot_ms"] == pytest.approx(900 / 39) and figures["mean_e2el_ms"] == pytest.approx(1400)
+    assert figures["max_output_tokens_per_s"] in (20, 24)  # 5 or 6 events begin in the first second after the start
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 1), st.integers(0, 6)), min_size=1, max_size=20), st.sampled_from(sorted(COUNTING)))
+def test_times_between_tokens_add_up(pieces, how):
+    """Their sum is the time from the first event to the last that held a token, their number that of the tokens after it."""
+    pieces = [(gap, max(tokens, how == "usage at the end")) for gap, tokens in pieces]
+    script, now, so_far = [(0.25, COUNTING[how]("a", [0], 1, None))], 0.25, 1
+    for gap, tokens in pieces:
+        now, so_far = now + gap, so_far + tokens
+        script.append((now, COUNTING[how]("a", [0] * tokens, so_far, None)))
+    script.append((now + 1, COUNTING[how]("a", [0] * 3, so_far + 3, "stop")))
+    m = measured_by(*script, (now + 1, usage(so_far + 3)))
+    assert sum(m.itls) == pytest.approx(m.latency - m.ttft) and m.latency == pytest.approx(now + 1)
+    assert len(m.itls) == so_far + 3 - m.tokens_per_event[0]
+    assert m.tpot == pytest.approx((m.latency - m.ttft) / (so_far + 2))
+
+
+def test_an_end_token_without_text_is_a_token():
+    texts = [(0.1 * i, event(text="a", finish_reason=None)) for i in range(1, 5)]
+    m = measured_by(*texts, (0.5, event(text="", finish_reason="stop")), (0.5, usage(5)))
+    assert m.itls == pytest.approx([0.1] * 4) and m.tpot == pytest.approx(0.1)
+    m = measured_by(*texts, (0.4, event(text="", finish_reason="stop")))  # no usage at all: an event is a token
+    assert m.output_tokens == 4 and m.itls == pytest.approx([0.1] * 3) and m.tpot == pytest.approx(0.1)
 
 
 def serve_once(answers: list[bytes], use):
@@ -338,8 +407,8 @@ def test_a_file_is_used_again_when_it_is_short(tmp_path):
 
 def test_figures():
     results = [
-        Measured(start=0.0, ttft=0.1, itls=[0.2, 0.2], latency=0.5, prompt_tokens=10, output_tokens=3),
-        Measured(start=0.5, ttft=0.3, itls=[0.1], latency=0.4, prompt_tokens=10, output_tokens=2),
+        Measured(start=0.0, ttft=0.1, gaps=[0.2, 0.2], latency=0.5, prompt_tokens=10, output_tokens=3),
+        Measured(start=0.5, ttft=0.3, gaps=[0.1], latency=0.4, prompt_tokens=10, output_tokens=2),
         Measured(start=0.6, ttft=0.2, latency=0.2, prompt_tokens=5, output_tokens=1),
         Measured(start=0.7, ttft=9.0, error="broke"),
     ]

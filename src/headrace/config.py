@@ -97,9 +97,17 @@ def hub_offline() -> bool:
     return any(value.strip().upper() in ("1", "TRUE", "YES", "ON") for value in values)
 
 
+KEY_FORM = "visible ASCII characters without spaces, as an Authorization header can carry them"
+
+
+def is_api_key(key: str) -> bool:
+    """Whether a client can send this after `Bearer`."""
+    return bool(key) and all("!" <= c <= "~" for c in key)
+
+
 def api_key_from_environment() -> str | None:
-    """HEADRACE_API_KEY: a key that the server asks its clients for."""
-    return os.environ.get("HEADRACE_API_KEY") or None
+    """HEADRACE_API_KEY as it is set, even to nothing: a key that the server asks its clients for. None: it is not set."""
+    return os.environ.get("HEADRACE_API_KEY")
 
 
 def cache_dir() -> Path:

@@ -7,14 +7,15 @@ For processes that are ours: a context must not be made where somebody may fork 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import threading
 from functools import partial
+
+from headrace.extras import is_installed
 
 
 def prewarm(device: str) -> None:
     """Begin, in threads; whatever fails here is done again, and reported, where it is needed."""
-    if device not in ("auto", "cuda") or importlib.util.find_spec("triton") is None:
+    if device not in ("auto", "cuda") or not is_installed("triton"):
         return
     try:
         driver = ctypes.CDLL("libcuda.so.1")

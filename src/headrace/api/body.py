@@ -14,6 +14,7 @@ from headrace.api.errors import ApiError, ClientGone, bad_request
 from headrace.api.validation import from_validation
 
 T = TypeVar("T")
+_NEVER_JSON = ("multipart/", "image/", "audio/", "video/", "font/")
 
 
 async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
@@ -81,12 +82,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _check_media_type(request: Request) -> None:
+    """JSON counts whatever it is called: `curl -d` names it a form. But scripts of foreign pages can send forms and plain
+    text without asking first, so that what comes from a browser must be called JSON.
+    """
     header = request.headers.get("content-type")
     if header is None:
         return
     kind, _, rest = header.partition(";")
     kind = kind.strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    named = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    if kind.startswith(_NEVER_JSON) or (not named and "origin" in request.headers):
         raise bad_request(f"Content-Type is {header[:100]!r}; send application/json.", code="invalid_content_type")
     for parameter in rest.lower().split(";"):
         name, _, value = parameter.strip().partition("=")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from headrace.api.chat import ALLOWED_KWARGS
 from headrace.api.reasoning import REASONING_FORMATS
 from headrace.api.tools import TOOL_PARSERS
+from headrace.config import KEY_FORM, is_api_key
 from headrace.errors import ParameterError
 
 
@@ -61,5 +63,10 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value != "auto" and value not in known:
                 raise ParameterError(name, value, "auto, " + ", ".join(known))
-        if any(not key for key in self.api_keys):
-            raise ParameterError("api_keys", "", "non-empty keys")
+        if not all(map(is_api_key, self.api_keys)):
+            raise ParameterError("api_keys", "a key of another form", KEY_FORM)
+        if not all(self.served_model_names):
+            raise ParameterError("served_model_names", self.served_model_names, "names that are not empty")
+        for origin in self.cors_origins:  # a browser sends exactly this: anything more would never match
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+|null", origin):
+                raise ParameterError("cors_origins", origin, "SCHEME://HOST or SCHEME://HOST:PORT, without a path; or *")

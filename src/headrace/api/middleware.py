@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import math
+import re
 import time
 import uuid
 
@@ -17,6 +18,8 @@ from headrace.api.errors import ApiError, bad_request, too_many
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health"})  # liveness probes carry no key
+_SLASHES = re.compile("/{2,}")
+_ONE_MODEL = re.compile("/+v1/+models/(.*[^/].*)", re.DOTALL)
 MAX_TIMEOUT = 7 * 24 * 3600.0
 
 
@@ -36,6 +39,7 @@ class Gate:
                 return
             return await self.app(scope, receive, send)
         arrival = time.monotonic()
+        scope["path"] = plain_path(scope["path"])
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of equal names counts
         request_id = _request_id(headers.get(b"x-request-id"))
         status = 500
@@ -105,6 +109,16 @@ class Gate:
         if not 0 < asked <= MAX_TIMEOUT:
             raise bad_request(f"X-Request-Timeout: seconds in (0, {MAX_TIMEOUT:g}].", "X-Request-Timeout", "invalid_value")
         return asked if own is None else min(asked, own)
+
+
+def plain_path(path: str) -> str:
+    """Without the doubled and trailing slashes that joining a base URL leaves. A redirect would lose bodies of POSTs.
+
+    What follows /v1/models/ is a model's name, which may itself be a path.
+    """
+    if found := _ONE_MODEL.fullmatch(path):
+        return "/v1/models/" + found[1].rstrip("/")
+    return _SLASHES.sub("/", path).rstrip("/") or "/"
 
 
 def _request_id(header: bytes | None) -> bytes:

@@ -10,6 +10,7 @@ from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import STRUCTURED_KINDS
 from headrace.errors import ParameterError
+from headrace.extras import install_command
 from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
 
@@ -40,7 +41,7 @@ def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -
     if wish is None:
         return params
     if not ctx.engine.supports_structured:
-        raise unsupported(wish.field, "structured output is not available on this server")
+        raise unsupported(wish.field, f"this server runs without the package llguidance ({install_command('llguidance')})")
     try:
         return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(**{wish.kind: wish.value}))
     except ParameterError as error:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import ParameterError
+from headrace.extras import require
 
 
 def check_plot(path: str) -> None:
-    """Raises ParameterError before anything is measured if the picture could not be written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ParameterError("--plot", path, "a file, once matplotlib is installed: pip install matplotlib")
+    """Raises MissingPackageError or ParameterError before anything is measured if the picture could not be written."""
+    require("plot")
     from matplotlib.figure import Figure
 
     kinds = Figure().canvas.get_supported_filetypes()

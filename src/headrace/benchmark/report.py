@@ -126,12 +126,12 @@ def _goodput(results: list[Measured], limits: dict[str, float]) -> int:
 
 
 def _peak_tokens(results: list[Measured]) -> float:
-    """Most pieces of text in one second of the run."""
-    times = [np.cumsum([r.start + r.ttft, *r.itls]) for r in results]
-    if not times:
+    """Most tokens in one second of the run."""
+    if not results:
         return 0.0
-    seconds = np.concatenate(times) - min(r.start for r in results)
-    return float(np.bincount(seconds.astype(np.int64)).max())
+    times = np.concatenate([np.cumsum([r.start + r.ttft, *r.gaps]) for r in results])
+    tokens = np.concatenate([r.tokens_per_event for r in results])
+    return float(np.bincount((times - min(r.start for r in results)).astype(np.int64), tokens).max())
 
 
 def _peak_requests(results: list[Measured]) -> int:

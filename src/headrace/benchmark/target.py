@@ -34,8 +34,9 @@ class Measured:
     start: float = 0.0
     queue_time: float = 0.0  # waited in the client for --max-concurrency
     ttft: float = 0.0
-    itls: list[float] = field(default_factory=list)  # between pieces of text; a piece may hold several tokens
-    latency: float = 0.0  # to the last piece
+    gaps: list[float] = field(default_factory=list)  # between events with tokens, from the first one on
+    counts: list[int] = field(default_factory=list)  # tokens of each event, the first too; empty where events do not tell
+    latency: float = 0.0  # to the last token
     prompt_tokens: int = 0  # these two by the server's usage
     output_tokens: int = 0
     text: list[str] = field(default_factory=list)
@@ -50,6 +51,33 @@ class Measured:
         """Seconds per token after the first; 0 where there is no second."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
+    @property
+    def tokens_per_event(self) -> list[int]:
+        """Told by the events, or else the usage's total in as equal parts as can be."""
+        events = len(self.gaps) + 1
+        if len(self.counts) == events:
+            return self.counts
+        total = self.output_tokens or events
+        return [total * (i + 1) // events - total * i // events for i in range(events)]
+
+    @property
+    def itls(self) -> list[float]:
+        """Seconds between tokens, one for each that came after the first event.
+
+        n tokens in an event g seconds after the one before count as n gaps of g / n. (`vllm bench serve` counts one of g:
+        there a server looks slower the more tokens it puts into an event.)
+        """
+        if not self.counts and self.output_tokens == len(self.gaps) + 2:  # one an event, and an end token without text
+            return [*self.gaps, self.latency - self.ttft - sum(self.gaps)]
+        found: list[float] = []
+        waited = 0.0
+        for gap, tokens in zip(self.gaps, self.tokens_per_event[1:], strict=True):
+            waited += gap
+            if tokens:
+                found += [waited / tokens] * tokens
+                waited = 0.0
+        return found
+
 
 class _Delta(msgspec.Struct):
     content: str | None = None
@@ -61,6 +89,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -85,7 +114,8 @@ class StreamReader:
         self.body = b""  # of an answer that is not a stream
         self.finished = False
         self._rest = b""
-        self._last = 0.0  # time of the last piece
+        self._last = 0.0  # time of the last event with tokens
+        self._new, self._told = 0, 0  # tokens that events have told of and no event in `counts` holds; all that were told
 
     def __call__(self, data: bytes, now: float) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -107,24 +137,35 @@ class StreamReader:
         if event.usage is not None:
             self.measured.prompt_tokens = event.usage.prompt_tokens
             self.measured.output_tokens = event.usage.completion_tokens
+            if event.choices:  # usage so far
+                self._new = event.usage.completion_tokens - self._told
         for choice in event.choices:
-            delta = choice.delta
-            text = choice.text if delta is None else delta.content or delta.reasoning or delta.reasoning_content
-            if text or (delta is not None and delta.tool_calls is not None):
-                self._piece(now)
-                self.measured.text.append(text or "")
-            if choice.finish_reason is not None:
-                self.finished = True
-                if not self.measured.ttft:
-                    self._piece(now)  # tokens without any text
-                self.measured.latency = now - self.measured.start
+            self._choice(choice, event.usage is None, now)
+
+    def _choice(self, choice: _Choice, count_ids: bool, now: float) -> None:
+        delta = choice.delta
+        if count_ids and choice.token_ids:
+            self._new += len(choice.token_ids)
+        text = choice.text if delta is None else delta.content or delta.reasoning or delta.reasoning_content
+        if text or (delta is not None and delta.tool_calls is not None):
+            self._piece(now)
+            self.measured.text.append(text or "")
+        if choice.finish_reason is not None:
+            self.finished = True
+            if not self.measured.ttft or (self._told and self._new):
+                self._piece(now)  # tokens without any text
+            self.measured.latency = now - self.measured.start
 
     def _piece(self, now: float) -> None:
         m = self.measured
         if m.ttft:
-            m.itls.append(now - self._last)
+            m.gaps.append(now - self._last)
         else:
             m.ttft = now - m.start
+        if self._new or self._told:
+            m.counts.append(self._new)
+            self._told += self._new
+            self._new = 0
         self._last = now
 
 
@@ -163,7 +204,7 @@ class Target:
             elif not reader.finished:
                 measured.error = measured.error or "the stream ended without a finish_reason"
         if measured.success and not measured.output_tokens:  # no usage was sent: count the pieces
-            measured.output_tokens = len(measured.itls) + 1
+            measured.output_tokens = sum(measured.counts) or len(measured.gaps) + 1
         return measured
 
     async def largest_token_id(self, limit: int = 32768) -> int | None:

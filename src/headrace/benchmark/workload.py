@@ -6,10 +6,10 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from headrace.benchmark.target import BenchmarkError, Plan, Target
 from headrace.errors import ParameterError
+from headrace.files import read_text
 
 # common English words; nearly every tokenizer has each, with its space, as one token
 WORDS = (  # noqa: SIM905
@@ -86,10 +86,7 @@ def from_file(path: str, count: int | None, output_len: int) -> Iterator[Plan | 
 
     "output_tokens" and "input_tokens" are other names of these. With fewer lines than `count` they are used again.
     """
-    try:
-        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
-        raise ParameterError("--dataset-path", path, f"a readable file ({e})") from None
+    lines = [line for line in read_text("--dataset-path", path).split("\n") if line.strip()]
     if not lines:
         raise ParameterError("--dataset-path", path, "a file with at least one line")
     entries = [_entry(path, number, line, output_len) for number, line in enumerate(lines, 1)]

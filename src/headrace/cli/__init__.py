@@ -2,54 +2,100 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import sys
+from functools import partial
+from typing import Any
 
-COMMANDS = {  # name -> (module, help)
+from headrace.cli.parser import CommandParser
+from headrace.cli.streams import ReaderLeft, check_output, standard_streams
+from headrace.errors import HeadraceError, ParameterError
+from headrace.extras import missing_package
+
+COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the commands below it
     "generate": ("headrace.cli.generate", "generate text from prompts"),
     "chat": ("headrace.cli.chat", "talk to a model in the terminal"),
     "serve": ("headrace.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
-    "bench": ("headrace.cli.bench", "measure the engine beside the limit of the machine"),
-    "bench serve": ("headrace.cli.bench_serve", "measure a server: latencies and throughput under load"),
+    "bench": (
+        "measure the engine beside the limit of the machine, or a server",
+        {
+            "throughput": ("headrace.cli.bench", "prompts and outputs of random lengths, all at once"),
+            "latency": ("headrace.cli.bench", "time per output token at several batch sizes"),
+            "prefill": ("headrace.cli.bench", "prompt tokens per second"),
+            "startup": ("headrace.cli.bench", "seconds from the start of a process to its first token"),
+            "all": ("headrace.cli.bench", "throughput, latency and prefill"),
+            "serve": ("headrace.cli.bench_serve", "a server: latencies and throughput under load"),
+        },
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 a mistake in the input or the checkpoint, 130 interrupted."""
+    """Run a command; the exit code: 0 done, 1 a mistake in the input or the checkpoint, or output that cannot be written,
+    2 an option that is not known, 130 interrupted.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    if " ".join(argv[:2]) in COMMANDS:
-        argv = [" ".join(argv[:2]), *argv[2:]]  # a command of two words
-    parser = argparse.ArgumentParser(prog="headrace", description="An LLM inference and serving engine.")
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, text) in COMMANDS.items():
-        # only the command that is asked for builds its options
-        chosen = argv and argv[0] == name
-        command = commands.add_parser(name, help=text, add_help=bool(chosen))
-        if chosen:
-            loaded = importlib.import_module(module)
-            loaded.add_arguments(command)
-            command.set_defaults(run=loaded.run)
+    parser = make_parser()
+    with standard_streams():
+        try:
+            return _run(parser, argv)
+        except ReaderLeft:
+            return 1
+        except HeadraceError as e:
+            print(f"headrace: {e}", file=sys.stderr)
+            return 1
+        except ImportError as e:
+            if (advice := missing_package(e)) is None:
+                raise
+            print(f"headrace: {advice}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+
+def make_parser() -> CommandParser:
+    parser = CommandParser("headrace", description="An LLM inference and serving engine.")
+    parser.add_argument("--version", action="version", version=_version(), help="print the version and end (default: off)")
+    _add_commands(parser, COMMANDS, "command")
+    return parser
+
+
+def _add_commands(parser: CommandParser, commands: dict[str, Any], dest: str) -> None:
+    below = parser.add_subparsers(dest=dest, metavar=dest.upper(), required=True)
+    for name, (first, second) in commands.items():
+        if isinstance(second, dict):
+            _add_commands(below.add_parser(name, help=first, description=first[0].upper() + first[1:] + "."), second, "what")
+        else:
+            description = second[0].upper() + second[1:] + "."
+            below.add_parser(name, help=second, description=description, fill=partial(_fill, first))
+
+
+def _fill(module: str, parser: CommandParser) -> None:
+    loaded = importlib.import_module(module)
+    loaded.add_arguments(parser)
+    parser.set_defaults(run=loaded.run, parser=parser)
+    positional = "".join(f" [{a.metavar}]" for a in parser._actions if not a.option_strings)
+    parser.usage = f"{parser.prog}{positional} [OPTION ...]"  # sixty options in a line say nothing
+
+
+def _run(parser: CommandParser, argv: list[str]) -> int:
+    for word in argv:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ParameterError("the command line", word, "UTF-8") from None
     args = parser.parse_args(argv)
     logging.basicConfig(
-        level=getattr(args, "log_level", "warning").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
-    from headrace.errors import HeadraceError
-
+    if args.command != "serve":  # a server says nothing there
+        check_output()
     try:
         return args.run(args)
-    except HeadraceError as e:
-        print(f"headrace: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left: nobody is there to tell
-        return 0
+    except ParameterError as e:
+        option = args.parser.option_of(e.field)
+        raise (ParameterError(option, e.value, e.allowed) if option else e) from None
 
 
 def _version() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -19,27 +20,32 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.options import add_engine_arguments, engine_options
+from headrace.cli.parser import text
 from headrace.errors import ParameterError
+from headrace.files import read_text
 from headrace.prewarm import prewarm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("throughput", "latency", "prefill", "startup", "all"))
-    parser.add_argument("--config", help="a config.json whose shape is run with random weights (--load-format dummy)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256], help="latency: batch sizes")
-    parser.add_argument("--input-len", type=int, default=128, help="latency: prompt tokens")
-    parser.add_argument("--output-len", type=int, default=512, help="latency: output tokens")
-    parser.add_argument("--num-prompts", type=int, default=256, help="throughput: prompts")
-    parser.add_argument("--prefill-prompts", type=int, default=16, help="prefill: prompts")
-    parser.add_argument("--prefill-len", type=int, default=4096, help="prefill: tokens of each")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.6], help="0 is greedy")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each workload; the median counts")
+    parser.add_argument(
+        "--config", type=text, metavar="FILE", help="a config.json whose shape is run with random weights (--load-format dummy)"
+    )
+    sizes = [1, 8, 32, 64, 128, 256]
+    parser.add_argument("--batch", type=int, metavar="N", nargs="+", default=sizes, help="latency: batch sizes")
+    for name, default, words in (
+        ("input-len", 128, "latency: prompt tokens"), ("output-len", 512, "latency: output tokens"),
+        ("num-prompts", 256, "throughput: prompts"), ("prefill-prompts", 16, "prefill: prompts"),
+        ("prefill-len", 4096, "prefill: tokens of each"), ("repeat", 1, "runs of each workload; the median counts"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=words)
+    parser.add_argument("--temperature", type=float, metavar="X", nargs="+", default=[0.6], help="0 is greedy")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step and of a prefill step")
-    parser.add_argument("--out", help="write the results to this JSON file")
+    parser.add_argument("--out", type=text, metavar="FILE", help="write the results to this JSON file")
     add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    check(args)
     options = engine_options(args)
     if args.config:
         options |= {"model": shape_directory(args.config), "load_format": "dummy"}
@@ -66,6 +72,19 @@ def run(args: argparse.Namespace) -> int:
             bench.profile(args.batch[-1], args.input_len)
         machine = limits.machine.as_dict()
     return report(args, results, machine)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ParameterError for numbers with which nothing can be measured."""
+    for name, low in (
+        ("batch", 1), ("input_len", 1), ("output_len", 2), ("num_prompts", 1), ("prefill_prompts", 1), ("prefill_len", 1),
+        ("repeat", 1),
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if not all(v >= low for v in (value if isinstance(value, list) else [value])):
+            raise ParameterError(name, value, f"at least {low}")
+    if args.out is not None and not os.access(os.path.dirname(args.out) or ".", os.W_OK):
+        raise ParameterError("out", args.out, "a file in a directory that can be written")
 
 
 class Bench:
@@ -217,13 +236,13 @@ def first_token(options: dict[str, Any]) -> None:
 
 def shape_directory(config: str) -> str:
     """A checkpoint directory that holds only this config.json."""
+    shape = read_text("--config", config)
     try:
-        text = Path(config).read_text()
-        json.loads(text)
-    except (OSError, ValueError) as e:
-        raise ParameterError("--config", config, f"a readable JSON file ({e})") from None
+        json.loads(shape)
+    except ValueError as e:
+        raise ParameterError("--config", config, f"a JSON file ({e})") from None
     directory = tempfile.mkdtemp(prefix="headrace-shape-")
-    (Path(directory) / "config.json").write_text(text)
+    (Path(directory) / "config.json").write_text(shape)
     return directory
 
 
@@ -245,5 +264,8 @@ def report(args: argparse.Namespace, results: list[dict[str, Any]], machine: dic
             "machine": machine, "torch": torch.__version__, "python": sys.version.split()[0], "commit": commit or None,
             "model": args.config or args.model, "dtype": args.dtype, "results": results,
         }  # fmt: skip
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        try:
+            Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as e:
+            raise ParameterError("out", args.out, f"a file that can be written ({e.strerror})") from None
     return 0

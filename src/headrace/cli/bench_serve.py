@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -22,48 +22,78 @@ from typing import Any
 from headrace.benchmark.http_client import HttpClient
 from headrace.benchmark.load import Load, Run, run_load
 from headrace.benchmark.target import ENDPOINTS, BenchmarkError, Measured, Plan, Target, first_model
-from headrace.config import api_key_from_environment
+from headrace.cli.keys import client_key
+from headrace.cli.options import add_log_level
+from headrace.cli.parser import json_object, text
 from headrace.errors import ParameterError
+from headrace.extras import is_installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
-    server.add_argument("--base-url", "--url", default="http://127.0.0.1:8000", help="with or without /v1 at its end")
-    server.add_argument("--api-key", help="default: HEADRACE_API_KEY")
+    server.add_argument(
+        "--base-url", "--url", type=text, metavar="URL", default="http://127.0.0.1:8000", help="with or without /v1 at its end"
+    )
+    server.add_argument("--api-key", metavar="KEY", help="the server's key (default: HEADRACE_API_KEY)")
     server.add_argument("--header", action="append", metavar="NAME=VALUE", help="a further HTTP header (repeatable)")
-    server.add_argument("--model", help="default: the first that the server lists")
-    server.add_argument("--endpoint", choices=tuple(ENDPOINTS), default="completions")
-    server.add_argument("--request-timeout", type=float, default=3600.0, help="seconds until a request counts as failed")
-    load = parser.add_argument_group("load")
-    load.add_argument("--num-prompts", type=int, help="requests of a run (default: 1000, or the lines of the file)")
-    load.add_argument("--request-rate", type=float, nargs="+", default=[math.inf], help="per second; several: a run each")
-    load.add_argument("--burstiness", type=float, default=1.0, help="shape of the gaps: 1 Poisson, less: bursts, more: even")
-    load.add_argument("--max-concurrency", type=int, nargs="+", help="requests in progress; several: a run each")
-    load.add_argument("--num-warmups", type=int, default=0, help="requests before the clock starts")
-    load.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
-    data = parser.add_argument_group("requests")
-    data.add_argument("--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random")
-    data.add_argument("--dataset-path", help="custom: a JSONL file of prompts or of lengths")
-    data.add_argument("--random-input-len", type=int, default=1024)
-    data.add_argument("--random-output-len", type=int, default=128)
-    data.add_argument("--random-prefix-len", type=int, default=0, help="tokens with which all prompts begin")
-    data.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths are uniform in len * (1 +- ratio)")
-    data.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
-    data.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
-    data.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
-    data.add_argument("--prefix-repetition-output-len", type=int, default=128)
-    data.add_argument("--custom-output-len", type=int, default=256, help="where a line of the file has no output_len")
-    data.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: yes, but for files of prompts")
-    for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
-        data.add_argument(f"--{name}", type=kind)
-    data.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of every request")
+    server.add_argument("--model", type=text, metavar="NAME", help="(default: the first that the server lists)")
+    server.add_argument("--endpoint", choices=tuple(ENDPOINTS), default="completions", help="which API is measured")
+    server.add_argument(
+        "--request-timeout", type=float, metavar="SECONDS", default=3600.0, help="until a request counts as failed"
+    )
+    _add_load(parser.add_argument_group("load"))
+    _add_requests(parser.add_argument_group("requests"))
     out = parser.add_argument_group("results")
     out.add_argument("--goodput", nargs="+", default=[], metavar="ttft:MS", help="count requests that keep these limits")
-    out.add_argument("--metric-percentiles", default="90,99")
-    out.add_argument("--save-result", metavar="FILE", help="the figures as JSON; a list of them for several loads")
+    out.add_argument("--metric-percentiles", metavar="P,P", default="90,99", help="which percentiles of each time")
+    out.add_argument("--save-result", type=text, metavar="FILE", help="the figures as JSON; a list of them for several loads")
     out.add_argument("--save-detailed", action="store_true", help="with the lists of every request's times and texts")
-    out.add_argument("--plot", metavar="FILE", help="a picture of latency over load (needs matplotlib)")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    out.add_argument("--plot", type=text, metavar="FILE", help="a picture of latency over load (needs matplotlib)")
+    add_log_level(parser)
+
+
+def _add_load(load) -> None:
+    load.add_argument(
+        "--num-prompts", type=int, metavar="N", help="requests of a run (default: 1000, or the lines of the file)"
+    )
+    load.add_argument(
+        "--request-rate", type=float, metavar="RPS", nargs="+", default=[math.inf], help="per second; several: a run each"
+    )
+    load.add_argument(
+        "--burstiness", type=float, metavar="X", default=1.0, help="shape of the gaps: 1 Poisson, less: bursts, more: even"
+    )
+    load.add_argument(
+        "--max-concurrency", type=int, metavar="N", nargs="+", help="requests in progress; several: a run each (default: any)"
+    )
+    load.add_argument("--num-warmups", type=int, metavar="N", default=0, help="requests before the clock starts")
+    load.add_argument("--seed", type=int, metavar="N", default=0, help="of prompts, lengths and arrivals")
+
+
+def _add_requests(data) -> None:
+    data.add_argument(
+        "--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random", help="what is asked"
+    )
+    data.add_argument("--dataset-path", type=text, metavar="FILE", help="custom: a JSONL file of prompts or of lengths")
+    for name, default, words in (
+        ("random-input-len", 1024, "random: prompt tokens"),
+        ("random-output-len", 128, "random: output tokens"),
+        ("random-prefix-len", 0, "random: tokens with which all prompts begin"),
+        ("prefix-repetition-prefix-len", 256, "prefix_repetition: tokens of a shared prefix"),
+        ("prefix-repetition-suffix-len", 256, "prefix_repetition: tokens after it"),
+        ("prefix-repetition-num-prefixes", 10, "prefix_repetition: how many prefixes"),
+        ("prefix-repetition-output-len", 128, "prefix_repetition: output tokens"),
+        ("custom-output-len", 256, "custom: output tokens where a line of the file has no output_len"),
+    ):
+        data.add_argument(f"--{name}", type=int, metavar="N", default=default, help=words)
+    data.add_argument(
+        "--random-range-ratio", type=float, metavar="X", default=0.0, help="random: lengths are uniform in len * (1 +- ratio)"
+    )
+    data.add_argument(
+        "--ignore-eos", action=argparse.BooleanOptionalAction, help="exact lengths (default: yes, but for files of prompts)"
+    )
+    for name, kind, metavar in (("temperature", float, "X"), ("top-p", float, "X"), ("top-k", int, "N")):
+        data.add_argument(f"--{name}", type=kind, metavar=metavar, help="of every request (default: the server's)")
+    data.add_argument("--extra-body", type=text, default="{}", metavar="JSON", help="further fields of every request")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,12 +105,12 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
     allow_many_connections()
-    loop = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
+    loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     results = loop.run(measure(args, loads, percentiles, goodput))
     if args.save_result:
-        text = json.dumps(results[0] if len(results) == 1 else results, indent=2)
+        document = json.dumps(results[0] if len(results) == 1 else results, indent=2)
         try:
-            Path(args.save_result).write_text(text)
+            Path(args.save_result).write_text(document)
         except OSError as e:
             raise ParameterError("--save-result", args.save_result, f"a file that can be written ({e.strerror})") from None
     if args.plot:
@@ -103,10 +133,9 @@ def checked_loads(args: argparse.Namespace) -> list[Load]:
     ):  # fmt: skip
         if not all(v > 0 for v in values):
             raise ParameterError(name, values, "more than 0")
+    args.extra_body = json_object("--extra-body", args.extra_body)
     if (args.dataset_name == "custom") != (args.dataset_path is not None):
         raise ParameterError("--dataset-path", args.dataset_path, "a file with --dataset-name custom, none without")
-    if not isinstance(args.extra_body, dict):
-        raise ParameterError("--extra-body", args.extra_body, "a JSON object")
     return [Load(r, args.burstiness, c) for r, c in itertools.product(args.request_rate, args.max_concurrency or [None])]
 
 
@@ -135,7 +164,7 @@ async def measure(args: argparse.Namespace, loads: list[Load], percentiles, good
     from headrace.benchmark.report import details, summary, table
     from headrace.benchmark.workload import prompt_maker
 
-    client = HttpClient(args.base_url, args.api_key or api_key_from_environment(), parse_headers(args.header))
+    client = HttpClient(args.base_url, client_key(args), parse_headers(args.header))
     try:
         target = Target(
             client, args.model or await first_model(client), args.endpoint, request_fields(args), args.request_timeout

@@ -12,8 +12,10 @@ from typing import Any
 
 from headrace.cli.chat_backends import SAMPLING, Backend, EngineBackend, Messages, ServerBackend, ServerError
 from headrace.cli.chat_screen import PlainScreen, RichScreen
+from headrace.cli.keys import client_key
 from headrace.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
-from headrace.config import api_key_from_environment
+from headrace.cli.parser import text
+from headrace.cli.streams import StreamError, holds_unicode, read_line
 from headrace.errors import CapacityError, ParameterError
 
 HELP = """\
@@ -27,10 +29,14 @@ Ctrl-C stops the answer."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat = parser.add_argument_group("chat")
-    chat.add_argument("--url", help="talk to this server instead of loading a model; --model is then a name it serves")
-    chat.add_argument("--api-key", help="the server's key (default: HEADRACE_API_KEY)")
-    chat.add_argument("--timeout", type=float, default=600.0, help="seconds of silence after which a server is given up")
-    chat.add_argument("--system", help="system message")
+    chat.add_argument(
+        "--url", type=text, help="talk to this server (default: load a model); --model is then a name that it serves"
+    )
+    chat.add_argument("--api-key", metavar="KEY", help="the server's key (default: HEADRACE_API_KEY)")
+    chat.add_argument(
+        "--timeout", type=float, metavar="SECONDS", default=600.0, help="of silence after which a server is given up"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system message")
     chat.add_argument("--plain", action="store_true", help="bare text even on a terminal")
     chat.add_argument("--hide-reasoning", action="store_true", help="do not show what a model thinks before it answers")
     chat.add_argument("--show-stats", action="store_true", help="after each answer: tokens and tokens per second")
@@ -44,16 +50,20 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("--n", args.n, "1: a conversation has one answer")
     sampling_params(args)  # a bad value is reported before anything is loaded
     sampling = {k: getattr(args, k) for k in SAMPLING}
+    if not 0 < args.timeout <= 1e7:
+        raise ParameterError("--timeout", args.timeout, "seconds in (0, 1e7]")
+    if sys.stdin is None:
+        raise StreamError("standard input: it is closed")
     interactive = sys.stdin.isatty()
     show_reasoning = not args.hide_reasoning
-    rich = sys.stdout.isatty() and not args.plain
+    rich = sys.stdout.isatty() and holds_unicode(sys.stdout) and not args.plain  # Markdown is drawn with more than ASCII
     screen = RichScreen(show_reasoning) if rich else PlainScreen(show_reasoning=show_reasoning)
     backend: Backend
     options = engine_options(args)
     if args.url:
         if own := options.keys() - {"model", "seed"}:
             raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(own)))
-        backend = ServerBackend(args.url, args.api_key or api_key_from_environment(), args.model, args.timeout)
+        backend = ServerBackend(args.url, client_key(args), args.model, args.timeout)
     else:
         backend = EngineBackend(options, progress=sys.stderr.isatty())
     try:
@@ -159,9 +169,12 @@ def read_messages(interactive: bool) -> Iterator[str]:
     if interactive:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
+    first = True
     while True:
         try:
             line = _read_line("> ", interactive)
+            if first and line is not None:
+                first, line = False, line.removeprefix("\ufeff")  # a byte-order mark
             if line is not None and line.startswith('"""'):
                 line = _read_block(line[3:], interactive)
         except KeyboardInterrupt:
@@ -181,7 +194,9 @@ def _read_line(prompt: str, interactive: bool) -> str | None:
         except EOFError:
             print()
             return None
-    line = sys.stdin.readline()
+        except UnicodeDecodeError as e:
+            raise StreamError(f"standard input: it is not valid {e.encoding}") from None
+    line = read_line()
     return line.rstrip("\n") if line else None
 
 

@@ -6,19 +6,21 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from headrace.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
-from headrace.errors import ParameterError
+from headrace.cli.parser import text
+from headrace.cli.streams import holds_unicode, read_all
+from headrace.errors import HeadraceError, ParameterError
+from headrace.files import read_text
 from headrace.prewarm import prewarm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", help="a prompt (repeatable); none: read standard input")
-    parser.add_argument("--prompt-file", help="a file with one prompt a line")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable (default: read standard input)")
+    parser.add_argument("--prompt-file", type=text, metavar="FILE", help="a file with one prompt a line")
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message through the chat template")
-    parser.add_argument("--system", help="a system message before each prompt (with --chat)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt (with --chat)")
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="print text as it is made")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt instead of text")
     parser.add_argument("--show-stats", action="store_true", help="end with one line of figures on stderr")
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         elapsed = time.perf_counter() - began
         if args.json:
             for prompt, output in zip(prompts, outputs, strict=True):
-                print(json.dumps(as_json(prompt, output), ensure_ascii=False))
+                print(json.dumps(as_json(prompt, output), ensure_ascii=not holds_unicode(sys.stdout)))
         if args.show_stats:
             print(stats_line(llm, outputs, elapsed), file=sys.stderr)
     failed = [o for output in outputs for o in output.outputs if o.finish_reason == "error"]
@@ -56,16 +58,19 @@ def run(args: argparse.Namespace) -> int:
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or [])
-    if args.prompt_file:
-        try:
-            text = Path(args.prompt_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise ParameterError("--prompt-file", args.prompt_file, f"a readable UTF-8 file ({e})") from None
-        prompts += [line for line in text.splitlines() if line]
-    if not prompts and not args.prompt_file and not sys.stdin.isatty():
-        prompts = [sys.stdin.read()]
-    if not prompts or not all(prompts):
-        raise ParameterError("--prompt", prompts, "at least one prompt that is not empty")
+    if not all(prompts):
+        raise ParameterError("--prompt", "", "a text that is not empty")
+    if args.prompt_file is not None:
+        lines = [line for line in read_text("--prompt-file", args.prompt_file).split("\n") if line]
+        if not lines:
+            raise ParameterError("--prompt-file", args.prompt_file, "a file with at least one line that is not empty")
+        return prompts + lines
+    if not prompts:
+        if sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
+            raise HeadraceError("there is no prompt: name one with --prompt or --prompt-file, or send one to standard input")
+        prompts = [read_all()]
+        if not prompts[0]:
+            raise HeadraceError("there is no prompt: standard input is empty, and neither --prompt nor --prompt-file is given")
     return prompts
 
 

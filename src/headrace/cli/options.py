@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import Any
+
+from headrace.cli.parser import text
+from headrace.config import EngineConfig
 
 ENGINE_OPTIONS = (
     "model", "revision", "local_files_only", "tokenizer", "skip_tokenizer_init", "load_format",
@@ -13,44 +17,84 @@ ENGINE_OPTIONS = (
     "tensor_parallel_size", "debug_checks", "seed", "speculative_method", "speculative_model", "num_speculative_tokens",
     "prompt_lookup_min", "prompt_lookup_max", "speculative_max_rows",
 )  # fmt: skip
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", help="directory, .gguf file or Hub id (default: the embedded SmolLM2-135M-Instruct)")
-    model.add_argument("--revision", help="branch, tag or commit on the Hub")
-    model.add_argument("--local-files-only", action="store_true", default=None, help="never ask the network")
-    model.add_argument("--tokenizer", help="directory or Hub id of another tokenizer")
-    model.add_argument("--load-format", choices=("auto", "safetensors", "gguf", "dummy"))
+    _add_model_arguments(parser.add_argument_group("model"))
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"))
-    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    engine.add_argument("--max-model-len", type=int, help="tokens of prompt and output together")
-    engine.add_argument("--max-num-seqs", type=int, help="requests that run at the same time")
-    engine.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
-    engine.add_argument("--block-size", type=int, help="tokens in a block of the KV cache")
-    engine.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
-    engine.add_argument("--kv-cache-bytes", type=int, help="size of the KV cache instead of the memory plan's")
-    for name, text in (
+    engine.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), help=f"auto: a GPU where there is one {_of('device')}"
+    )
+    engine.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"),
+        help=f"numbers it computes in; auto: float32 on a CPU, the checkpoint's 16 bits on a GPU {_of('dtype')}",
+    )  # fmt: skip
+    for name, kind, metavar, words in (
+        ("max-model-len", int, "TOKENS", "tokens of prompt and output together (default: the model's context)"),
+        ("max-num-seqs", int, "N", "requests that run at the same time"),
+        ("max-num-batched-tokens", int, "TOKENS", "computed in one step (default: 16384 on a GPU, 2048 on a CPU)"),
+        ("block-size", int, "TOKENS", "in a block of the KV cache (default: 64 on a GPU, 16 on a CPU)"),
+        ("gpu-memory-utilization", float, "SHARE", "of the GPU's memory to use"),
+        ("kv-cache-bytes", int, "BYTES", "size of the KV cache (default: by the memory plan)"),
+        ("max-itl-ms", float, "MS", "prefill no more in a step than keeps running streams this smooth"),
+        ("attention-backend", text, "NAME", "auto, torch, triton, cudnn or fa3"),
+        ("tensor-parallel-size", int, "N", "GPUs of one engine; more than 1 is not there yet"),
+    ):
+        shown = words if "default:" in words else f"{words} {_of(name)}"
+        engine.add_argument(f"--{name}", type=kind, metavar=metavar, help=shown)
+    for name, words in (
         ("enable-prefix-caching", "reuse the KV of equal prompt beginnings"),
         ("enable-chunked-prefill", "let a long prompt run in pieces between decodes"),
         ("async-scheduling", "launch a step before the previous one is read"),
     ):
-        engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
-    engine.add_argument("--max-itl-ms", type=float, help="prefill no more in a step than keeps running streams this smooth")
-    engine.add_argument("--scheduling-policy", choices=("fcfs", "priority"))
-    engine.add_argument("--attention-backend", help="auto, torch, triton, cudnn or fa3")
-    engine.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    engine.add_argument("--tensor-parallel-size", type=int)
-    engine.add_argument("--debug-checks", action="store_true", default=None, help="check the block accounting every step")
-    drafts = parser.add_argument_group("speculative decoding", "several tokens per step; the output stays the same")
+        engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=f"{words} {_of(name)}")
+    engine.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help=f"who runs first {_of('scheduling_policy')}")
+    for name, words in (("enforce-eager", "no CUDA graphs"), ("debug-checks", "check the block accounting every step")):
+        engine.add_argument(f"--{name}", action="store_true", default=None, help=f"{words} {_of(name)}")
+    _add_speculative_arguments(parser.add_argument_group("speculative decoding", "several tokens per step; the same output"))
+    add_log_level(parser)
+
+
+def _add_model_arguments(model) -> None:
+    kinds = "directory, .gguf file or Hub id"
+    model.add_argument("--model", type=text, help=f"{kinds} (default: the embedded SmolLM2-135M-Instruct)")
+    model.add_argument("--revision", type=text, metavar="NAME", help="branch, tag or commit on the Hub (default: the Hub's)")
+    model.add_argument(
+        "--local-files-only", action="store_true", default=None, help=f"never ask the network {_of('local_files_only')}"
+    )
+    model.add_argument("--tokenizer", type=text, metavar="PATH", help="directory or Hub id of another (default: the model's)")
+    model.add_argument(
+        "--load-format", choices=("auto", "safetensors", "gguf", "dummy"),
+        help=f"of the weights; dummy: random ones {_of('load_format')}",
+    )  # fmt: skip
+
+
+def _add_speculative_arguments(drafts) -> None:
     drafts.add_argument("--speculative-method", choices=("ngram", "draft_model", "eagle3"), help="who guesses (default: none)")
-    drafts.add_argument("--speculative-model", help="draft model or EAGLE-3 head: directory, .gguf file or Hub id")
-    drafts.add_argument("--num-speculative-tokens", type=int, help="guesses per request and step at most")
-    drafts.add_argument("--prompt-lookup-min", type=int, help="of ngram: tokens that must have stood before, at least")
-    drafts.add_argument("--prompt-lookup-max", type=int, help="of ngram: tokens compared at most")
-    drafts.add_argument("--speculative-max-rows", type=int, help="no drafts in steps of more rows than this")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    drafts.add_argument(
+        "--speculative-model", type=text, metavar="PATH", help="draft model or EAGLE-3 head: directory, .gguf file or Hub id"
+    )
+    for name, words in (
+        ("num-speculative-tokens", "guesses per request and step at most"),
+        ("prompt-lookup-min", "of ngram: tokens that must have stood before, at least"),
+        ("prompt-lookup-max", "of ngram: tokens compared at most"),
+    ):
+        drafts.add_argument(f"--{name}", type=int, metavar="N", help=f"{words} {_of(name)}")
+    drafts.add_argument(
+        "--speculative-max-rows", type=int, metavar="N",
+        help="no drafts in steps of more rows than this (default: 64 on a GPU, 16 on a CPU)",
+    )  # fmt: skip
+
+
+def _of(name: str) -> str:
+    """EngineConfig's default, for help: the options' own is None, which tells what was given from what was not."""
+    value = next(f.default for f in fields(EngineConfig) if f.name == name.replace("-", "_"))
+    return f"(default: {'none' if value is None else ('off', 'on')[value] if isinstance(value, bool) else value})"
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", default="warning", choices=LOG_LEVELS, help="least grave messages that are logged")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,15 +104,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", "--max-new-tokens", type=int, default=256, help="output tokens at most")
-    group.add_argument("--temperature", type=float, help="0 is greedy")
-    group.add_argument("--top-p", type=float)
-    group.add_argument("--top-k", type=int, help="0: off")
-    group.add_argument("--min-p", type=float)
-    group.add_argument("--repetition-penalty", type=float)
-    group.add_argument("--seed", type=int, help="the same seed and prompt give the same text")
-    group.add_argument("--stop", action="append", help="end at this text (repeatable)")
-    group.add_argument("--n", type=int, default=1, help="samples per prompt")
+    model = "(default: the checkpoint's generation config)"
+    group.add_argument("--max-tokens", "--max-new-tokens", type=int, metavar="N", default=256, help="output tokens at most")
+    group.add_argument("--temperature", type=float, metavar="X", help=f"0 is greedy {model}")
+    group.add_argument("--top-p", type=float, metavar="X", help=f"the likeliest tokens up to this probability; 1: all {model}")
+    group.add_argument("--top-k", type=int, metavar="N", help=f"so many of the likeliest tokens; 0: all {model}")
+    group.add_argument("--min-p", type=float, metavar="X", help=f"tokens of this share of the likeliest's probability {model}")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help=f"of tokens that were there; 1: none {model}")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed and prompt give the same text (default: random)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (repeatable)")
+    group.add_argument("--n", type=int, metavar="N", default=1, help="samples per prompt")
 
 
 def sampling_params(args: argparse.Namespace):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -14,12 +14,14 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.cli.keys import server_keys
 from headrace.cli.options import add_engine_arguments, engine_options
-from headrace.config import api_key_from_environment
+from headrace.cli.parser import text
 from headrace.errors import EngineDeadError, ParameterError
+from headrace.extras import is_installed, require
+from headrace.files import read_text
 
 if TYPE_CHECKING:
     from headrace.metrics.trace import TraceFile
@@ -28,45 +30,74 @@ BUILDER = "headrace.engine.build:build_engine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="as --model (default: the embedded model)")
+    parser.add_argument("model_tag", nargs="?", type=text, metavar="MODEL", help="as --model (default: the embedded model)")
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    server.add_argument("--port", type=int, default=8000, help="0: any free one, which is printed")
-    server.add_argument("--served-model-name", action="append", help="name clients use (repeatable; default: the model's)")
-    server.add_argument("--api-key", action="append", help="a key that clients must send (repeatable)")
-    server.add_argument("--api-key-file", help="a file with one key a line")
-    server.add_argument("--max-concurrent-per-key", type=int, help="requests in progress for one key")
-    server.add_argument("--max-queued-requests", type=int, default=4096, help="samples that may wait; beyond: 429")
-    server.add_argument("--max-queued-tokens", type=int, help="prompt tokens that may wait; beyond: 429")
-    server.add_argument("--request-timeout", type=float, help="deadline of every request in seconds")
-    server.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests after SIGTERM")
-    server.add_argument("--cors-origin", action="append", help="origin that browsers may call from (repeatable; *: any)")
-    server.add_argument("--chat-template", help="a jinja2 file instead of the checkpoint's template")
-    server.add_argument("--tool-parser", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none")
-    server.add_argument("--reasoning-parser", default="auto", help="a parser's name, auto or none")
+    server.add_argument("--host", type=text, default="127.0.0.1", help="address to listen on; the default is this machine only")
+    server.add_argument("--port", type=int, metavar="N", default=8000, help="0: any free one, which is printed")
+    server.add_argument(
+        "--served-model-name", type=text, action="append", metavar="NAME",
+        help="name clients use (repeatable; default: the model's)",
+    )  # fmt: skip
+    server.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's template)")
+    server.add_argument(
+        "--tool-parser", type=text, metavar="NAME", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none"
+    )
+    server.add_argument(
+        "--reasoning-parser", type=text, metavar="NAME", default="auto", help="qwen3, deepseek_r1, mistral, auto or none"
+    )
     server.add_argument(
         "--override-generation-config", default="{}", metavar="JSON",
         help='sampling parameters of requests that do not say, before the checkpoint\'s own: \'{"temperature": 0}\'',
     )  # fmt: skip
-    server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"))
-    server.add_argument("--metrics-prefix", default="headrace", help="vllm: for dashboards made for vLLM")
-    server.add_argument("--stats-interval", type=float, default=5.0, help="seconds between lines of statistics; 0: none")
-    server.add_argument("--trace", metavar="FILE", help="write a Perfetto trace of steps and requests")
-    server.add_argument("--max-restarts", type=int, default=30, help="deaths of the engine core in a minute before giving up")
-    server.add_argument("--heartbeat-timeout", type=float, default=15.0, help="seconds of silence: the core is restarted")
-    server.add_argument("--step-timeout", type=float, default=300.0, help="seconds inside one step: the core is restarted")
-    server.add_argument(
+    server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"), help="how an embedding is made")
+    _add_limits(parser.add_argument_group("limits"))
+    _add_security(parser.add_argument_group("security"))
+    _add_supervision(parser.add_argument_group("operation"))
+    add_engine_arguments(parser)
+
+
+def _add_limits(group) -> None:
+    for name, kind, metavar, default, words in (
+        ("max-concurrent-per-key", int, "N", None, "requests in progress for one key"),
+        ("max-queued-requests", int, "N", 4096, "samples that may wait; beyond: 429"),
+        ("max-queued-tokens", int, "N", None, "prompt tokens that may wait; beyond: 429"),
+        ("request-timeout", float, "SECONDS", None, "deadline of every request"),
+    ):
+        group.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=words)
+
+
+def _add_security(group) -> None:
+    group.add_argument("--api-key", action="append", metavar="KEY", help="a key that clients must send (repeatable)")
+    group.add_argument("--api-key-file", type=text, metavar="FILE", help="a key a line; lines that begin with # are comments")
+    group.add_argument(
+        "--cors-origin", type=text, action="append", metavar="ORIGIN",
+        help="SCHEME://HOST:PORT of pages whose scripts may call (repeatable; *: any)",
+    )  # fmt: skip
+    group.add_argument("--ssl-certfile", type=text, metavar="FILE", help="serve HTTPS with this certificate")
+    group.add_argument("--ssl-keyfile", type=text, metavar="FILE", help="the certificate's key (default: in the certfile)")
+
+
+def _add_supervision(group) -> None:
+    for name, kind, metavar, default, words in (
+        ("drain-timeout", float, "SECONDS", 30.0, "for running requests after SIGTERM"),
+        ("stats-interval", float, "SECONDS", 5.0, "between lines of statistics; 0: none"),
+        ("max-restarts", int, "N", 30, "deaths of the engine core in a minute before giving up"),
+        ("heartbeat-timeout", float, "SECONDS", 15.0, "of silence: the core is restarted"),
+        ("step-timeout", float, "SECONDS", 300.0, "inside one step: the core is restarted"),
+        ("metrics-prefix", text, "NAME", "headrace", "of metrics; vllm: for dashboards made for vLLM"),
+        ("trace", text, "FILE", None, "write a Perfetto trace of steps and requests"),
+    ):
+        group.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=words)
+    group.add_argument(
         "--standby", action=argparse.BooleanOptionalAction, default=True,
         help="keep a second process with everything imported, so that a restart takes as long as loading the weights",
     )  # fmt: skip
-    server.add_argument("--ssl-certfile", help="serve HTTPS with this certificate")
-    server.add_argument("--ssl-keyfile")
-    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     """`builder`: module:function that makes the engine in the core's process."""
     began = time.perf_counter()
+    require("serve")
     if args.model_tag is not None and args.model is not None:
         raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", args.metrics_prefix):
@@ -75,7 +106,7 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
         raise ParameterError("--stats-interval", args.stats_interval, "seconds in [0, 1e7]")
     args.model = args.model_tag or args.model
     listener = bind(args.host, args.port)
-    loop = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
+    loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     return loop.run(Server(args, listener, began, builder).run())
 
 
@@ -92,18 +123,6 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as e:
         raise ParameterError("--host, --port", f"{host}:{port}", f"an address that can be bound ({e.strerror or e})") from None
     return listener
-
-
-def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    keys = list(args.api_key or [])
-    if args.api_key_file:
-        try:
-            keys += Path(args.api_key_file).read_text().split()
-        except OSError as e:
-            raise ParameterError("--api-key-file", args.api_key_file, f"a readable file ({e.strerror})") from None
-    if from_environment := api_key_from_environment():
-        keys.append(from_environment)
-    return tuple(keys)
 
 
 def generation_defaults(text: str) -> dict[str, Any]:
@@ -125,14 +144,11 @@ def server_config(args: argparse.Namespace):
     from headrace.api.config import ServerConfig
 
     template = None
-    if args.chat_template:
-        try:
-            template = Path(args.chat_template).read_text()
-        except OSError as e:
-            raise ParameterError("--chat-template", args.chat_template, f"a readable file ({e.strerror})") from None
+    if args.chat_template is not None:
+        template = read_text("--chat-template", args.chat_template)
     return ServerConfig(
         served_model_names=tuple(args.served_model_name or ()),
-        api_keys=api_keys(args),
+        api_keys=server_keys(args),
         max_concurrent_per_key=args.max_concurrent_per_key,
         max_queued_requests=args.max_queued_requests,
         max_queued_tokens=args.max_queued_tokens,

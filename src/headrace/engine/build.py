@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
 import time
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.inputs import end_token_ids
 from headrace.errors import CapacityError, ParameterError
+from headrace.extras import is_installed
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
@@ -125,7 +125,7 @@ def scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
 
 
 def takes_grammars(config: EngineConfig) -> bool:
-    return not config.skip_tokenizer_init and importlib.util.find_spec("llguidance") is not None
+    return not config.skip_tokenizer_init and is_installed("llguidance")
 
 
 def structured_output(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> StructuredOutput | None:

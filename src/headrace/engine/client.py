@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import secrets
 import time
@@ -29,6 +28,7 @@ from headrace.engine.probation import Probation
 from headrace.engine.streams import DrainRate, Observer, Stream
 from headrace.engine.supervision import CoreSupply, Deaths, SupervisionConfig
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class EngineStatus:
 class EngineClient:
     """Starts, feeds, watches and restarts a core. All methods belong to one event loop."""
 
-    supports_structured = importlib.util.find_spec("llguidance") is not None
+    supports_structured = is_installed("llguidance")
 
     def __init__(
         self,

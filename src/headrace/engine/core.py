@@ -24,6 +24,7 @@ import numpy as np
 from headrace.engine.inputs import checked_ids
 from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, RequestTimes, TokenLogprobs
 from headrace.errors import HeadraceError, ParameterError
+from headrace.extras import without_grammars
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.plan import Chunk, StepPlan
 from headrace.scheduler.request import Request
@@ -92,9 +93,7 @@ class EngineCore:
         if wish is None:
             self.scheduler.add(self._request(request, ids))
         elif self.structured is None:
-            raise ParameterError(
-                "structured_outputs", wish.kind, "nothing: llguidance is not installed, or there is no tokenizer"
-            )
+            raise ParameterError("structured_outputs", wish.kind, f"nothing: {without_grammars()}")
         elif not request.params.eos_token_ids:
             raise ParameterError("structured_outputs", wish.kind, "nothing: this model has no end token")
         else:

@@ -1,0 +1,48 @@
+"""API keys from options, files and the environment. Whatever was meant to give a key gives one, or the command ends."""
+
+from __future__ import annotations
+
+import argparse
+
+from headrace.config import KEY_FORM, api_key_from_environment, is_api_key
+from headrace.errors import ParameterError
+from headrace.files import read_text
+
+ENVIRONMENT = "HEADRACE_API_KEY"
+
+
+def server_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """The keys that a server takes; () only where none of the three sources is named. Errors never show a key."""
+    keys = [_checked("--api-key", key) for key in args.api_key or ()]
+    if args.api_key_file is not None:
+        keys += _keys_of_file(args.api_key_file)
+    if (found := api_key_from_environment()) is not None:
+        keys.append(_checked(ENVIRONMENT, found))
+    return tuple(keys)
+
+
+def client_key(args: argparse.Namespace) -> str | None:
+    """The key that a client sends, if any; an empty one is none."""
+    if args.api_key is not None:
+        return _checked("--api-key", args.api_key)
+    found = (api_key_from_environment() or "").strip()
+    return _checked(ENVIRONMENT, found) if found else None
+
+
+def _keys_of_file(path: str) -> list[str]:
+    """A key a line; blank lines and those that begin with # are not keys."""
+    option = "--api-key-file"
+    keys = []
+    for number, line in enumerate(read_text(option, path).split("\n"), 1):
+        key = line.strip()
+        if key and not key.startswith("#"):
+            keys.append(_checked(f"{option} {path}, line {number}", key))
+    if not keys:
+        raise ParameterError(option, path, "a file with at least one key, a line each")
+    return keys
+
+
+def _checked(source: str, key: str) -> str:
+    if not is_api_key(key):
+        raise ParameterError(source, "a key of another form" if key.strip() else "no key", KEY_FORM)
+    return key

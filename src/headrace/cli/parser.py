@@ -1,0 +1,80 @@
+"""How a command line is read: options are made when their command runs, help shows defaults, mistakes get a suggestion."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from headrace.errors import ParameterError
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Every option's default is shown; a help text that says it in words keeps its words."""
+
+    def __init__(self, prog: str, **options: Any):
+        super().__init__(prog, max_help_position=34, **options)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not action.option_strings or action.required or "default:" in text or isinstance(action, argparse._HelpAction):
+            return text
+        return f"{text} (default: {_shown(action.default)})"
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == [] or value is argparse.SUPPRESS:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) else f"{value}"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command, whose options `fill` adds when it is the one that runs."""
+
+    def __init__(self, *args: Any, fill: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any):
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+        self._fill = fill
+
+    def parse_known_args(self, args=None, namespace=None):
+        fill, self._fill = self._fill, None
+        if fill is not None:
+            fill(self)
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:  # here, not in the parser above: this one knows its command's options
+            self.error(f"unknown: {' '.join(unknown)}{self._suggestion(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help lists what there is\n")
+
+    def option_of(self, field: str) -> str | None:
+        """The option that sets `field`."""
+        options = (o for action in self._actions if action.dest == field for o in action.option_strings)
+        return next((o for o in options if o.startswith("--") and not o.startswith("--no-")), None)
+
+    def _suggestion(self, unknown: list[str]) -> str:
+        known = [o for o in self._option_string_actions if o.startswith("--")]
+        given = (word.partition("=")[0] for word in unknown if word.startswith("-"))
+        near = [found[0] for word in given if (found := difflib.get_close_matches(word, known, 1, 0.7))]
+        return f" (did you mean {', '.join(near)}?)" if near else ""
+
+
+def text(value: str) -> str:
+    """The type of options whose value may not be empty: `--x "$UNSET"` must not pass for an option that was left out."""
+    if not value.strip():
+        raise argparse.ArgumentTypeError("an empty text is no value")
+    return value
+
+
+def json_object(option: str, value: str) -> dict[str, Any]:
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ParameterError(option, value, "a JSON object")
+    return found
