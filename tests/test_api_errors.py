@@ -63,17 +63,49 @@ def test_repeated_keys_are_found_at_any_depth(api):
     ("kind", "status"),
     [
         ("application/json", 200), ("application/json; charset=utf-8", 200), ("APPLICATION/JSON", 200), ("application/vnd.x+json", 200),
-        (None, 200), ("text/plain", 400), ("application/x-www-form-urlencoded", 400), ("multipart/form-data; boundary=x", 400),
-        ("application/json; charset=latin-1", 400), ("", 400), ("\u00e9", 400),
+        (None, 200), ("text/plain", 200), ("application/x-www-form-urlencoded", 200), ("", 200), ("\u00e9", 200), ("json", 200),
+        ("application/octet-stream", 200), ("multipart/form-data; boundary=x", 400), ("image/png", 400), ("Audio/wav", 400),
+        ("application/json; charset=latin-1", 400), ("text/plain; charset=utf-16", 400),
     ],
 )  # fmt: skip
 def test_content_types(api, kind, status):
+    """A JSON body is one whatever `curl -d` calls it, but a page of another origin cannot send one unasked."""
     content = json.dumps({"model": MODEL, "prompt": "hi"}).encode()
     headers = {} if kind is None else {"content-type": kind.encode("latin-1")}
     response = api.request("POST", "/v1/completions", content=content, headers=headers)
     assert response.status_code == status
     if status != 200:
-        error_of(response)
+        assert error_of(response)["code"] == "invalid_content_type"
+    asked_first = kind is None or "json" in kind.partition("/")[2].lower()  # of these a browser asks the server beforehand
+    response = api.request("POST", "/v1/completions", content=content, headers={**headers, "origin": "http://elsewhere"})
+    assert response.status_code == (status if asked_first else 400)
+
+
+def test_what_is_no_json_is_told_whatever_it_is_called(api):
+    for content in ("prompt=hi&model=x", "%7B%7D", ""):
+        headers = {"content-type": "application/x-www-form-urlencoded"}
+        response = api.request("POST", "/v1/completions", content=content, headers=headers)
+        assert response.status_code == 400 and error_of(response)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_slashes_of_a_joined_url_do_not_matter(api, path):
+    body = {"model": MODEL, **BODIES[path]}
+    for spelt in (path + "/", "/" + path, path.replace("/", "//"), path + "///"):
+        response = api.request("POST", f"http://test{spelt}", json=body)
+        assert response.status_code == 200, (spelt, response.text)
+    assert api.request("GET", "http://test//health/").status_code == 200
+    assert api.request("GET", "http://test/v1//models/").json()["object"] == "list"
+    assert api.request("GET", f"http://test//v1/models/{MODEL}/").json()["id"] == MODEL
+
+
+def test_a_model_may_be_named_by_a_path():
+    served = Api(served_model_names=("/data/my model", "x"))
+    try:
+        assert served.request("GET", "http://test/v1/models//data/my%20model").json()["id"] == "/data/my model"
+        assert served.request("GET", "http://test/v1/models/x/").json()["id"] == "x"
+    finally:
+        served.close()
 
 
 @pytest.mark.parametrize("path", BODIES)

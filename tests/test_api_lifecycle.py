@@ -17,6 +17,8 @@ from api_client import MODEL, error_of, joined, parse_events
 from fake_engine import FakeEngine
 from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
+from headrace.api.context import ApiContext
+from headrace.api.middleware import Gate
 from headrace.config import EngineConfig
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -29,11 +31,13 @@ class Server:
         self.port, self.engine, self.limits = port, engine, app.state.api.limits
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20)
 
-    async def connect(self, path: str, body: dict, headers: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(
+        self, path: str, body: dict, headers: str = "", method: str = "POST"
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A request sent by hand, so that the test decides when to read and when to leave."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=2**16)
         data = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()
         return reader, writer
@@ -237,6 +241,22 @@ def test_large_prompts_do_not_hold_up_the_loop():
 # deadlines
 
 
+@pytest.mark.parametrize(("own", "asked", "effective"), [(None, None, None), (5.0, None, 5.0), (None, b"7", 7.0), (5.0, b"7", 5.0), (5.0, b"3", 3.0)])
+def test_a_client_can_only_shorten_its_deadline(own, asked, effective):
+    async def test() -> None:
+        seen = []
+
+        async def app(scope, receive, send) -> None:
+            seen.append(scope["state"]["timeout"])
+
+        gate = Gate(app, ApiContext(FakeEngine(), ServerConfig(request_timeout=own)))  # type: ignore[arg-type]
+        headers = [(b"x-request-timeout", asked)] if asked else []
+        await gate({"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}, None, None)  # type: ignore[arg-type]
+        assert seen == [effective]
+
+    run(test)
+
+
 def test_deadlines():
     async def test() -> None:
         engine = FakeEngine(script=endless, delay=0.01)
@@ -360,7 +380,9 @@ def test_keys():
                 assert (await server.client.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 401
                 assert (await server.client.get("/health", headers=headers)).status_code == 200
             assert (await server.client.get("/v1/models", headers=good)).status_code == 200
-            other = {"authorization": "bearer zwei-ü".encode()}
+            for coding in ("utf-8", "latin-1"):
+                other = {"authorization": "bearer zwei-ü".encode(coding)}
+                assert (await server.client.get("/v1/models", headers=other)).status_code == 200
             engine.gate.clear()
             first = asyncio.create_task(server.client.post("/v1/completions", json=COMPLETION, headers=good))
             await until(lambda: len(engine.active) == 1)
@@ -376,6 +398,21 @@ def test_keys():
             assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "http://a"
             response = await server.client.get("/v1/models", headers={"origin": "http://a"})
             assert response.status_code == 401 and response.headers["access-control-allow-origin"] == "http://a"
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/models/a//b", "/v1/chat/completions", "/nothing"])
+def test_no_spelling_of_a_path_goes_around_the_keys(path):
+    """Slashes are dropped before a path is looked at, so that what asks for a key asks for it in every spelling."""
+
+    async def test() -> None:
+        async with serving(FakeEngine(), api_keys=("one",)) as server:
+            for spelt in (path, path + "/", path.replace("/", "//"), "/health/.." + path, "/health/" + path, path + "//health"):
+                for method in ("GET", "POST"):
+                    reader, _ = await server.connect(spelt, {}, method=method)
+                    status = int((await reader.readuntil(b"\r\n")).split()[1])
+                    assert (status == 401) == (spelt.replace("//", "/").rstrip("/") != "/health"), (method, spelt)
 
     run(test)
 

@@ -28,7 +28,12 @@ class Gate:
 
     def __init__(self, app: ASGIApp, ctx: ApiContext):
         self.app, self.ctx = app, ctx
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in ctx.config.api_keys]
+        # (index of the key, digest); what is not ASCII comes as UTF-8 from some clients and as Latin-1 from others
+        self._digests = [
+            (index, hashlib.sha256(form).digest())
+            for index, key in enumerate(ctx.config.api_keys)
+            for form in {key.encode(), key.encode("latin-1" if max(key) <= "\xff" else "utf-8")}
+        ]
         self._in_progress: dict[int, int] = {}  # index of the key -> requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +97,7 @@ class Gate:
         scheme, _, token = authorization.partition(b" ")
         given = hashlib.sha256(token.strip()).digest()
         found = None
-        for index, digest in enumerate(self._digests):
+        for index, digest in self._digests:
             if hmac.compare_digest(given, digest) and scheme.lower() == b"bearer":
                 found = index
         return found

@@ -103,9 +103,12 @@ class ServerBackend:
             raise ParameterError("--url", url, "an address such as http://127.0.0.1:8000")
         self._address, self._path = parts, parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._timeout = timeout
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+        self._headers: dict[str, str | bytes] = {
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream, application/json",
+        }
         if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self._headers["Authorization"] = f"Bearer {api_key}".encode()  # http.client itself takes Latin-1 only
         self.name = model or self._first_model()
         self.num_tokens = 0
         self.finish_reason: str | None = None
