@@ -9,14 +9,6 @@ from typing import Any
 from headrace.cli.parser import text
 from headrace.config import EngineConfig
 
-ENGINE_OPTIONS = (
-    "model", "revision", "local_files_only", "tokenizer", "skip_tokenizer_init", "load_format",
-    "device", "dtype", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "block_size", "gpu_memory_utilization", "kv_cache_bytes", "enable_prefix_caching",
-    "max_itl_ms", "scheduling_policy", "async_scheduling", "attention_backend", "enforce_eager",
-    "tensor_parallel_size", "debug_checks", "seed", "speculative_method", "speculative_model", "num_speculative_tokens",
-    "prompt_lookup_min", "prompt_lookup_max", "speculative_max_rows",
-)  # fmt: skip
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -45,7 +37,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         engine.add_argument(f"--{name}", type=kind, metavar=metavar, help=shown)
     for name, words in (
         ("enable-prefix-caching", "reuse the KV of equal prompt beginnings"),
-        ("enable-chunked-prefill", "let a long prompt run in pieces between decodes"),
         ("async-scheduling", "launch a step before the previous one is read"),
     ):
         engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=f"{words} {_of(name)}")
@@ -99,7 +90,7 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, by EngineConfig's names."""
-    return {k: v for k in ENGINE_OPTIONS if (v := getattr(args, k, None)) is not None}
+    return {f.name: v for f in fields(EngineConfig) if (v := getattr(args, f.name, None)) is not None}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
