@@ -121,7 +121,7 @@ class ModelEngine(FakeEngine):
 
     def __init__(self, llm: LLM, eos: tuple[int, ...]):
         super().__init__(tokenizer=llm.get_tokenizer())  # type: ignore[arg-type]
-        self.core = llm._core
+        self.core = llm.engine.core
         self.model_config = replace(self.model_config, vocab_size=llm.inputs.vocab_size, eos_token_ids=eos)
 
     async def generate(self, request_id, prompt_ids, params, *, priority=0, cache_salt=""):

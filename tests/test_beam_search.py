@@ -101,7 +101,7 @@ def test_results_are_those_of_transformers(pair, case, num_eos):
             assert sequence.score == pytest.approx(sequence.cum_logprob / length, rel=1e-9)
             ended = ids[-1] in eos and not params.ignore_eos
             assert sequence.finish_reason == ("stop" if ended else "length")
-    assert ours._core.scheduler.kv_usage == 0.0
+    assert ours.engine.core.scheduler.kv_usage == 0.0
 
 
 def test_ends_of_text_come_up_in_these_cases(pair):
@@ -121,9 +121,9 @@ def test_beams_share_the_blocks_of_what_they_have_in_common(pair):
     ours.inputs.eos_token_ids = []
     ours.reset_prefix_cache()
     prompt = [(7 * i + 3) % 500 for i in range(40)]  # ten blocks of four
-    before = ours._core.scheduler.stats.prefix_hit_tokens
+    before = ours.engine.core.scheduler.stats.prefix_hit_tokens
     ours.beam_search([prompt], BeamSearchParams(beam_width=4, max_tokens=5))
-    hits = ours._core.scheduler.stats.prefix_hit_tokens - before
+    hits = ours.engine.core.scheduler.stats.prefix_hit_tokens - before
     assert hits >= 4 * 4 * 36  # of each beam of the four steps after the first, all but the last block of the prompt
 
 
@@ -163,7 +163,7 @@ def test_a_failure_leaves_nothing_behind(pair):
     ours, _ = pair
     with pytest.raises(ParameterError):
         ours.beam_search([[5], [10**6]], BeamSearchParams(beam_width=2))
-    assert not ours._core.has_work
+    assert not ours.engine.core.has_work
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_stages_run_in_order_and_bans_hold():
         masks=[TokenMask(pack_mask([0, 1, 2], 4)[None], longs(0))],
         banned=(longs(0), longs(2)),
         bias=(longs(0, 0, 0), longs(0, 2, 3), floats(9.0, 100.0, 100.0)),
-        processors=[UserProcessor(0, [add_length, lift_bans], [7, 7])],
+        processors=[UserProcessor(0, [add_length, lift_bans], [7, 7], pytest.fail)],
         penalties=Penalties(counts, longs(0), floats(2.0), floats(0.0), floats(0.0)),
     )
     apply_edits(logits, edits)
@@ -165,13 +165,14 @@ def test_user_processors_see_their_own_row_only():
         return out
 
     got = logits.clone()
-    apply_edits(got, LogitsEdits(processors=[UserProcessor(1, [only_five], [4, 2])]))
+    apply_edits(got, LogitsEdits(processors=[UserProcessor(1, [only_five], [4, 2], pytest.fail)]))
     assert torch.equal(got[[0, 2]], logits[[0, 2]])
     assert int(got[1].argmax()) == 5
     assert seen[0][0] == [4, 2] and torch.equal(seen[0][1], logits[1])
-    for wrong in (lambda ids, row: row[:3], lambda ids, row: None):
-        with pytest.raises(ParameterError, match="logits_processors"):
-            apply_edits(logits.clone(), LogitsEdits(processors=[UserProcessor(0, [wrong], [])]))
+    for wrong, error in ((lambda ids, row: row[:3], ParameterError), (lambda ids, row: None, ParameterError), (lambda: 1, TypeError)):
+        errors, got = [], logits.clone()
+        apply_edits(got, LogitsEdits(processors=[UserProcessor(0, [wrong], [], errors.append)]))
+        assert [type(e) for e in errors] == [error] and got[0].isnan().all() and torch.equal(got[1:], logits[1:])
 
 
 def test_edits_reach_the_sampler_but_not_the_logprobs():

@@ -100,7 +100,7 @@ def test_logits_are_never_there_for_all_tokens(ours, monkeypatch):
     most = 5 * 4 * 512  # bytes: five rows
     monkeypatch.setattr(logprobs_module.prompt_logprobs, "__defaults__", (most,))
     rows = []
-    decoder = ours._core.runner.decoder
+    decoder = ours.engine.core.runner.decoder
     plain = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda hidden: rows.append(len(hidden)) or plain(hidden))
     ours.score([text(400, 9)])
@@ -114,4 +114,4 @@ def test_logits_are_never_there_for_all_tokens(ours, monkeypatch):
 def test_wrong_texts_are_refused(ours, prompts, stride):
     with pytest.raises(ParameterError):
         ours.score(prompts, stride=stride)
-    assert not ours._core.has_work
+    assert not ours.engine.core.has_work

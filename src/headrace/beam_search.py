@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.params import MAX_LOGPROBS, SamplingParams, check_float, check_int
 from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
     from headrace.api.interface import AsyncEngine
-    from headrace.engine.core import EngineCore
 
 NONE = -1.0e9  # the score of a beam that is not there yet, as in Transformers
 
@@ -174,32 +174,20 @@ def candidates_of(news: EngineOutput) -> Candidates:
     return entry.ids[1:], entry.logprobs[1:]  # the sampled one comes first, and once more in its place
 
 
-def run_in_core(core: EngineCore, searches: Sequence[BeamSearch]) -> None:
-    """Bring all searches to their ends in a core that does nothing else."""
-    for step in itertools.count():
-        active = [s for s in searches if not s.done]
-        if not active:
-            return
-        waiting: dict[str, tuple[int, int]] = {}
-        found: list[list[Candidates | None]] = [[None] * len(s.running) for s in active]
-        try:
+def search_in_core(shared: SharedCore, searches: Sequence[BeamSearch]) -> None:
+    """Bring all searches to their ends, step by step together."""
+    while active := [s for s in searches if not s.done]:
+        found: list[list[Candidates]] = [[([], [])] * len(s.running) for s in active]
+        with Reader(shared) as reader:
             for i, search in enumerate(active):
                 params = search.step_params()
                 for b, prompt in enumerate(search.prompts()):
-                    name = f"beam {step}.{i}.{b}"
-                    core.add(EngineRequest(name, packed(prompt), params, 0, cache_salt=search.cache_salt))
-                    waiting[name] = (i, b)
-            while waiting:
-                for news in core.step():
-                    i, b = waiting.pop(news.id)
-                    found[i][b] = candidates_of(news)
-        finally:
-            for name in waiting:  # something failed: leave nothing behind
-                core.abort(name)
-            while core.has_work:
-                core.step()
+                    request = EngineRequest(shared.new_name(), packed(prompt), params, 0, cache_salt=search.cache_salt)
+                    reader.add(request, (i, b))
+            for (i, b), news in reader.news():
+                found[i][b] = candidates_of(news)
         for search, candidates in zip(active, found, strict=True):
-            search.advance([c for c in candidates if c is not None])
+            search.advance(candidates)
 
 
 async def run_in_engine(engine: AsyncEngine, search: BeamSearch, request_id: str, *, priority: int = 0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from headrace.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, run_in_core
+from headrace.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_in_core
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.inputs import InputProcessor, end_token_ids
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
-from headrace.errors import EngineDeadError, ParameterError
+from headrace.engine.sharing import Reader, SharedCore
+from headrace.errors import ParameterError
 from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams
@@ -29,14 +29,36 @@ Prompt = str | list[int] | dict[str, Any]
 class _Running:
     """A prompt on its way: its output so far and the streams that fill it."""
 
+    index: int  # of the prompt
     output: RequestOutput
-    params: SamplingParams
     streams: list[SampleStream] = field(default_factory=list)
+
+    def extend(self, k: int, news: EngineOutput, reader: Reader) -> Delta:
+        """What the news add to sample `k`."""
+        out, stream = self.output.outputs[k], self.streams[k]
+        delta = stream.push(news)
+        if delta.stopped_here:
+            reader.drop(news.id)
+        out.text += delta.text
+        out.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            out.logprobs = (out.logprobs or []) + delta.logprobs
+            chosen = (d[t].logprob for d, t in zip(delta.logprobs, delta.token_ids, strict=True))
+            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(chosen)
+        out.finish_reason, out.stop_reason, out.error = delta.finish_reason, delta.stop_reason, delta.error
+        if k == 0:
+            self.output.num_cached_tokens = stream.num_cached_tokens
+            self.output.prompt_logprobs = stream.prompt_logprobs
+            if delta.finish_reason is not None:
+                self.output.metrics = request_metrics(stream.times, stream.num_tokens)
+        self.output.finished = all(o.finish_reason for o in self.output.outputs)
+        return delta
 
 
 class LLM:
     """One engine in this process. Use it as a context manager, or call `close`, to free its memory.
 
+    Calls may come from several threads, and while a stream is open: each gets its own answers, and all run together.
     Options are those of EngineConfig by keyword. Raises CheckpointError, CapacityError or ParameterError.
     """
 
@@ -56,7 +78,7 @@ class LLM:
             self.engine.model.vocab_size,
             self.config.max_model_len or 0,
         )
-        self._ids = itertools.count()
+        self._shared = SharedCore(self.engine.core)
 
     def __enter__(self) -> LLM:
         return self
@@ -65,14 +87,16 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the model, the cache and everything on the device. The object is of no use afterwards."""
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.close()
+        """Free the model, the cache and everything on the device. The object is of no use afterwards, nor are its streams."""
+        if self.engine is not None and not self._shared.is_forked:  # a fork has nothing to close
+            self._shared.close()
+            self.engine.close()
+        self.engine = None
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""
-        self._core.scheduler.reset_prefix_cache()
+        with self._shared.turn() as core:
+            core.scheduler.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -91,23 +115,28 @@ class LLM:
 
         A prompt is a text, a list of token ids, or {"prompt": str} / {"prompt_token_ids": [...]}, with an optional
         "cache_salt". `sampling_params` is one for all or one each; None takes the checkpoint's defaults. A bad prompt or
-        parameter raises ParameterError before anything runs.
+        parameter raises ParameterError before anything runs; what a logits processor raises comes out here.
         """
-        running = self._submit(prompts, sampling_params, priority)
-        with token_progress(len(running), use_tqdm) as progress:
-            for tokens, changes in self._run(running, live=False):
-                progress(tokens, len({item.output.request_id for item, _, _ in changes if item.output.finished}))
+        with Reader(self._shared) as reader:
+            running = self._submit(reader, prompts, sampling_params, priority, live=False)
+            with token_progress(len(running), use_tqdm) as progress:
+                for (item, k), news in reader.news(progress if use_tqdm else None):
+                    item.extend(k, news, reader)
+                    if item.output.finished:
+                        progress(None, 1)
         return [r.output for r in running]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Iterator[tuple[int, int, Delta, RequestOutput]]:
-        """As `generate`, piece by piece: (index of the prompt, index of the sample, what it got, the answer so far)."""
-        running = self._submit(prompts, sampling_params, None)
-        index = {id(r): i for i, r in enumerate(running)}
-        for _, changes in self._run(running, live=True):
-            for item, sample, delta in changes:
-                yield index[id(item)], sample, delta, item.output
+        """As `generate`, piece by piece: (index of the prompt, index of the sample, what it got, the answer so far).
+
+        Other calls may run in between, in the same thread or another; each gets its own. Close it to abort what still runs.
+        """
+        with Reader(self._shared) as reader:
+            self._submit(reader, prompts, sampling_params, None, live=True)
+            for (item, k), news in reader.news():
+                yield item.index, k, item.extend(k, news, reader), item.output
 
     def chat(
         self,
@@ -142,7 +171,7 @@ class LLM:
             own = msgspec.structs.replace(params, max_tokens=complete.max_tokens)
             searches.append(BeamSearch(ids, own, complete.eos_token_ids, salt))
             outputs.append(BeamSearchOutput(text, ids))
-        run_in_core(self._core, searches)
+        search_in_core(self._shared, searches)
         for output, search in zip(outputs, searches, strict=True):
             output.sequences = search.results()
             for sequence in output.sequences if self.tokenizer is not None else ():
@@ -158,7 +187,7 @@ class LLM:
         texts = [self._ids_of(p) for p in _listed(prompts)]
         for _, ids, _ in texts:
             self.inputs.check_ids(ids)
-        scores = score_in_core(self._core, [(ids, salt) for _, ids, salt in texts], self.config.max_model_len or 0, stride)
+        scores = score_in_core(self._shared, [(ids, salt) for _, ids, salt in texts], self.config.max_model_len or 0, stride)
         return [ScoreOutput(text, ids, found) for (text, ids, _), found in zip(texts, scores, strict=True)]
 
     def chat_prompt(self, messages: list[dict[str, Any]], **template_options: Any) -> dict[str, Any]:
@@ -173,10 +202,17 @@ class LLM:
 
     def _submit(
         self,
+        reader: Reader,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
+        *,
+        live: bool,
     ) -> list[_Running]:
+        """Hand all samples of all prompts to the core.
+
+        Unless somebody looks on (`live`), a sample without stop strings is put together once, at its end.
+        """
         prompts = _listed(prompts)
         params = sampling_params
         if params is None or isinstance(params, SamplingParams):
@@ -188,25 +224,18 @@ class LLM:
             raise ParameterError("priority", list(priority), "only 0, unless scheduling_policy is priority")
         complete_of: dict[tuple[int, int], SamplingParams] = {}
         prepared = [self._prepare(p, q, complete_of) for p, q in zip(prompts, params, strict=True)]
-        core, running, added = self._core, [], []
-        try:
-            for i, (text, ids, salt, packed, complete) in enumerate(prepared):
-                request_id = str(next(self._ids))
-                samples = [CompletionOutput(k) for k in range(complete.n)]
-                item = _Running(RequestOutput(request_id, text, ids, samples, finished=False), complete)
-                for k in range(complete.n):
-                    one = msgspec.structs.replace(complete, sample_index=k) if k else complete
-                    item.streams.append(SampleStream(self.tokenizer, one))
-                    name = f"{request_id}.{k}"
-                    core.add(EngineRequest(name, packed, one, one.seed, priority[i] if priority else 0, salt))
-                    added.append(name)
-                running.append(item)
-        except Exception:
-            for name in added:
-                core.abort(name)
-            while core.has_work:
-                core.step()
-            raise
+        running = []
+        for i, (text, ids, salt, packed, complete) in enumerate(prepared):
+            request_id = self._shared.new_name()
+            samples = [CompletionOutput(k) for k in range(complete.n)]
+            item = _Running(i, RequestOutput(request_id, text, ids, samples, finished=False))
+            hold = not (live or complete.stop or complete.logprobs is not None)
+            for k in range(complete.n):
+                one = msgspec.structs.replace(complete, sample_index=k) if k else complete
+                item.streams.append(SampleStream(self.tokenizer, one))
+                name, rank = f"{request_id}.{k}", priority[i] if priority else 0
+                reader.add(EngineRequest(name, packed, one, one.seed, rank, salt), (item, k), hold=hold)
+            running.append(item)
         return running
 
     def _prepare(
@@ -239,75 +268,6 @@ class LLM:
                 raise ParameterError("prompt", prompt, "a text, a list of token ids, or a dict with one of these")
             ids = self.inputs.tokenize(text)
         return text, list(ids), salt
-
-    def _run(self, running: list[_Running], *, live: bool) -> Iterator[tuple[int, list[tuple[_Running, int, Delta]]]]:
-        """Step until all have ended; of each step: how many tokens it brought, and what they add to which samples.
-
-        Unless somebody looks on (`live`), a sample without stop strings is put together once, at its end.
-        """
-        core = self._core
-        samples = {f"{r.output.request_id}.{k}": (r, k, r.streams[k]) for r in running for k in range(r.params.n)}
-        held: dict[str, list[int]] = {
-            name: [] for name, (r, _, _) in samples.items() if not (live or r.params.stop or r.params.logprobs is not None)
-        }
-        try:
-            while samples:
-                outputs = core.step()
-                tokens, changes, further = 0, [], outputs.news
-                for name, token in zip(outputs.ids, outputs.tokens, strict=True):
-                    if name in held:
-                        held[name].append(token)
-                        tokens += 1
-                    else:
-                        further.append(EngineOutput(name, [token]))
-                for news in further:
-                    tokens += len(news.token_ids)
-                    early = held.get(news.id)
-                    if early is not None:
-                        early += news.token_ids
-                        if news.finish_reason is None and news.prompt_logprobs is None:
-                            continue
-                        news.token_ids, held[news.id] = early, []
-                    if news.id in samples:  # else the end of a sample that a stop string ended before
-                        item, k, stream = samples[news.id]
-                        if news.refused is not None:
-                            raise ParameterError(*news.refused)
-                        delta = stream.push(news)
-                        self._extend(item, k, delta)
-                        if delta.stopped_here:
-                            core.abort(news.id)
-                        if delta.finish_reason is not None:
-                            del samples[news.id]
-                            item.output.finished = all(o.finish_reason for o in item.output.outputs)
-                        changes.append((item, k, delta))
-                yield tokens, changes
-        finally:
-            for name in samples:  # the caller left early, or something failed: leave nothing behind
-                core.abort(name)
-            while core.has_work:
-                core.step()
-
-    @staticmethod
-    def _extend(item: _Running, k: int, delta: Delta) -> None:
-        out, stream = item.output.outputs[k], item.streams[k]
-        out.text += delta.text
-        out.token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            out.logprobs = (out.logprobs or []) + delta.logprobs
-            chosen = (d[t].logprob for d, t in zip(delta.logprobs, delta.token_ids, strict=True))
-            out.cumulative_logprob = (out.cumulative_logprob or 0.0) + sum(chosen)
-        out.finish_reason, out.stop_reason, out.error = delta.finish_reason, delta.stop_reason, delta.error
-        if k == 0:
-            item.output.num_cached_tokens = stream.num_cached_tokens
-            item.output.prompt_logprobs = stream.prompt_logprobs
-            if delta.finish_reason is not None:
-                item.output.metrics = request_metrics(stream.times, stream.num_tokens)
-
-    @property
-    def _core(self):
-        if self.engine is None:
-            raise EngineDeadError("this LLM has been closed")
-        return self.engine.core
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

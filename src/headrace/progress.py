@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def token_progress(total: int, enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    """Count requests and tokens: the yielded function takes (new tokens, requests that have finished)."""
+def token_progress(total: int, enabled: bool) -> Iterator[Callable[..., None]]:
+    """Count requests and tokens: the yielded function takes (tokens so far or None, requests that have finished since)."""
     if not enabled:
-        yield lambda tokens, finished: None
+        yield lambda tokens, finished=0: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,12 +22,11 @@ def token_progress(total: int, enabled: bool) -> Iterator[Callable[[int, int], N
     )  # fmt: skip
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=total, rate="")
-        began, tokens = time.perf_counter(), 0
+        began = time.perf_counter()
 
-        def update(new: int, finished: int) -> None:
-            nonlocal tokens
-            tokens += new
-            rate = tokens / max(time.perf_counter() - began, 1e-9)
-            bar.update(task, advance=finished, rate=f"{rate:,.0f} tok/s")
+        def update(tokens: int | None, finished: int = 0) -> None:
+            bar.update(task, advance=finished)
+            if tokens is not None:
+                bar.update(task, rate=f"{tokens / max(time.perf_counter() - began, 1e-9):,.0f} tok/s")
 
         yield update

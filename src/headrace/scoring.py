@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headrace.engine.messages import EngineRequest
-from headrace.errors import HeadraceError, ParameterError
+from headrace.engine.sharing import Reader, SharedCore
+from headrace.errors import HeadraceError
 from headrace.sampling.params import SamplingParams, check_int
 from headrace.scheduler.request import packed
-
-if TYPE_CHECKING:
-    from headrace.engine.core import EngineCore
 
 
 @dataclass(slots=True)
@@ -58,35 +55,24 @@ def windows(length: int, size: int, stride: int) -> Iterator[tuple[int, int, int
 
 
 def score_in_core(
-    core: EngineCore, texts: Sequence[tuple[list[int], str]], max_model_len: int, stride: int | None = None
+    shared: SharedCore, texts: Sequence[tuple[list[int], str]], max_model_len: int, stride: int | None = None
 ) -> list[list[float | None]]:
-    """Logprobs for (ids, cache salt) pairs, in a core that does nothing else; all windows of all texts run together."""
+    """Logprobs for (ids, cache salt) pairs; all windows of all texts run together."""
     size = max_model_len - 1  # the engine samples one token behind the prompt, which is left out
     check_int("stride", stride, 1, size - 1, optional=True)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False).resolved({})
     results: list[list[float | None]] = [[None] * len(ids) for ids, _ in texts]
-    waiting: dict[str, tuple[int, int, int]] = {}
-    try:
+    with Reader(shared) as reader:
         for t, (ids, salt) in enumerate(texts):
             if len(ids) == 1:
                 continue
             for begin, first, end in windows(len(ids), size, stride or max(1, size // 2)):
-                name = f"score {t}.{begin}"
-                core.add(EngineRequest(name, packed(ids[begin:end]), params, 0, cache_salt=salt))
-                waiting[name] = (t, begin, first)
-        while waiting:
-            for news in core.step():
-                t, begin, first = waiting.pop(news.id)
-                entries = news.prompt_logprobs
-                if news.refused is not None:
-                    raise ParameterError(*news.refused)
-                if entries is None:
-                    raise HeadraceError(news.error or f"a text could not be scored: {news.finish_reason}")
-                new = [None if e is None else e.logprobs[0] for e in entries[first - begin :]]
-                results[t][first : first + len(new)] = new
-    finally:
-        for name in waiting:
-            core.abort(name)
-        while core.has_work:
-            core.step()
+                request = EngineRequest(shared.new_name(), packed(ids[begin:end]), params, 0, cache_salt=salt)
+                reader.add(request, (t, begin, first))
+        for (t, begin, first), news in reader.news():
+            entries = news.prompt_logprobs
+            if entries is None:
+                raise HeadraceError(news.error or f"a text could not be scored: {news.finish_reason}")
+            new = [None if e is None else e.logprobs[0] for e in entries[first - begin :]]
+            results[t][first : first + len(new)] = new
     return results

@@ -141,7 +141,8 @@ class EngineCore:
                 handle, outputs = self._launch(plan, outputs)
             launched = time.perf_counter()
             outputs = outputs or self._settle_in_flight()
-        except BaseException:  # a user's logits processor, Ctrl-C, no memory
+        except BaseException:  # no memory, a signal's handler
+            self._keep(outputs)
             if plan is not None:
                 self._give_up(plan)
             raise
@@ -167,23 +168,34 @@ class EngineCore:
         if self._needs_host_ids(plan):
             pending = self.runner.forward(plan)
             self.scheduler.launched(plan)
-            outputs = outputs or self._settle_in_flight()  # the sampler needs these ids on the host
-            return self.runner.sample(pending, self._masks(plan, pending.chunks)), outputs
+            settled = None if outputs else self._settle_in_flight()  # the sampler needs these ids on the host
+            try:
+                return self.runner.sample(pending, self._masks(plan, pending.chunks)), outputs or settled
+            except BaseException:
+                self._keep(settled)
+                raise
         handle = self.runner.launch(plan)
         self.scheduler.launched(plan)
         return handle, outputs
 
+    def _keep(self, outputs: Outputs | None) -> None:
+        """A step fails after it has settled another: that one's news come with the next."""
+        self._news += outputs or ()
+
     def _give_up(self, plan: StepPlan) -> None:
-        """Whatever the device has done of a plan is lost, and its requests with it: they end, so that they leave nothing."""
-        self._settle_in_flight()
+        """Whatever the device has done of a plan is lost. Its requests begin again with what they have: counted randomness
+        and the replayed ids lead to the same tokens."""
+        self._keep(self._settle_in_flight())
         nothing: list[list[int]] = [[] for _ in plan.others]
-        self.scheduler.settle(plan, [0] * len(plan.decodes), nothing, frozenset(range(plan.num_seqs)))
+        settled = self.scheduler.settle(plan, [0] * len(plan.decodes), nothing, frozenset(range(plan.num_seqs)))
         if self.speculator is not None:
             self.speculator.settled(plan, nothing)
-        for chunk in plan.chunks:
-            self._forget(chunk.request.id)
-            self._prompt_logprobs.pop(chunk.request.id, None)
-            self._pooled.pop(chunk.request.id, None)
+        for request, _ in settled.others:
+            if self.speculator is not None:
+                self.speculator.end(request.id)
+            self._prompt_logprobs.pop(request.id, None)
+            self._pooled.pop(request.id, None)
+            self.scheduler.add(request.again())
 
     def idle(self) -> bool:
         """Nothing runs: use the time. False if there is nothing to use it for."""
@@ -296,7 +308,7 @@ class EngineCore:
             queue = (request.first_scheduled or now) - request.arrival
             out.times = RequestTimes(queue, first - request.arrival, now - request.arrival)
             if request.finish_reason == "error":
-                out.error = self._why_failed(request)
+                out.error, out.exception = self._why_failed(request), request.exception
                 logger.error("request %s failed after %d tokens: %s", request.id, len(request.output_ids), out.error)
             pooled = self._pooled.pop(request.id, None)
             if pooled is not None and request.finish_reason == "stop":
@@ -307,6 +319,8 @@ class EngineCore:
         why = None if self.structured is None else self.structured.error(request.id)
         if why is not None:
             return f"the output cannot follow its grammar any further: {why}"
+        if request.exception is not None:
+            return f"a logits processor failed: {request.exception!r}"
         limits = request.params.structured_outputs or request.params.allowed_token_ids or request.params.bad_word_ids
         return "the model produced NaN logits for this request" + (", or its limits left no token" if limits else "")
 

@@ -55,6 +55,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True):
     embedding: list[float] | None = None
     error: str | None = None  # what went wrong, for finish_reason "error"
     refused: tuple[str, str, str] | None = None  # it was the request's mistake: field, value, what is allowed
+    exception: Any = None  # in one process: what a logits processor of the request raised
 
 
 class Outputs(msgspec.Struct, array_like=True):

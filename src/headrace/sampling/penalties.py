@@ -6,7 +6,7 @@ processors, then repetition, frequency and presence penalty. Hard bans are -inf,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +57,7 @@ class UserProcessor:
     row: int
     processors: Sequence[LogitsProcessor]
     output_ids: list[int]
+    failed: Callable[[Exception], None]  # told what one of them raises
 
 
 @dataclass(slots=True)
@@ -115,17 +116,24 @@ def apply_bad_words(logits: Tensor, words: BadWords) -> None:
 def apply_processors(logits: Tensor, user: UserProcessor) -> None:
     """Run one request's processors on its row. What was -inf stays so: a processor cannot lift a mask.
 
-    Raises ParameterError when one returns something else than [V] numbers; what it raises itself goes through.
+    Where one raises, or returns something else than [V] numbers, the row becomes NaN: it fails, and no other row.
     """
     before = logits[user.row]
     row = before.clone()
-    for processor in user.processors:
-        result = processor(user.output_ids, row)
-        if not isinstance(result, Tensor) or result.shape != before.shape:
-            shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise ParameterError("logits_processors", shown, f"processors that return a tensor {tuple(before.shape)}")
-        row = result
-    logits[user.row] = row.to(before).masked_fill(before == NEG_INF, NEG_INF)
+    try:
+        for processor in user.processors:
+            row = _checked(processor(user.output_ids, row), before)
+        logits[user.row] = row.to(before).masked_fill(before == NEG_INF, NEG_INF)
+    except Exception as e:
+        user.failed(e)
+        logits[user.row] = torch.nan
+
+
+def _checked(result: object, before: Tensor) -> Tensor:
+    if isinstance(result, Tensor) and result.shape == before.shape:
+        return result
+    shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+    raise ParameterError("logits_processors", shown, f"processors that return a tensor {tuple(before.shape)}")
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:

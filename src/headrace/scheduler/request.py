@@ -65,11 +65,23 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop token id that ended it, None for EOS
+    exception: Exception | None = None  # what one of its logits processors raised: its row fails
     first_scheduled: float = 0.0  # time.monotonic() of the first admission
     first_token: float = 0.0
 
     def __post_init__(self) -> None:
         self.prompt_ids = packed(self.prompt_ids)
+
+    def failed(self, exception: Exception) -> None:
+        """One of its logits processors has raised this."""
+        self.exception = self.exception or exception
+
+    def again(self) -> Request:
+        """The same from the start, with what is known of its output."""
+        return Request(
+            self.id, self.prompt_ids, self.params, self.seed, self.priority, self.cache_salt, self.pooling, self.arrival,
+            self.output_ids, num_cached=self.num_cached, first_scheduled=self.first_scheduled, first_token=self.first_token,
+        )  # fmt: skip
 
     @property
     def num_scheduled(self) -> int:

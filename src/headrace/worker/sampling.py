@@ -224,9 +224,9 @@ class StepSampler:
         """Of the rows that need more than the fused sampler, with their chunks; `positions` [R] is where the new ids go."""
         rows = [(r, c, self._edits[c.slot]) for r, c in chunks if c.slot in self._edits]
         users = [
-            UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts])
+            UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts], c.request.failed)
             for r, c in chunks
-            if c.request.params.logits_processors
+            if c.request.params.logits_processors and c.request.finish_reason is None  # it may have ended in the step before
         ]
         if not rows and not users and grammar is None:
             return None
