@@ -107,6 +107,7 @@ class FakeEngine:
         self.params: list[SamplingParams] = []
         self.prompts: list[list[int]] = []
         self.priorities: list[int] = []  # of embeddings
+        self.salts: list[str] = []  # of everything
         self.yielded = 0
         self.gate = asyncio.Event()  # cleared: nothing is generated
         self.gate.set()
@@ -144,6 +145,7 @@ class FakeEngine:
         prompt_ids = list(prompt_ids)
         self.active.add(request_id)
         self.params.append(params)
+        self.salts.append(cache_salt)
         self.prompts.append(prompt_ids)
         ids, reason, stop_reason = self.sample(prompt_ids, params)
         rng, at, ended = random.Random(request_id), 0, False
@@ -175,8 +177,11 @@ class FakeEngine:
             if not ended:
                 self.aborted.append(request_id)
 
-    async def embed(self, request_id: str, prompt_ids: list[int], pooling: str, *, priority: int = 0) -> list[float]:
+    async def embed(
+        self, request_id: str, prompt_ids: list[int], pooling: str, *, priority: int = 0, cache_salt: str = ""
+    ) -> list[float]:
         self.priorities.append(priority)
+        self.salts.append(cache_salt)
         vector = [float(sum(prompt_ids) % (i + 7) + 1) for i in range(8)]
         norm = sum(x * x for x in vector) ** 0.5
         return [x / norm for x in vector]

@@ -324,7 +324,7 @@ def test_a_core_that_restarts_is_alive_but_not_ready():
 def test_nan_embeddings_are_a_500_of_their_own():
     api = Api()
 
-    async def embed(request_id, ids, pooling, *, priority=0):
+    async def embed(request_id, ids, pooling, **options):
         return [float("nan")]
 
     api.engine.embed = embed
@@ -378,6 +378,17 @@ def test_token_ids_are_checked_once_and_named(api, path):
         error = error_of(api.post(path, {field: [1, wrong, 2]}))
         assert error["param"] == field and error["code"] == "invalid_value"
     assert "got 261" in error["message"] and "token ids in [0, 260]" in error["message"]
+
+
+@pytest.mark.parametrize("path", [*GENERATING, "/v1/embeddings"])
+@pytest.mark.parametrize("more", [{}, {"use_beam_search": True, "n": 2, "max_tokens": 2, "ignore_eos": True}])
+def test_a_salt_reaches_the_engine_from_every_endpoint(path, more):
+    api = Api()
+    if not more or path in ("/v1/completions", "/v1/chat/completions"):
+        api.ok(path, {**BODIES[path], "cache_salt": "tenant", **more})
+        assert set(api.engine.salts) == {"tenant"}
+    assert error_of(api.post(path, {**BODIES[path], "cache_salt": ""}))["param"] == "cache_salt"
+    api.close()
 
 
 def test_embeddings_have_a_priority():

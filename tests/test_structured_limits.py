@@ -112,6 +112,7 @@ def test_an_abort_while_a_grammar_is_tried(core, short):
     core.add(constrained("gone", {"json": LOOPS | {"title": "aborted"}}))
     core.step()
     core.abort("gone")
+    assert [(news.id, news.finish_reason) for news in core.step()] == [("gone", "abort")]
     assert not core.has_work
     assert core.structured.compiling is False
     check({"regex": "ab"}, run(core, [constrained("next", {"regex": "ab"})])["next"])

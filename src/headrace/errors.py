@@ -36,3 +36,7 @@ class CapacityError(HeadraceError):
 
 class EngineDeadError(HeadraceError):
     """The engine core has ended and was not restarted."""
+
+
+class EngineClosedError(EngineDeadError):
+    """Whoever owns the engine has closed it, perhaps before this request had ended."""

@@ -16,7 +16,7 @@ from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.limits import Ticket
-from headrace.api.options import check_priority
+from headrace.api.options import check_priority, check_text
 from headrace.api.protocol import EmbeddingRequest, prompts
 from headrace.api.service import json_response
 from headrace.sampling.params import SamplingParams
@@ -26,6 +26,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, EmbeddingRequest, ctx.config)
     model = ctx.check_model(body.model)
     check_priority(ctx, body.priority)
+    check_text("cache_salt", body.cache_salt)
     size = ctx.engine.model_config.hidden_size
     if body.dimensions is not None and body.dimensions != size:
         raise bad_request(f"dimensions: got {body.dimensions}, allowed: {size}.", "dimensions", "invalid_value")
@@ -36,7 +37,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     tokens = sum(map(len, batch))
 
     async def one(i: int, ids: array, ticket: Ticket) -> None:
-        vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body.priority or 0)
+        vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body)
         ticket.started(len(ids))
         ticket.ended()
 
@@ -57,8 +58,9 @@ async def _prompts(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
     return [(await ctx.check_prompt(ids, params, field="input"))[0] for ids in batch]
 
 
-async def _vector(ctx: ApiContext, request_id: str, ids: array, priority: int) -> list[float]:
-    vector = await ctx.engine.embed(request_id, ids, ctx.config.embedding_pooling, priority=priority)
+async def _vector(ctx: ApiContext, request_id: str, ids: array, body: EmbeddingRequest) -> list[float]:
+    pooling, salt = ctx.config.embedding_pooling, body.cache_salt or ""
+    vector = await ctx.engine.embed(request_id, ids, pooling, priority=body.priority or 0, cache_salt=salt)
     if not all(map(math.isfinite, vector)):
         raise ApiError(500, "The model produced values that are not finite.", code="engine_error")
     return vector

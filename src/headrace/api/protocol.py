@@ -192,6 +192,7 @@ class EmbeddingRequest(Body, kw_only=True):
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class TokenizeRequest(Body, kw_only=True):

@@ -15,8 +15,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from signal import SIGKILL
-from typing import Any
 
 import zmq.asyncio
 
@@ -25,9 +23,9 @@ from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
 from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready
 from headrace.engine.probation import Probation
-from headrace.engine.streams import DrainRate, Observer, Stream
-from headrace.engine.supervision import CoreSupply, Deaths, SupervisionConfig
-from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+from headrace.engine.streams import DrainRate, Observers, Stream
+from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
+from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -81,20 +79,24 @@ class EngineClient:
         self.stats = CoreStats()  # of the present core
         self.restarts = self.num_poisonous = 0
         self.draining = False
-        self.dead: str | None = None  # why the client has given up
-        self.observers: list[Observer] = []
+        self.dead: str | None = None  # why there is no engine any more
+        self._closed = False  # because its owner wanted so
+        self.observers = Observers()
         self._past = CoreStats()  # counters of the cores before
         self._on_give_up = on_give_up or (lambda why: None)
         self._streams: dict[str, Stream] = {}
         self._leaving: dict[str, Stream] = {}  # aborted, and the core has not said so yet
         self._waiting_tokens = 0  # prompts of streams without any output
         self._probation = Probation(self._submit)  # type: ignore[arg-type]
-        self._core: CoreProcess | None = None
         self._context = zmq.asyncio.Context()
-        self._supply = CoreSupply(self._context, builder, log_level, traced)
-        self._supervisor: asyncio.Task[None] | None = None
+        supply = CoreSupply(self._context, builder, log_level, traced)
+        self._supervisor = Supervisor(config, self.supervision, supply, self)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()
+
+    @property
+    def _core(self) -> CoreProcess | None:
+        return self._supervisor.core
 
     @property
     def max_model_len(self) -> int:
@@ -107,7 +109,7 @@ class EngineClient:
     async def start(self) -> None:
         """Start the core and return at once; `wait_loaded` waits for the model."""
         remove_stale_directories()
-        self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor.start()
 
     async def wait_loaded(self) -> Ready:
         """Raises EngineDeadError with the reason if the core cannot start."""
@@ -124,24 +126,20 @@ class EngineClient:
             await asyncio.sleep(0.05)
 
     async def close(self, grace: float = 2.0) -> None:
-        """End the core, which has `grace` seconds to do so by itself. Streams still open get an EngineDeadError."""
+        """End the core, which has `grace` seconds to do so by itself. Streams still open get an EngineClosedError."""
         self.draining = True
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-        self._give_up("the server has ended")
-        await self._supply.close()
-        core, self._core = self._core, None
-        if core is not None:
-            await core.end(grace)
+        await self._supervisor.stop()
+        if self.dead is None:
+            self._closed = True
+            self._end_all("it was closed")
+        await self._supervisor.end(grace)
         self._context.destroy(linger=0)
 
     def status(self) -> EngineStatus:
         core = self._core
         return EngineStatus(
             loaded=self.info is not None,
-            alive=self.dead is None,
+            alive=self.dead is None or self._closed,
             draining=self.draining,
             progressing=core is not None and core.ready is not None and self.supervision.fault(core) is None,
             num_running=self.stats.running,
@@ -166,17 +164,20 @@ class EngineClient:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, cache_salt, output_ids=[]))
 
-    async def embed(self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0) -> list[float]:
+    async def embed(
+        self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0, cache_salt: str = ""
+    ) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
         params = SamplingParams(max_tokens=1, temperature=0.0).resolved({})
-        request = EngineRequest(request_id, packed(prompt_ids), params, 0, priority, output_ids=[], pooling=pooling)
+        ids = packed(prompt_ids)
+        request = EngineRequest(request_id, ids, params, 0, priority, cache_salt, output_ids=[], pooling=pooling)
         async with contextlib.aclosing(self._run(request)) as stream:
             async for news in stream:
                 if news.embedding is not None:
                     return news.embedding
                 if news.finish_reason is not None:
                     raise HeadraceError(news.error or f"the request ended with {news.finish_reason}")
-        raise EngineDeadError("the engine ended")
+        raise HeadraceError("the request ended without a vector")
 
     async def abort(self, request_id: str) -> None:
         stream = self._streams.get(request_id)
@@ -185,9 +186,8 @@ class EngineClient:
             stream.push(EngineOutput(request_id, finish_reason="abort"))
 
     async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        if self.dead is not None:
-            raise EngineDeadError(self.dead)
-        if request.id in self._streams:
+        self._check_lives()
+        if request.id in self._streams or request.id in self._leaving:
             raise ParameterError("request_id", request.id, "an id that no live request has")
         stream = self._streams[request.id] = Stream(request)
         self._waiting_tokens += len(request.prompt_ids)
@@ -196,8 +196,8 @@ class EngineClient:
                 self._submit(stream)
             while True:
                 news = await stream.next()
-                if news.finish_reason == "error" and self.dead is not None:
-                    raise EngineDeadError(self.dead)
+                if news.finish_reason == "error":
+                    self._check_lives()
                 if news.refused is not None:
                     raise ParameterError(*news.refused)
                 yield news
@@ -207,18 +207,24 @@ class EngineClient:
             if not stream.ended:
                 self._forget(stream)
 
+    def _check_lives(self) -> None:
+        if self.dead is not None:
+            raise (EngineClosedError if self._closed else EngineDeadError)(self.dead)
+
     def _submit(self, stream: Stream) -> None:
         if self._core is not None:
-            stream.sent, stream.num_in_core = True, 0
             self._core.send(Add(stream.request))
+            stream.sent, stream.num_in_core = True, 0
 
     def _forget(self, stream: Stream) -> None:
         """Nobody waits for this any more."""
         self._end(stream)
         if stream.sent and self._core is not None:
-            self._leaving[stream.request.id] = stream
+            self._leaving[stream.request.id] = stream  # until the core says that it has let go
             self._core.send(Abort([stream.request.id]))
-        self._advance()
+        else:
+            self._gone(stream)
+        self.tick()
 
     def _end(self, stream: Stream) -> None:
         stream.ended = True
@@ -226,53 +232,9 @@ class EngineClient:
         if not stream.request.output_ids:
             self._waiting_tokens -= len(stream.request.prompt_ids)
 
-    # ---------------------------------------------------------------- supervision
+    # ---------------------------------------------------------------- told by the supervisor
 
-    async def _supervise(self) -> None:
-        deaths = Deaths(self.supervision)
-        while True:
-            core = self._core = await self._supply.take()
-            core.begin(self.config)
-            if self.restarts:  # the next death may be near
-                self._prepare_standby(0.0)
-            why = await self._serve(core)
-            killed = core.process.returncode == -SIGKILL  # by somebody else: we have not yet
-            await core.kill()
-            progressed = self.stats.steps > 0
-            self._core, self._past, self.stats = None, self.counters(), CoreStats()
-            if reason := deaths.hopeless(core, why, killed, progressed):
-                self._give_up(reason)
-                self._on_give_up(reason)
-                return
-            logger.error("the engine core died (%s); starting another, %d requests go on", why, len(self._streams))
-            self.restarts += 1
-            self._blame(killed)
-            await asyncio.sleep(deaths.backoff)
-
-    def _prepare_standby(self, delay: float) -> None:
-        if self.supervision.standby:
-            self._supply.prepare(delay)
-
-    async def _serve(self, core: CoreProcess) -> str:
-        """Take what the core says until it dies; returns why it did."""
-        core.listen(self._heard)
-        exited = asyncio.create_task(core.process.wait())
-        signs: list[asyncio.Future[Any]] = [core.broken, exited]
-        try:
-            while True:
-                await asyncio.wait(signs, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
-                if exited.done():
-                    await asyncio.sleep(0.05)  # its last words
-                    return core.fatal.error if core.fatal else f"exit code {exited.result()}"
-                if core.broken.done():
-                    return f"a message that was not understood ({core.broken.exception()!r})"
-                if fault := self.supervision.fault(core):
-                    return fault
-                self._advance()
-        finally:
-            exited.cancel()
-
-    def _heard(self, message: FromCore) -> None:
+    def heard(self, message: FromCore) -> None:
         if isinstance(message, News):
             self._take(message)
         elif isinstance(message, Ready):
@@ -280,7 +242,36 @@ class EngineClient:
             self._loaded.set()
             if not self._probation.active or self._probation.advance():
                 self._send_rest()
-            self._prepare_standby(STANDBY_DELAY)
+            self._supervisor.prepare_standby(STANDBY_DELAY)
+
+    def tick(self) -> None:
+        """Whose turn it is may have changed."""
+        ready = self._core is not None and self._core.ready is not None
+        if ready and self._probation.active and self._probation.advance():
+            self._send_rest()
+
+    def died(self) -> bool:
+        progressed = self.stats.steps > 0
+        self._past, self.stats = self.counters(), CoreStats()
+        return progressed
+
+    def goes_on(self, why: str, killed: bool) -> None:
+        logger.error("the engine core died (%s); starting another, %d requests go on", why, len(self._streams))
+        self.restarts += 1
+        culprit = self._probation.after_death([*self._streams.values(), *self._leaving.values()], killed)
+        self._none_leaves()
+        for stream in self._streams.values():
+            stream.interrupted = stream.interrupted or bool(stream.deaths or stream.kills)
+        if culprit is not None:
+            assert isinstance(culprit, Stream)
+            self.num_poisonous += 1
+            name = culprit.request.id
+            logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths + culprit.kills)
+            self._fail(culprit, "this request ends the engine")
+
+    def gave_up(self, why: str) -> None:
+        self._end_all(why)
+        self._on_give_up(why)
 
     # ---------------------------------------------------------------- news
 
@@ -295,12 +286,11 @@ class EngineClient:
             tokens += self._deliver(news, now)
         self._drain.add(tokens, now)
         if self._probation.active:
-            self._advance()
+            self.tick()
         if message.stats is not None:
             self.stats = message.stats
         if message.steps:
-            for observer in self.observers:
-                observer.steps(message.steps)
+            self.observers.steps(message.steps)
 
     def _deliver(self, news: EngineOutput, now: float) -> int:
         """Returns the tokens that this has cost, prompt and output."""
@@ -314,14 +304,12 @@ class EngineClient:
                 spent = self._note(stream, count, now)
             stream.push(news)
         if stream is not None and news.finish_reason is not None:
-            for observer in self.observers:
-                observer.ended(stream, news, now)
+            self.observers.ended(stream, news, now)
         return spent
 
     def _note(self, stream: Stream, count: int, now: float) -> int:
         """Count a stream's tokens; what they have cost, with the prompt before the first."""
-        for observer in self.observers:
-            observer.tokens(stream, count, now)
+        self.observers.tokens(stream, count, now)
         stream.last = now
         if stream.first:
             return count
@@ -330,41 +318,39 @@ class EngineClient:
             self._waiting_tokens -= len(stream.request.prompt_ids)
         return count + len(stream.request.prompt_ids)
 
-    # ---------------------------------------------------------------- after a death
-
-    def _blame(self, killed: bool) -> None:
-        culprit = self._probation.after_death([*self._streams.values(), *self._leaving.values()], killed)
-        self._leaving.clear()
-        for stream in self._streams.values():
-            stream.interrupted = stream.interrupted or bool(stream.deaths or stream.kills)
-        if culprit is not None:
-            assert isinstance(culprit, Stream)
-            self.num_poisonous += 1
-            name = culprit.request.id
-            logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths + culprit.kills)
-            self._fail(culprit, "this request ends the engine")
-
-    def _advance(self) -> None:
-        """Whose turn it is may have changed."""
-        ready = self._core is not None and self._core.ready is not None
-        if ready and self._probation.active and self._probation.advance():
-            self._send_rest()
+    # ---------------------------------------------------------------- ends
 
     def _send_rest(self) -> None:
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             if not stream.sent:
-                self._submit(stream)
+                try:
+                    self._submit(stream)
+                except Exception as e:  # what cannot be sent is its own reader's affair
+                    logger.exception("request %s cannot be sent to the core", stream.request.id)
+                    self._fail(stream, f"{type(e).__name__}: {e}")
 
-    def _give_up(self, why: str) -> None:
+    def _end_all(self, why: str) -> None:
+        """There is no engine any more: everybody who waits for it is told."""
         if self.dead is None:
             self.dead = why
         self._loaded.set()
+        self._none_leaves()
+        self._probation = Probation(self._submit)  # type: ignore[arg-type]
         for stream in list(self._streams.values()):
             self._fail(stream, why)
 
     def _fail(self, stream: Stream, why: str) -> None:
         news = EngineOutput(stream.request.id, finish_reason="error", error=why)
         self._end(stream)
-        for observer in self.observers:
-            observer.ended(stream, news, time.monotonic())
         stream.push(news)
+        self.observers.ended(stream, news, time.monotonic())
+
+    def _none_leaves(self) -> None:
+        """The core is gone, and with it what it had not let go of."""
+        for stream in self._leaving.values():
+            self._gone(stream)
+        self._leaving.clear()
+
+    def _gone(self, stream: Stream) -> None:
+        """Aborted, and there is no core that could say so."""
+        self.observers.ended(stream, EngineOutput(stream.request.id, finish_reason="abort"), time.monotonic())

@@ -30,7 +30,7 @@ from headrace.scheduler.plan import Chunk, StepPlan
 from headrace.scheduler.request import Request
 from headrace.scheduler.scheduler import Scheduler, Settled
 from headrace.speculative.speculator import Speculator
-from headrace.structured_output.manager import GrammarMasks, StructuredOutput
+from headrace.structured_output.manager import GrammarMasks, StructuredOutput, follow
 from headrace.worker.model_runner import ModelRunner, StepHandle, StepResult
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,9 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ParameterError or CapacityError if it can never run."""
+        compiling = self.structured.waiting if self.structured is not None else []
+        if self.scheduler.has(request.id) or any(waiting.id == request.id for waiting in compiling):
+            raise ParameterError("request_id", request.id, "an id that no live request has")
         request.params.check_vocabulary(self.vocab_size)
         ids = checked_ids(request.prompt_ids, self.vocab_size)
         wish = request.params.structured_outputs
@@ -112,13 +115,13 @@ class EngineCore:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request now, whatever it is doing; unknown ids are ignored (it may just have ended)."""
+        """End a request now, whatever it is doing, and say so. Unknown ids are ignored: what has ended has said so already."""
         request = self.scheduler.abort(request_id)
         self._forget(request_id)
-        if self.structured is not None:
-            self.structured.forget_jobs(lambda waiting: waiting.id == request_id)
         if request is not None:
             self._news.append(self._output(request, []))
+        elif self.structured is not None and self.structured.forget_jobs(lambda waiting: waiting.id == request_id):
+            self._news.append(EngineOutput(request_id, finish_reason="abort"))
 
     def _forget(self, request_id: str) -> None:
         if self.speculator is not None:
@@ -198,8 +201,13 @@ class EngineCore:
             self.scheduler.add(request.again())
 
     def idle(self) -> bool:
-        """Nothing runs: use the time. False if there is nothing to use it for."""
-        return self.runner.idle()
+        """Nothing runs: use the time. False if there is nothing to use it for. What fails here nobody has asked for yet."""
+        try:
+            return self.runner.idle()
+        except Exception:
+            logger.exception("what was prepared in idle time failed; the rest of it is left out")
+            self.runner.leave_preparations()
+            return False
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the runner; the core cannot step afterwards."""
@@ -223,11 +231,12 @@ class EngineCore:
             try:
                 if isinstance(found, HeadraceError):
                     raise found
-                self.structured.start(request.id, found, request.output_ids)
+                follow(found, request.output_ids)
                 self.scheduler.add(request)
             except HeadraceError as e:
-                self.structured.end(request.id)
                 self._news.append(refused(request.id, e))
+            else:
+                self.structured.start(request.id, found)
 
     def _needs_host_ids(self, plan: StepPlan) -> bool:
         decoding = plan.decodes.requests

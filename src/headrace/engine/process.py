@@ -68,19 +68,24 @@ class CoreLoop:
 
     def run(self) -> None:
         """Until a Shutdown comes."""
-        while True:
-            busy = self.core.has_work or self.core.idle()
-            if not self._receive(wait=not busy):
-                return
-            outputs = self._step() if self.core.has_work else Outputs()
-            now = time.monotonic()
-            stats = None
-            if self._stats_due and now - self._stats_sent > STATS_SECONDS:
-                stats, self._stats_sent, self._stats_due = self._snapshot(), now, False
-            if outputs or stats is not None:
-                self.send(News(outputs, stats, self.steps))
-                if self.steps:
-                    self.steps = []
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Take messages, step once, say what came of it. False: a Shutdown came."""
+        busy = self.core.has_work or self.core.idle()
+        if not self._receive(wait=not busy):
+            return False
+        outputs = self._step() if self.core.has_work else Outputs()
+        now = time.monotonic()
+        stats = None
+        if self._stats_due and now - self._stats_sent > STATS_SECONDS:
+            stats, self._stats_sent, self._stats_due = self._snapshot(), now, False
+        if outputs or stats is not None:
+            self.send(News(outputs, stats, self.steps))
+            if self.steps:
+                self.steps = []
+        return True
 
     def _step(self) -> Outputs:
         times = self.core.times

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, Protocol
 
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest, StepTrace
+
+logger = logging.getLogger(__name__)
 
 
 class Stream:
@@ -89,10 +92,39 @@ class Observer(Protocol):
         """`stream` has got tokens; its `first` and `last` are those from before."""
 
     def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
-        """The core has let go of a request; `news.times` are its times there."""
+        """A request is over, and no core has it any more: told once of each. `news.times` are its times in the core."""
 
     def steps(self, steps: list[StepTrace]) -> None:
         """Steps since the last call; only for clients made with `traced`."""
+
+
+class Observers(list[Observer]):
+    """Tells each. Who watches must not disturb: an exception of an observer is its last (so each is told from the end on)."""
+
+    def tokens(self, stream: Stream, count: int, now: float) -> None:
+        for observer in reversed(self):
+            try:
+                observer.tokens(stream, count, now)
+            except Exception:
+                self._dismiss(observer)
+
+    def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
+        for observer in reversed(self):
+            try:
+                observer.ended(stream, news, now)
+            except Exception:
+                self._dismiss(observer)
+
+    def steps(self, steps: list[StepTrace]) -> None:
+        for observer in reversed(self):
+            try:
+                observer.steps(steps)
+            except Exception:
+                self._dismiss(observer)
+
+    def _dismiss(self, observer: Observer) -> None:
+        logger.exception("%s failed and is told nothing any more", type(observer).__name__)
+        self.remove(observer)
 
 
 class DrainRate:

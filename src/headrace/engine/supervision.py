@@ -1,17 +1,25 @@
-"""When a core counts as dead, when there is no use in another one, and where the next one comes from."""
+"""Keeps a core running: when one counts as dead, when there is no use in another, where the next comes from."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
+from signal import SIGKILL
+from typing import Any, Protocol
 
 import zmq.asyncio
 
+from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess
-from headrace.errors import ParameterError
+from headrace.engine.messages import FromCore
+from headrace.errors import HeadraceError, ParameterError
+
+logger = logging.getLogger(__name__)
+SPAWN_BACKOFF = 1.0  # seconds: what a machine lacks for a new process it does not get back in milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +63,23 @@ class Deaths:
 
     def hopeless(self, core: CoreProcess, why: str, killed: bool, progressed: bool) -> str | None:
         """Count a death. Why there is no use in another try; None: there is, in `backoff` seconds."""
+        self._failed_starts = 0 if core.ready is not None else self._failed_starts + (not killed)
+        self.backoff = 0.0 if progressed else min(5.0, 2 * self.backoff or self._limits.restart_backoff)
+        if core.fatal is not None and core.fatal.permanent:
+            return why
+        return self._too_many(why)
+
+    def stillborn(self, why: str) -> str | None:
+        """The same for a process that could not even be started."""
+        self._failed_starts += 1
+        self.backoff = min(5.0, max(SPAWN_BACKOFF, 2 * self.backoff))
+        return self._too_many(why)
+
+    def _too_many(self, why: str) -> str | None:
         limits, now = self._limits, time.monotonic()
         self._recent.append(now)
         while self._recent and self._recent[0] < now - limits.restart_window:
             self._recent.popleft()
-        self._failed_starts = 0 if core.ready is not None else self._failed_starts + (not killed)
-        self.backoff = 0.0 if progressed else min(5.0, 2 * self.backoff or limits.restart_backoff)
-        if core.fatal is not None and core.fatal.permanent:
-            return why
         if len(self._recent) > limits.max_restarts:
             return f"{len(self._recent)} deaths of the core within {limits.restart_window:g} s; the last: {why}"
         if self._failed_starts > 0 and self._failed_starts >= limits.max_failed_starts:
@@ -75,15 +92,18 @@ class CoreSupply:
 
     def __init__(self, context: zmq.asyncio.Context, builder: str, log_level: str, traced: bool):
         self._arguments = (context, builder, log_level, traced)
-        self._standby: asyncio.Task[CoreProcess] | None = None
+        self._standby: asyncio.Task[CoreProcess | None] | None = None
 
     async def take(self) -> CoreProcess:
+        """Raises OSError or HeadraceError if the machine gives no process, or no place for its sockets."""
         if self._standby is not None:
+            await asyncio.wait({self._standby})
             standby, self._standby = self._standby, None
-            core = await standby
-            if not core.exited:
+            core = None if standby.cancelled() else standby.result()
+            if core is not None and not core.exited:
                 return core
-            await core.kill()
+            if core is not None:
+                await core.kill()
         return await CoreProcess.spawn(*self._arguments)
 
     def prepare(self, delay: float) -> None:
@@ -91,12 +111,138 @@ class CoreSupply:
         if self._standby is None:
             self._standby = asyncio.create_task(self._stand_by(delay))
 
-    async def _stand_by(self, delay: float) -> CoreProcess:
+    async def _stand_by(self, delay: float) -> CoreProcess | None:
+        """None if there cannot be one: a restart takes longer then."""
         await asyncio.sleep(delay)
-        return await CoreProcess.spawn(*self._arguments)
+        try:
+            return await CoreProcess.spawn(*self._arguments)
+        except Exception as e:
+            logger.warning("no process can stand by for a restart: %s", e)
+            return None
 
     async def close(self) -> None:
-        if self._standby is not None:
-            self._standby.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):
-                await (await self._standby).kill()
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                if core := await standby:
+                    await core.kill()
+
+
+class Owner(Protocol):
+    """Who is told what becomes of the cores; called in the event loop."""
+
+    def heard(self, message: FromCore) -> None:
+        """The present core says something."""
+
+    def tick(self) -> None:
+        """Called a few times a second while a core lives."""
+
+    def died(self) -> bool:
+        """The present core is no more. Returns whether it had made any progress."""
+
+    def goes_on(self, why: str, killed: bool) -> None:
+        """There will be another; `killed`: somebody else ended the last one."""
+
+    def gave_up(self, why: str) -> None:
+        """There will be none any more."""
+
+
+class Supervisor:
+    """Runs one core after another for as long as there is use in it. Its end is never silent: `gave_up` is told of it."""
+
+    def __init__(self, config: EngineConfig, limits: SupervisionConfig, supply: CoreSupply, owner: Owner):
+        self.config, self.limits, self.supply, self.owner = config, limits, supply, owner
+        self.core: CoreProcess | None = None
+        self._loaded = self._restarted = self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Supervise no longer; the core, if there is one, is not touched."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def end(self, grace: float) -> None:
+        """End what has been started, after `stop`; the core has `grace` seconds to end by itself."""
+        await self.supply.close()
+        if self.core is not None:
+            await self.core.end(grace)
+            self.core = None
+
+    def prepare_standby(self, delay: float) -> None:
+        if self.limits.standby:
+            self.supply.prepare(delay)
+
+    async def _run(self) -> None:
+        reason = "its supervision was cancelled"
+        try:
+            reason = await self._keep_running()
+        except Exception as e:
+            logger.exception("the supervision of the engine failed")
+            reason = f"its supervision failed: {type(e).__name__}: {e}"
+        finally:
+            if not self._closing:
+                self.owner.gave_up(reason)
+                await self._bury()
+
+    async def _keep_running(self) -> str:
+        """Until there is no use in another core; returns why."""
+        deaths = Deaths(self.limits)
+        while True:
+            try:
+                core = await self._take()
+            except Exception as e:  # no memory, no process, no file descriptor, no room for the sockets
+                await self._bury()
+                known = isinstance(e, HeadraceError)
+                why = str(e) if known else f"no process can be started for it: {type(e).__name__}: {e}"
+                hopeless = why if known and not self._loaded else deaths.stillborn(why)
+                if hopeless is None:
+                    logger.error("%s; trying again in %g s", why, deaths.backoff)
+            else:
+                why = await self._serve(core)
+                killed = core.process.returncode == -SIGKILL  # by somebody else: we have not yet
+                await self._bury()
+                self._loaded = self._loaded or core.ready is not None
+                hopeless = deaths.hopeless(core, why, killed, self.owner.died())
+                if hopeless is None:
+                    self._restarted = True
+                    self.owner.goes_on(why, killed)
+            if hopeless is not None:
+                return hopeless
+            await asyncio.sleep(deaths.backoff)
+
+    async def _take(self) -> CoreProcess:
+        self.core = core = await self.supply.take()
+        core.begin(self.config)
+        if self._restarted:  # the next death may be near
+            self.prepare_standby(0.0)
+        return core
+
+    async def _bury(self) -> None:
+        if self.core is not None:
+            await self.core.kill()
+            self.core = None
+
+    async def _serve(self, core: CoreProcess) -> str:
+        """Take what the core says until it dies; returns why it did."""
+        core.listen(self.owner.heard)
+        exited = asyncio.create_task(core.process.wait())
+        signs: list[asyncio.Future[Any]] = [core.broken, exited]
+        try:
+            while True:
+                await asyncio.wait(signs, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
+                if exited.done():
+                    await asyncio.sleep(0.05)  # its last words
+                    return core.fatal.error if core.fatal else f"exit code {exited.result()}"
+                if core.broken.done():
+                    return f"a message that was not understood ({core.broken.exception()!r})"
+                if fault := self.limits.fault(core):
+                    return fault
+                self.owner.tick()
+        finally:
+            exited.cancel()

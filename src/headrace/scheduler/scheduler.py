@@ -52,7 +52,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ParameterError or CapacityError, with the numbers, if it can never be served."""
-        if request.id in self._roster.live:
+        if self.has(request.id):
             raise ParameterError("request_id", request.id, "an id that no live request has")
         limit = token_limit(request, self.config)
         priority = request.priority if self.config.policy == "priority" else 0
@@ -61,6 +61,10 @@ class Scheduler:
         entry = Entry(request, rank, limit, self.config.enable_prefix_caching)
         self._roster.live[request.id] = entry
         self._admission.push(entry)
+
+    def has(self, request_id: str) -> bool:
+        """Whether it waits or runs."""
+        return request_id in self._roster.live
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, whatever it is doing; None if there is no such one. Its ids so far stay as they are."""

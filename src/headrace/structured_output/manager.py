@@ -91,14 +91,19 @@ class StructuredOutput:
         self._jobs = rest
         return done
 
-    def forget_jobs(self, unwanted: Callable[[Any], bool]) -> None:
-        """Drop what nobody waits for any more."""
-        self._jobs = [job for job in self._jobs if not unwanted(job.item)]
+    @property
+    def waiting(self) -> list[Any]:
+        """The items whose grammar is not there yet."""
+        return [job.item for job in self._jobs]
 
-    def start(self, request_id: str, matcher: Matcher, output_ids: Sequence[int]) -> None:
-        """A request enters the engine, perhaps with a part of its output. Raises ParameterError if that does not fit."""
-        if output_ids and not matcher.accept(output_ids):
-            raise _failed("the output so far does not follow it")
+    def forget_jobs(self, unwanted: Callable[[Any], bool]) -> list[Any]:
+        """Drop what nobody waits for any more; returns the items."""
+        dropped = [job.item for job in self._jobs if unwanted(job.item)]
+        self._jobs = [job for job in self._jobs if not unwanted(job.item)]
+        return dropped
+
+    def start(self, request_id: str, matcher: Matcher) -> None:
+        """A request has entered the engine."""
         self._matchers[request_id] = matcher
 
     @property
@@ -191,6 +196,12 @@ class StructuredOutput:
         while len(self._cache) > 1 and (self._cache_bytes > CACHE_BYTES or len(self._cache) > CACHE_GRAMMARS):
             old, _ = self._cache.popitem(last=False)
             self._cache_bytes -= len(old)
+
+
+def follow(matcher: Matcher, output_ids: Sequence[int]) -> None:
+    """Lead a matcher past the part of an output that there is already. Raises ParameterError if that does not fit."""
+    if output_ids and not matcher.accept(output_ids):
+        raise _failed("the output so far does not follow it")
 
 
 def _failed(why: str) -> ParameterError:

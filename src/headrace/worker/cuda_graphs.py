@@ -137,6 +137,10 @@ class DecodeGraphs:
                 return True
         return False
 
+    def leave_planned(self) -> None:
+        """Capture nothing ahead but what later steps make likely."""
+        self._todo.clear()
+
     def capture(self, key: Key) -> Captured:
         began = time.perf_counter()
         current = torch.cuda.current_stream(self.state.device)

@@ -79,6 +79,11 @@ class ModelRunner:
         """There is nothing to run: prepare for what may come. False if there is nothing left to prepare."""
         return self.graphs is not None and self.graphs.capture_next()
 
+    def leave_preparations(self) -> None:
+        """What `idle` had still to do is not done ahead."""
+        if self.graphs is not None:
+            self.graphs.leave_planned()
+
     def _is_captured(self, plan: StepPlan) -> bool:
         """Whether a captured decode step does it; there every row is a sequence, of which max_num_seqs are the most."""
         if self.graphs is None or not is_decode(plan):

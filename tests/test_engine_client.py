@@ -1,0 +1,391 @@
+"""The engine's client and the supervision of its core: whatever happens, everybody is answered, once, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_driver import complete
+from fake_core import FakeCore, FakeSupply
+from headrace.engine import supervision
+from headrace.engine.client import EngineClient
+from headrace.engine.core_process import CoreProcess
+from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.streams import Stream
+from headrace.engine.supervision import CoreSupply
+from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
+from headrace.sampling.params import SamplingParams
+from headrace.structured_output.params import StructuredOutputsParams
+from tiny_models import write_tiny
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+KINDS = {
+    "plain": {"ignore_eos": True},
+    "scored": {"prompt_logprobs": 1, "logprobs": 2},
+    "constrained": {"structured_outputs": StructuredOutputsParams(regex="[ab]{3,9}")},
+    "odd": {"structured_outputs": StructuredOutputsParams(regex="a{40}")},
+    "foreign": {"logit_bias": {10**6: 1.0}},  # the core refuses it
+}
+
+
+@pytest.fixture(scope="module")
+def supply(tmp_path_factory) -> FakeSupply:
+    return FakeSupply(str(write_tiny("llama", tmp_path_factory.mktemp("model"))))
+
+
+class Witness:
+    """An observer that counts the ends of each request."""
+
+    def __init__(self):
+        self.ends: dict[str, int] = {}
+
+    def tokens(self, stream: Stream, count: int, now: float) -> None:
+        assert stream.request.id not in self.ends, "tokens after the end"
+
+    def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
+        self.ends[stream.request.id] = self.ends.get(stream.request.id, 0) + 1
+
+    def steps(self, steps) -> None:
+        pass
+
+
+class Play:
+    """A client with readers, and a core that moves when it is told to."""
+
+    def __init__(self, supply: FakeSupply, client: EngineClient):
+        self.supply, self.client, self.witness = supply, client, Witness()
+        client.observers.append(self.witness)
+        self.readers: list[asyncio.Task[str]] = []
+
+    @property
+    def core(self) -> FakeCore | None:
+        core = self.client._core
+        return core if isinstance(core, FakeCore) and not core.exited else None
+
+    async def submit(self, kind: str, max_tokens: int) -> None:
+        name = f"r{len(self.readers)}"
+        self.readers.append(asyncio.create_task(self._read(name, kind, max_tokens)))
+        await asyncio.sleep(0)
+
+    async def _read(self, name: str, kind: str, max_tokens: int) -> str:
+        try:
+            if kind == "embedding":
+                await self.client.embed(name, PROMPT, "mean", cache_salt="a")
+                return "stop"
+            params = complete(SamplingParams(max_tokens=max_tokens, seed=1, **KINDS[kind]), eos_token_ids=[2])
+            async for news in self.client.generate(name, PROMPT, params):
+                if news.finish_reason is not None:
+                    return news.finish_reason
+            raise AssertionError("no end")
+        except HeadraceError as e:
+            return type(e).__name__
+
+    async def abort(self, which: int, by_closing: bool) -> None:
+        if self.readers:
+            number = which % len(self.readers)
+            if by_closing:
+                self.readers[number].cancel()
+            else:
+                await self.client.abort(f"r{number}")
+            await asyncio.sleep(0)
+
+    async def turns(self, count: int) -> None:
+        for _ in range(count):
+            if self.core is not None and self.core.ready is not None:
+                self.core.loop.turn()
+            await asyncio.sleep(0)
+
+    async def next_core(self) -> None:
+        async with asyncio.timeout(20):
+            while self.core is None and self.client.dead is None:
+                await asyncio.sleep(0.001)
+        if self.core is not None and self.core.ready is None:
+            self.core.load()
+
+    async def die(self, code: int) -> None:
+        if self.core is not None:
+            self.core.process.exit(code)
+
+    def compiled(self) -> None:
+        if self.core is not None:
+            self.core.core.structured.finish()
+
+    async def finish(self) -> None:
+        """Until all readers have ended and the core has nothing to do."""
+        async with asyncio.timeout(60):
+            while not all(reader.done() for reader in self.readers) or self.client._leaving:
+                await self.next_core()
+                self.compiled()
+                await self.turns(1)
+                self.client.tick()
+        await asyncio.gather(*self.readers, return_exceptions=True)
+
+    def check_empty(self) -> None:
+        """Nothing of any request is left in any table, and each was told of once (but what a dead engine took in at no time)."""
+        client = self.client
+        assert not client._streams and not client._leaving and client._waiting_tokens == 0
+        assert not client._probation.active
+        assert self.witness.ends == {f"r{i}": 1 for i in range(len(self.readers))} or (client.dead and not self.witness.ends)
+        if self.core is None:
+            return
+        core = self.core.core
+        grammars, speculator = core.structured, core.speculator
+        assert not core.has_work and not core._prompt_logprobs and not core._pooled and not core._news
+        assert not grammars._matchers and not grammars.waiting
+        for table in (speculator._rates, speculator._drafts, speculator._forced, speculator._free, speculator._broken):
+            assert not table
+        assert core.scheduler.num_running == core.scheduler.num_waiting == 0 and core.scheduler.kv_usage == 0.0
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("submit"), st.sampled_from([*KINDS, "embedding"]), st.integers(1, 12)),
+    st.tuples(st.just("abort"), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("turns"), st.integers(1, 6)),
+    st.tuples(st.just("compiled")),
+    st.tuples(st.just("next_core")),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations=st.lists(OPERATIONS, max_size=25), deaths=st.lists(st.tuples(st.integers(0, 25), st.sampled_from([1, -9])), max_size=2))
+def test_whatever_happens_everybody_is_answered_once_and_nothing_stays(supply, operations, deaths):
+    async def main() -> None:
+        play = Play(supply, supply.client())
+        await play.client.start()
+        await play.next_core()
+        for number, (what, *more) in enumerate(operations):
+            for at, code in deaths:
+                if at == number:
+                    await play.die(code)
+            done = getattr(play, what)(*more)
+            if done is not None:
+                await done
+        await play.finish()
+        play.check_empty()
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def test_an_abort_while_the_grammar_is_compiled_is_answered(supply):
+    async def main() -> None:
+        play = Play(supply, supply.client())
+        await play.client.start()
+        await play.next_core()
+        await play.submit("constrained", 5)
+        await play.turns(2)
+        await play.abort(0, by_closing=True)
+        assert "r0" in play.client._leaving
+        with pytest.raises(ParameterError):  # its end would be taken for the end of this one
+            await anext(play.client.generate("r0", PROMPT, complete(SamplingParams())))
+        await play.turns(2)
+        play.check_empty()
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def closing_reader(supply: FakeSupply, **limits):
+    """A client with one reader that has got tokens."""
+    async def made() -> Play:
+        play = Play(supply, supply.client(**limits))
+        await play.client.start()
+        await play.next_core()
+        await play.submit("plain", 50)
+        await play.turns(5)
+        return play
+
+    return made()
+
+
+def test_a_spawn_that_fails_once_is_tried_again(supply, monkeypatch):
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+
+    async def main() -> None:
+        play = await closing_reader(supply)
+        supply.failures = [OSError(errno.EAGAIN, "Resource temporarily unavailable"), MemoryError()]
+        await play.die(1)
+        await play.finish()
+        assert play.readers[0].result() == "length" and not supply.failures
+        play.check_empty()
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.EMFILE, "Too many open files"), MemoryError(), RuntimeError("anything"), asyncio.CancelledError()]
+)  # fmt: skip
+@pytest.mark.parametrize("loaded", [False, True])
+def test_no_exception_ends_the_supervision_silently(supply, monkeypatch, failure, loaded):
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+
+    async def main() -> None:
+        supply.failures = [] if loaded else [failure] * 10
+        if loaded:
+            play = await closing_reader(supply)
+            supply.failures = [failure] * 10
+            await play.die(1)
+        else:
+            play = Play(supply, supply.client())
+            await play.client.start()
+            await play.submit("plain", 5)
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(play.client.wait_loaded(), 20)
+        supply_left = supply.failures
+        assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
+        with pytest.raises(EngineDeadError):
+            await anext(play.client.generate("late", PROMPT, complete(SamplingParams())))
+        assert not play.client.status().alive and not play.client.status().progressing
+        assert len(play.client.gave_up_with) == 1 and play.client.gave_up_with[0] == play.client.dead
+        assert isinstance(failure, asyncio.CancelledError) or str(failure) in play.client.dead
+        assert supply_left  # it did not try for ever
+        play.check_empty()
+        supply.failures = []
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def test_a_bug_in_the_supervision_itself_is_told(supply, monkeypatch):
+    """Whatever the exception and wherever it comes from: streams are told, and so is whoever asks."""
+    async def main() -> None:
+        play = await closing_reader(supply)
+        monkeypatch.setattr(play.client, "goes_on", lambda why, killed: 1 // 0)
+        await play.die(1)
+        assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
+        assert "ZeroDivisionError" in play.client.dead and play.client.gave_up_with == [play.client.dead]
+        play.check_empty()
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def test_closing_says_so_and_a_dead_engine_stays_dead(supply):
+    async def main() -> None:
+        play = await closing_reader(supply)
+        await play.client.close()
+        assert await play.readers[0] == "EngineClosedError"
+        with pytest.raises(EngineClosedError):
+            await anext(play.client.generate("late", PROMPT, complete(SamplingParams())))
+        assert not play.client.gave_up_with
+        play.check_empty()
+
+    asyncio.run(main())
+
+
+def test_an_observer_that_fails_disturbs_nobody(supply):
+    class Broken(Witness):
+        def tokens(self, *_):
+            raise ValueError("a full disk")
+
+    async def main() -> None:
+        play = Play(supply, supply.client())
+        play.client.observers.insert(0, Broken())
+        await play.client.start()
+        await play.next_core()
+        await play.submit("plain", 5)
+        await play.finish()
+        assert play.readers[0].result() == "length" and play.client.restarts == 0
+        play.check_empty()
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def test_a_standby_that_cannot_be_started_costs_nothing(monkeypatch):
+    """Its error was stored in its task and came out at the next death."""
+    async def main() -> None:
+        calls = []
+
+        async def spawn(*_):
+            calls.append(1)
+            if len(calls) == 1:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return "a core"
+
+        monkeypatch.setattr(CoreProcess, "spawn", spawn)
+        supply = CoreSupply(None, "", "", False)  # type: ignore[arg-type]
+        supply.prepare(0.0)
+        await asyncio.sleep(0)
+        assert await supply.take() == "a core" and len(calls) == 2
+        supply.prepare(0.0)
+        assert supply._standby is not None
+        supply._standby.cancel()
+        assert await supply.take() == "a core"
+        await supply.close()
+
+    asyncio.run(main())
+
+
+def add(core, name: str, **params) -> None:
+    core.add(EngineRequest(name, PROMPT, complete(SamplingParams(max_tokens=6, seed=1, **params), eos_token_ids=[2]), 1))
+
+
+def test_a_second_request_of_one_id_is_refused_and_leaves_the_first_alone(supply):
+    """Whatever the first is doing: it waits for its grammar, waits for a slot, or runs under its grammar."""
+    async def main() -> None:
+        core = (await supply.take()).core
+        wish = KINDS["odd"]
+        add(core, "a", **wish)
+        for second in ({}, wish):
+            with pytest.raises(ParameterError, match="request_id"):
+                add(core, "a", **second)
+        core.structured.finish()
+        core.step()
+        matcher = core.structured.matcher("a")
+        for second in ({}, wish, {"structured_outputs": StructuredOutputsParams(regex="b")}):
+            with pytest.raises(ParameterError, match="request_id"):
+                add(core, "a", **second)
+        assert matcher is not None and core.structured.matcher("a") is matcher
+        news = []
+        while core.has_work:
+            news += core.step()
+        assert sum(len(n.token_ids) for n in news) == 6 and [n.finish_reason for n in news if n.finish_reason] == ["length"]
+
+    asyncio.run(main())
+
+
+def test_idle_work_that_fails_is_left_out_and_the_core_goes_on(supply, monkeypatch, caplog):
+    """A graph that cannot be captured, for want of memory or because its kernel does not compile: nobody had asked for it."""
+    async def main() -> None:
+        core = (await supply.take()).core
+        planned = ["a graph", "another"]
+
+        def idle() -> bool:
+            if planned:
+                raise RuntimeError("CUDA out of memory")
+            return False
+
+        monkeypatch.setattr(core.runner, "idle", idle)
+        monkeypatch.setattr(core.runner, "leave_preparations", planned.clear)
+        assert core.idle() is False and not planned and "out of memory" in caplog.text
+        assert core.idle() is False and caplog.text.count("Traceback") == 1
+        add(core, "a")
+        while core.has_work:
+            core.step()
+
+    asyncio.run(main())
+
+
+def test_embeddings_of_two_salts_share_no_prefix(supply):
+    async def main() -> None:
+        play = Play(supply, supply.client())
+        await play.client.start()
+        await play.next_core()
+        hits = []
+        for salt in ("", "", "a", "a", "b"):
+            before = play.core.core.scheduler.stats.prefix_hit_tokens
+            reader = asyncio.create_task(play.client.embed(f"e{len(hits)}", PROMPT * 3, "last", cache_salt=salt))
+            async with asyncio.timeout(20):
+                while not reader.done():
+                    await play.turns(1)
+            hits.append(play.core.core.scheduler.stats.prefix_hit_tokens - before > 0)
+        assert hits == [False, True, False, True, False]
+        await play.client.close()
+
+    asyncio.run(main())
