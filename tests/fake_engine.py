@@ -93,6 +93,7 @@ class FakeEngine:
     bursts: int = 3
     delay: float = 0.0
     fail: Callable[[int], str | None] = lambda n: None
+    num_cached: int = 2  # what it says of the prefix cache
     max_model_len: int = 4096
     supports_structured: bool = False
     generation_defaults: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class FakeEngine:
                 if self.delay:
                     await asyncio.sleep(self.delay)
                 await self.gate.wait()
-                out = EngineOutput(request_id, num_cached_tokens=2)
+                out = EngineOutput(request_id, num_cached_tokens=self.num_cached)
                 if (failure := self.fail(at)) is not None:
                     out.finish_reason, out.error = failure, "NaN logits"
                     ended = True

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from api_client import MODEL, Api, error_of, parse_events
 from fake_engine import FakeEngine
+from headrace.api.telemetry import EngineGauges
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 
@@ -181,6 +182,16 @@ def test_odd_texts_in_messages_of_errors(api):
         assert api.request("POST", "/v1/completions", json={"prompt": "x", "model": name}).status_code == 404
 
 
+def test_half_a_character_in_the_text_of_an_error():
+    """A body cannot hold one, but the template of a checkpoint can."""
+    engine = FakeEngine()
+    engine.tokenizer.chat_templates = {"default": r"{{ raise_exception('not so \ud83d, please') }}"}
+    api = Api(engine)
+    error = error_of(response := api.post("/v1/chat/completions", {"messages": MESSAGES}))
+    assert response.status_code == 400 and "not so ?, please" in error["message"]
+    api.close()
+
+
 FIELDS = sorted(
     {
         "model", "prompt", "messages", "input", "n", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "logprobs", "top_logprobs",
@@ -285,6 +296,67 @@ def test_one_failed_sample_ends_its_siblings():
     api = Api(engine)
     assert api.post("/v1/completions", {"prompt": ["a", "b"], "n": 3, "max_tokens": 1000}).status_code == 500
     assert not engine.active and api.app.state.api.limits.active == 0
+    api.close()
+
+
+class Records(EngineGauges):
+    """Keeps what the metrics are told of the samples that have ended."""
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.samples = []
+
+    def sample_ended(self, record):
+        self.samples.append(record)
+
+
+def recorded(engine):
+    api = Api(engine)
+    api.app.state.api.metrics = Records(engine)
+    return api, api.app.state.api.metrics.samples
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [("error", "error"), ("abort", "abort"), (RuntimeError("x"), "error"), (ParameterError("prompt", "x", "y"), "error"), (None, "stop")],
+    ids=["error", "abort", "raises", "refuses", "ends"],
+)
+def test_how_a_sample_ended_is_counted(path, stream, begun, failure, reason):
+    engine = FakeEngine(script=lambda i, p: "x" * 9, fail=lambda at: _fail(failure) if at or not begun else None)
+    api, samples = recorded(engine)
+    api.post(path, {**BODIES[path], "stream": stream})
+    assert [(s.endpoint, s.reason) for s in samples] == [(path, reason)]
+    assert (samples[0].first_output is None) == (isinstance(failure, Exception) and not begun)
+    api.close()
+
+
+def test_samples_that_end_with_another_are_counted_as_aborted():
+    failed = []
+
+    def fail(at):
+        return failed.append(at) or "error" if at > 20 and not failed else None
+
+    engine = FakeEngine(script=lambda i, p: "x" * 1000, delay=0.001, fail=fail)
+    api, samples = recorded(engine)
+    api.post("/v1/completions", {"prompt": ["a", "b"], "n": 3, "max_tokens": 1000})
+    assert sorted(s.reason for s in samples) == ["abort"] * 5 + ["error"]
+    api.close()
+
+
+@pytest.mark.parametrize("num_cached", [0, 1, 10**6])
+def test_no_more_is_cached_than_the_prompt_has(num_cached):
+    api, samples = recorded(FakeEngine(num_cached=num_cached))
+    for path, body in BODIES.items():
+        if path in GENERATING:
+            usage = api.ok(path, body)["usage"]
+            count, details = ("input_tokens", "input_tokens_details") if path == "/v1/responses" else ("prompt_tokens", "prompt_tokens_details")
+            assert usage[details]["cached_tokens"] == min(num_cached, usage[count])
+            assert samples[-1].cached_tokens == min(num_cached, samples[-1].prompt_tokens)
+    usage = api.ok("/v1/completions", {"prompt": [[65], [65, 66, 67]], "n": 2})["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == min(num_cached, 1) + min(num_cached, 3)
     api.close()
 
 

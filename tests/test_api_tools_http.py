@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from api_client import Api, error_of, joined
 from fake_engine import TEMPLATE, FakeEngine
+from headrace.api.responses_input import messages
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -277,8 +278,11 @@ def test_responses_that_are_cut_and_empty_ones():
     api.close()
 
 
-def test_responses_logprobs():
+@pytest.mark.parametrize("bursts", [1, 3])
+def test_responses_logprobs(bursts):
+    """Also that of the token which ends the text and is not a part of it."""
     api = make("ab")
+    api.engine.bursts = bursts
     body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     part = responses_both_ways(api, body)["output"][0]["content"][0]
     assert [p["token"] for p in part["logprobs"]] == ["a", "b", "<eos>"]
@@ -304,6 +308,34 @@ def test_responses_input_items():
     text = bytes(api.engine.prompts[-1]).decode()
     assert text == "[system|I\n\nD||False][user|a\nb||False][assistant|c|R|True][tool|out||False]None"
     api.close()
+
+
+ITEMS = {
+    "reasoning": lambda i: {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": f"r{i}"}]},
+    "encrypted": lambda i: {"type": "reasoning", "summary": [], "encrypted_content": "?"},
+    "assistant": lambda i: {"type": "message", "role": "assistant", "content": f"a{i}"},
+    "call": lambda i: {"type": "function_call", "call_id": f"{i}", "name": f"f{i}", "arguments": "{}"},
+    "output": lambda i: {"type": "function_call_output", "call_id": f"{i}", "output": f"o{i}"},
+    "user": lambda i: {"role": "user", "content": f"u{i}"},
+}
+
+
+@given(st.lists(st.sampled_from(sorted(ITEMS)), min_size=1, max_size=8))
+def test_responses_input_keeps_everything_in_its_order(kinds):
+    """Reasoning stays with the turn of the assistant that it stands in, before a message or a call; none is lost or moved on."""
+    conversation = messages([ITEMS[kind](i) for i, kind in enumerate(kinds)], None)
+    said: list[str] = []
+    for message in conversation:
+        if "reasoning_content" in message:
+            assert message["role"] == "assistant"
+            said += message["reasoning_content"].split("\n")
+        said += [message["content"]] if message.get("content") else []
+        said += [call["function"]["name"] for call in message.get("tool_calls", ())]
+    letters = {"assistant": "a", "call": "f", "output": "o", "user": "u", "reasoning": "r"}
+    wanted = [f"{letters[kind]}{i}" for i, kind in enumerate(kinds) if kind != "encrypted"]
+    assert sorted(said) == sorted(wanted)
+    turn = lambda name: sum(kind in ("user", "output") for kind in kinds[: int(name[1:])])  # noqa: E731
+    assert [turn(name) for name in said] == sorted(turn(name) for name in wanted)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ class Sample:
         self.priority, self.cache_salt = priority, cache_salt
         self.text = SampleStream(ctx.engine.tokenizer, params)
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that the prefix cache held; the engine counts those of an output that was handed over, too."""
+        return min(self.text.num_cached_tokens, len(self.prompt_ids))
+
 
 class Usage:
     """Token counts of an answer: each prompt once, whatever n; every sampled token that the answer took."""
@@ -74,8 +79,7 @@ class Usage:
 
     @property
     def cached_tokens(self) -> int:
-        firsts = [s for s in self.samples if s.params.sample_index == 0]
-        return sum(min(s.text.num_cached_tokens, len(s.prompt_ids)) for s in firsts)
+        return sum(s.num_cached for s in self.samples if s.params.sample_index == 0)
 
     def json(self) -> bytes:
         prompt, completion = self.prompt_tokens, self.completion_tokens
@@ -97,7 +101,7 @@ async def run_sample(
     text, choice = sample.text, sample.choice
     num_prompt = len(sample.prompt_ids)
     first: float | None = None
-    reason = "abort"
+    reason: str | None = None
     outputs = ctx.engine.generate(
         sample.request_id, sample.prompt_ids, sample.params, priority=sample.priority, cache_salt=sample.cache_salt
     )
@@ -107,19 +111,17 @@ async def run_sample(
             if first is None:
                 first = time.monotonic()
                 ticket.started(num_prompt)
-            if delta.finish_reason is not None:
-                if delta.finish_reason in ("error", "abort"):
-                    reason = delta.finish_reason
-                    raise _failure(delta)
-                reason = delta.finish_reason
+            reason = delta.finish_reason
+            if reason in ("error", "abort"):
+                raise _failure(delta)
             data = choice.push(delta)
             if data and stream is not None:
                 await stream.write(data)
-            if delta.finish_reason is not None:
+            if reason is not None:
                 return
         raise ApiError(500, "The engine ended the request without a result.", code="internal_error")
     except Exception:
-        reason = "error" if reason == "abort" else reason
+        reason = reason or "error"
         raise
     finally:
         if first is None:
@@ -129,7 +131,7 @@ async def run_sample(
         now = time.monotonic()
         ctx.metrics.sample_ended(
             SampleRecord(
-                endpoint, reason, num_prompt, text.num_tokens, text.num_cached_tokens,
+                endpoint, reason or "abort", num_prompt, text.num_tokens, sample.num_cached,
                 None if first is None else first - arrival, now - arrival,
             )
         )  # fmt: skip

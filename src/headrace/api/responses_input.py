@@ -132,9 +132,8 @@ def messages(value: str | list[dict[str, Any]], instructions: str | None) -> lis
     else:
         if not value:
             raise bad_request("input: an empty list; at least one item is needed.", "input", "invalid_value")
-        reasoning: str | None = None
         for i, item in enumerate(value):
-            reasoning = _add_item(found, item, f"input[{i}]", reasoning)
+            _add_item(found, item, f"input[{i}]")
     if instructions is not None:
         _add_instructions(found, instructions)
     return found
@@ -149,35 +148,43 @@ def _add_instructions(found: list[dict[str, Any]], instructions: str) -> None:
         found.insert(0, {"role": "system", "content": instructions})
 
 
-def _add_item(found: list[dict[str, Any]], item: dict[str, Any], path: str, reasoning: str | None) -> str | None:
-    """Append one item. Returns reasoning that belongs to the assistant's message that comes next."""
+def _add_item(found: list[dict[str, Any]], item: dict[str, Any], path: str) -> None:
+    """Append one item. Reasoning opens a message of the assistant; the answer or the calls that follow at once complete it."""
     kind = item.get("type", "message")
+    last = found[-1] if found else {}
+    thought = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
     if kind == "message":
         message = {"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")}
-        if reasoning is not None and message["role"] == "assistant":
-            message["reasoning_content"], reasoning = reasoning, None
-        found.append(message)
+        if thought and message["role"] == "assistant":
+            last.update(message)
+        else:
+            found.append(message)
     elif kind == "function_call":
         call: dict[str, Any] = {"id": _text(item, "call_id", path), "type": "function"}
         call["function"] = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
-        if not (found and found[-1]["role"] == "assistant"):
+        if last.get("role") != "assistant":
             found.append({"role": "assistant", "content": None})
-        if reasoning is not None:
-            found[-1].setdefault("reasoning_content", reasoning)
-            reasoning = None
+        elif thought:
+            last["content"] = None
         found[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = _content(item.get("output"), f"{path}.output")
         found.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": output})
     elif kind == "reasoning":
-        parts = item.get("content") or []
-        if isinstance(parts, list):
-            texts = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
-            reasoning = "".join(texts) or None
+        if (text := _reasoning(item)) and thought:
+            last["reasoning_content"] += "\n" + text
+        elif text:
+            found.append({"role": "assistant", "content": "", "reasoning_content": text})
     else:
         allowed = "message, function_call, function_call_output, reasoning"
         raise bad_request(f"{path}.type: allowed are {allowed}.", f"{path}.type", "invalid_value")
-    return reasoning
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    """What can be read of it: another server's may be encrypted."""
+    parts = item.get("content")
+    parts = parts if isinstance(parts, list) else []
+    return "".join(p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str))
 
 
 def _text(item: dict[str, Any], name: str, path: str) -> str:

@@ -42,10 +42,12 @@ class EventStream:
         self.started = False
         self.blocked = False  # a write waits for the reader
         self.ending = False  # the last bytes are on their way
-        self.last = self._time()
+        self.last = self._time()  # when bytes were last given to the reader, or taken by it
         self.on_stuck = on_stuck  # called when the reader has taken nothing for too long
 
     async def write(self, data: bytes) -> None:
+        if self.ending:
+            return  # a comment that was due when the end came: all others have written
         self._pending.append(data)
         while self.blocked:
             await self._wait()
@@ -70,6 +72,7 @@ class EventStream:
         count = len(parts)
         data = parts[0] if count == 1 else b"".join(parts)
         self.blocked = True
+        self.last = self._time()  # a silence before was the engine's
         try:
             if not self.started:
                 self.started = True
