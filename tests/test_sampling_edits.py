@@ -23,6 +23,7 @@ from headrace.sampling.penalties import (
     count_tokens,
     load_counts,
     pack_mask,
+    token_counts,
 )
 from headrace.sampling.sampler import sample
 from sampling_reference import sample_inputs
@@ -40,6 +41,11 @@ def longs(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
+def load(counts, slot, prompt, output):
+    ids = (np.asarray(part, np.int32) for part in (prompt, output))
+    load_counts(counts, slot, torch.from_numpy(token_counts(*ids, counts.shape[1])))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(IDS, IDS, st.sampled_from([1.0, 0.5, 1.3]), st.sampled_from([0.0, 1.5, -2.0]),
@@ -53,7 +59,7 @@ def test_penalties_equal_a_loop_and_transformers(rows, seed):
     slots = torch.arange(len(rows)).flip(0) + 1
     got, want = logits.clone(), logits.clone()
     for i, (prompt, output, repetition, presence, frequency) in enumerate(rows):
-        load_counts(counts, int(slots[i]), prompt, output)
+        load(counts, int(slots[i]), prompt, output)
         seen = prompt + output
         if seen:
             want[i] = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([seen]), want[i : i + 1].clone())[0]
@@ -69,13 +75,13 @@ def test_penalties_equal_a_loop_and_transformers(rows, seed):
 @given(IDS, st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(0, VOCAB - 1)), max_size=20), IDS)
 def test_counting_step_by_step_equals_loading(prompt, steps, other):
     counts = torch.zeros(3, VOCAB, dtype=torch.int32)
-    load_counts(counts, 0, prompt, [])
-    load_counts(counts, 2, other, [])
+    load(counts, 0, prompt, [])
+    load(counts, 2, other, [])
     for a, b in steps:
         count_tokens(counts, longs(0, 2), torch.tensor([a, b], dtype=torch.int32))
     again = torch.zeros_like(counts)
-    load_counts(again, 0, prompt, [a for a, _ in steps])
-    load_counts(again, 2, other, [b for _, b in steps])
+    load(again, 0, prompt, [a for a, _ in steps])
+    load(again, 2, other, [b for _, b in steps])
     assert torch.equal(counts, again)
     for token in range(VOCAB):
         assert int(counts[0, token]) & (IN_PROMPT - 1) == [a for a, _ in steps].count(token)
@@ -87,7 +93,7 @@ def test_masks(vocab):
     rng = np.random.default_rng(vocab)
     chosen = [sorted(set(rng.integers(0, vocab, size=1 + vocab // 3).tolist())) for _ in range(2)]
     chosen[1] = sorted({*chosen[1], vocab - 1, min(31, vocab - 1)})
-    bits = torch.stack([pack_mask(c, vocab) for c in chosen])
+    bits = torch.from_numpy(np.stack([pack_mask(c, vocab) for c in chosen]))
     logits = torch.randn(3, vocab)
     got = logits.clone()
     apply_edits(got, LogitsEdits(masks=[TokenMask(bits, longs(2, 0))]))
@@ -135,7 +141,7 @@ def test_stages_run_in_order_and_bans_hold():
     """Bias comes before penalties (so a biased logit is penalized), and nothing lifts a ban."""
     logits = floats(1.0, 2.0, 3.0, 4.0)[None].clone()
     counts = torch.zeros(1, 4, dtype=torch.int32)
-    load_counts(counts, 0, [0, 1, 2, 3], [])
+    load(counts, 0, [0, 1, 2, 3], [])
 
     def add_length(output_ids, row):
         return row + len(output_ids)
@@ -144,7 +150,7 @@ def test_stages_run_in_order_and_bans_hold():
         return row.masked_fill(row == -INF, 50.0)
 
     edits = LogitsEdits(
-        masks=[TokenMask(pack_mask([0, 1, 2], 4)[None], longs(0))],
+        masks=[TokenMask(torch.from_numpy(pack_mask([0, 1, 2], 4))[None], longs(0))],
         banned=(longs(0), longs(2)),
         bias=(longs(0, 0, 0), longs(0, 2, 3), floats(9.0, 100.0, 100.0)),
         processors=[UserProcessor(0, [add_length, lift_bans], [7, 7], pytest.fail)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from headrace.config import EngineConfig
 from headrace.errors import ParameterError
 from headrace.kernels.verify import counts_with_drafts, kept_rows
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.penalties import load_counts
+from headrace.sampling.penalties import load_counts, token_counts
 from headrace.scheduler.plan import Chunk, Decodes, StepPlan
 from headrace.scheduler.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, best_length
@@ -280,13 +281,16 @@ def test_rows_count_up_to_the_first_wrong_draft(steps):
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=5))
 def test_counts_of_a_row_include_the_drafts_before_it(prompt, output, drafts):
+    def load(counts, prompt, output):
+        load_counts(counts, 1, torch.from_numpy(token_counts(np.asarray(prompt, int), np.asarray(output, int), 10)))
+
     counts = torch.zeros(3, 10, dtype=torch.int32)
-    load_counts(counts, 1, prompt, output)
+    load(counts, prompt, output)
     rows = len(drafts) + 1
     pairs = [(r, drafts[i]) for r in range(rows) for i in range(r)]
     where, ids = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
     got = counts_with_drafts(counts, torch.full((rows,), 1), where, ids)
     for r in range(rows):
         want = torch.zeros(3, 10, dtype=torch.int32)
-        load_counts(want, 1, prompt, output + drafts[:r])
+        load(want, prompt, output + drafts[:r])
         assert got[r].tolist() == want[1].tolist()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,13 +44,14 @@ class BadWords:
 
 @dataclass(slots=True)
 class Penalties:
-    """Of all R rows; neutral values (1, 0, 0) leave a row's bits unchanged."""
+    """Of Q of the rows; neutral values (1, 0, 0) leave a row's bits unchanged."""
 
     counts: Tensor  # [num_slots, V] int32, see load_counts
-    slots: Tensor  # [R] int64: row of `counts`
-    repetition: Tensor  # [R] float32
-    presence: Tensor  # [R] float32
-    frequency: Tensor  # [R] float32
+    slots: Tensor  # [Q] int64: row of `counts`
+    repetition: Tensor  # [Q] float32
+    presence: Tensor  # [Q] float32
+    frequency: Tensor  # [Q] float32
+    rows: Tensor | None = None  # [Q] int64: of the logits, none twice; None: all of them
 
 
 @dataclass(slots=True)
@@ -94,12 +96,11 @@ def apply_edits(logits: Tensor, edits: LogitsEdits) -> None:
         apply_penalties(logits, edits.penalties)
 
 
-def pack_mask(token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """The mask row [ceil(V / 32)] int32 that allows just `token_ids`, on the CPU."""
-    allowed = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int32)
-    allowed[torch.tensor(token_ids, dtype=torch.int64)] = 1
-    bits = allowed.view(-1, 32) << torch.arange(32, dtype=torch.int32)
-    return bits.sum(-1, dtype=torch.int32)  # each bit once: bit 31 wraps into the sign, as it should
+def pack_mask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """The mask row [ceil(V / 32)] int32 that allows just `token_ids`."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    allowed[np.asarray(token_ids, np.int64)] = True
+    return np.packbits(allowed, bitorder="little").view("<i4")
 
 
 def apply_bad_words(logits: Tensor, words: BadWords) -> None:
@@ -139,25 +140,33 @@ def _checked(result: object, before: Tensor) -> Tensor:
 def apply_penalties(logits: Tensor, penalties: Penalties) -> None:
     """Repetition over prompt and output (Keskar et al. 2019: divides a positive logit, multiplies a negative one), then
     frequency and presence over the output (OpenAI: subtracted)."""
+    rows = logits if penalties.rows is None else logits[penalties.rows]
     counts = penalties.counts[penalties.slots]
     repetition = penalties.repetition[:, None]
-    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits.copy_(torch.where(counts != 0, penalized, logits))
+    penalized = torch.where(rows > 0, rows / repetition, rows * repetition)
+    rows = torch.where(counts != 0, penalized, rows)
     outputs = counts & (IN_PROMPT - 1)
-    logits.sub_(penalties.frequency[:, None] * outputs)
-    logits.sub_(penalties.presence[:, None] * (outputs > 0))
+    rows.sub_(penalties.frequency[:, None] * outputs)
+    rows.sub_(penalties.presence[:, None] * (outputs > 0))
+    if penalties.rows is None:
+        logits.copy_(rows)
+    else:
+        logits.index_copy_(0, penalties.rows, rows)
 
 
-def load_counts(counts: Tensor, slot: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-    """Set a slot's row of counts [num_slots, V] int32 from all known ids: at admission and when a request resumes."""
+def token_counts(prompt_ids: np.ndarray, output_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """For `load_counts`: the ids that occur, and the count of each: [2, N] int64."""
+    counts = np.bincount(output_ids, minlength=vocab_size)
+    counts[prompt_ids] |= IN_PROMPT
+    ids = np.flatnonzero(counts)
+    return np.stack([ids, counts[ids]])
+
+
+def load_counts(counts: Tensor, slot: int, found: Tensor) -> None:
+    """Set a slot's row of counts [num_slots, V] int32 to `found`, made by `token_counts`: when a request gets the slot."""
     row = counts[slot]
     row.zero_()
-    if output_ids:
-        ids = torch.tensor(output_ids, dtype=torch.int64).to(counts.device)
-        row.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
-    if prompt_ids:
-        ids = torch.tensor(list(set(prompt_ids)), dtype=torch.int64).to(counts.device)
-        row[ids] |= IN_PROMPT
+    row.index_put_((found[0],), found[1].int())
 
 
 def count_tokens(counts: Tensor, slots: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:

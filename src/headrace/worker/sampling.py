@@ -1,7 +1,6 @@
 """The sampler's inputs for a step, put together from the slots' parameters; its outputs, on their way to the host.
 
-What is the same for every step of a request (bias, bans, masks) is prepared once, when it gets its slot. Gathered parameters
-are kept while the same slots run, so that a steady decode builds nothing but its output indices.
+Gathered parameters are kept while the same slots run, so that a steady decode builds nothing but its output indices.
 """
 
 from __future__ import annotations
@@ -15,25 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.cache.kv_cache import zeros
-from headrace.kernels.verify import counts_with_drafts, kept_rows, note_accepted
+from headrace.kernels.verify import kept_rows, note_accepted
 from headrace.sampling.logprobs import LogprobsRequest, prompt_logprobs
-from headrace.sampling.params import GREEDY_EPS, SamplingParams
-from headrace.sampling.penalties import (
-    BadWords,
-    LogitsEdits,
-    Penalties,
-    TokenMask,
-    UserProcessor,
-    count_tokens,
-    load_counts,
-    pack_mask,
-)
+from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.sampler import SampleInputs, SampleOutput, sample
 from headrace.scheduler.plan import Chunk, Decodes, StepPlan
 from headrace.scheduler.request import Request
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import FLOATS, INTS, BatchState, sequences, slack_of
+from headrace.worker.edits import StepEdits
 
 Host = Callable[[Tensor], Tensor]
 
@@ -45,18 +34,6 @@ class Tail(enum.Enum):
     RANDOM = "random"  # temperature only, greedy rows among them
     FILTERED = "filtered"  # top-k, top-p, min-p
     LOGITS = "logits"
-
-
-@dataclass(slots=True)
-class SlotEdits:
-    """What one request does to its logits at every step; only requests that do anything have one."""
-
-    bias: dict[int, float]
-    banned: list[int]  # at every step
-    banned_early: list[int]  # while fewer than min_tokens exist
-    words: list[list[int]]  # bad words of several tokens
-    mask: Tensor | None  # [ceil(V / 32)] int32
-    penalties: bool
 
 
 @dataclass(slots=True)
@@ -80,11 +57,11 @@ class DeviceOutput:
         return DeviceOutput(host(self.token_ids), host(self.failed), self.logprob_rows, logprobs, kept)  # type: ignore[arg-type]
 
     def logprobs_of(self, row: int, num_top: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Ids and logprobs of a row's token and its `num_top` likeliest (-1: all), and the token's rank."""
+        """Ids and logprobs of a row's token and its `num_top` likeliest (-1: all that can be), and the token's rank."""
         assert self.logprobs is not None
         q = self.logprob_rows[row]
         chosen, ranks, top_ids, top = (t[q].numpy() for t in self.logprobs)
-        width = len(top_ids) if num_top < 0 else num_top
+        width = int((top > -np.inf).sum()) if num_top < 0 else num_top
         ids = np.concatenate(([self.token_ids[row].item()], top_ids[:width]))
         return ids, np.concatenate(([chosen], top[:width])), int(ranks)
 
@@ -94,30 +71,19 @@ class StepSampler:
 
     def __init__(self, state: BatchState, vocab_size: int):
         self.state, self.vocab_size = state, vocab_size
-        self._edits: dict[int, SlotEdits] = {}
+        self._edits = StepEdits(state, vocab_size)
         self._special = np.zeros(state.dummy_slot + 1, np.bool_)  # slots that need more than the fused sampler
-        self._counts: Tensor | None = None  # [slots, V] int32, made when the first request with penalties comes
         self._gathered_for = b""
         self._gathered: SampleInputs | None = None
         self._tail_for: array | None = None  # the decodes' slots
         self._tail = Tail.LOGITS
 
     def load(self, request: Request) -> None:
-        """A request got its slot: prepare what it does to its logits. All its ids are known to the host."""
+        """A request got its slot; all its ids are known to the host."""
         self._gathered_for = b""
-        edits = slot_edits(request.params, self.vocab_size, self.state.device)
         params = request.params
-        plain = edits is None and params.logprobs is None and not (params.logits_processors or params.structured_outputs)
-        self._special[request.slot] = not plain
-        if edits is None:
-            self._edits.pop(request.slot, None)
-            return
-        self._edits[request.slot] = edits
-        if edits.penalties:
-            if self._counts is None:
-                shape = (self.state.token_ids.shape[0], self.vocab_size)
-                self._counts = zeros(shape, torch.int32, self.state.device)
-            load_counts(self._counts, request.slot, request.prompt_ids, request.output_ids)
+        more = params.logprobs is not None or params.logits_processors or params.structured_outputs
+        self._special[request.slot] = self._edits.load(request) or bool(more)
 
     def tail(self, plan: StepPlan) -> Tail:
         """What a captured step must do after its forward, for these slots."""
@@ -151,7 +117,7 @@ class StepSampler:
         inputs = replace(self._gather(slots, device_slots), output_index=output_index)
         special = np.flatnonzero(self._special[slots]).tolist()
         chunks = [(r, decodes.chunk(r) if r < len(decodes) else others[r - len(decodes)]) for r in special]
-        inputs.edits = self._step_edits(chunks, device_slots, positions, grammar)
+        inputs.edits = self._edits.of_step(chunks, device_slots, positions, grammar)
         wanted = [r for r, c in chunks if c.request.params.logprobs is not None]
         if wanted:
             tops = [c.request.params.logprobs for _, c in chunks if c.request.params.logprobs is not None]
@@ -159,8 +125,6 @@ class StepSampler:
         table, guesses = self.state.token_ids, None
         if first_row is not None:
             guesses = table[device_slots, positions]
-            if inputs.edits is not None and inputs.edits.penalties is not None:
-                self._count_drafts(inputs.edits.penalties, chunks, positions)
         output = sample(logits, inputs)
         kept = None
         if first_row is not None and guesses is not None:
@@ -169,8 +133,7 @@ class StepSampler:
         # after a wrong draft come ids that nobody reads: the next step begins where they begin
         table.index_put_((device_slots, positions), output.token_ids)
         if inputs.edits is not None and inputs.edits.penalties is not None:
-            assert self._counts is not None
-            count_tokens(self._counts, device_slots, output.token_ids, kept)
+            self._edits.count(device_slots, output.token_ids, kept)
         return self._device_output(output, wanted, kept)
 
     def prompt_logprobs(
@@ -186,15 +149,6 @@ class StepSampler:
         found = output.logprobs
         logprobs = None if found is None else (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
         return DeviceOutput(output.token_ids, output.failed, {r: q for q, r in enumerate(wanted)}, logprobs, kept)
-
-    def _count_drafts(self, penalties: Penalties, rows: list[tuple[int, Chunk]], positions: Tensor) -> None:
-        """Let each row's penalties know the drafts before it; `positions` [R] is where the rows' own ids go."""
-        drafts = [(r, c.slot, 1 + i) for r, c in rows if c.slot in self._edits for i in range(c.draft_index)]
-        if drafts:
-            where, slots, back = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
-            ids = self.state.token_ids[slots, positions[where] - back].long()
-            penalties.counts = counts_with_drafts(penalties.counts, penalties.slots, where, ids)
-            penalties.slots = torch.arange(len(penalties.slots), device=ids.device)
 
     def _gather(self, slots: np.ndarray, device_slots: Tensor) -> SampleInputs:
         key = slots.tobytes()
@@ -218,64 +172,6 @@ class StepSampler:
         )
         return self._gathered
 
-    def _step_edits(
-        self, chunks: list[tuple[int, Chunk]], device_slots: Tensor, positions: Tensor, grammar: GrammarMasks | None
-    ) -> LogitsEdits | None:
-        """Of the rows that need more than the fused sampler, with their chunks; `positions` [R] is where the new ids go."""
-        rows = [(r, c, self._edits[c.slot]) for r, c in chunks if c.slot in self._edits]
-        users = [
-            UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts], c.request.failed)
-            for r, c in chunks
-            if c.request.params.logits_processors and c.request.finish_reason is None  # it may have ended in the step before
-        ]
-        if not rows and not users and grammar is None:
-            return None
-        upload = self.state.staging.upload
-        edits = LogitsEdits(processors=users)
-        must_end: set[int] = set()  # where the grammar leaves the end token alone, min_tokens cannot ban it
-        if grammar is not None:
-            masked_rows, bits, must_end = grammar
-            edits.masks.append(TokenMask(upload(bits), upload(masked_rows)))
-        masked = [(r, e.mask) for r, _, e in rows if e.mask is not None]
-        if masked:
-            stacked = torch.stack([m for _, m in masked])
-            edits.masks.append(TokenMask(stacked, upload(np.asarray([r for r, _ in masked]))))
-        bans = [(r, t) for r, c, e in rows for t in (*e.banned, *(() if r in must_end else self._early(c, e)))]
-        if bans:
-            banned_rows, banned_ids = upload(np.asarray(bans, np.int64).T.copy())
-            edits.banned = (banned_rows, banned_ids)
-        bias = [(r, t, v) for r, _, e in rows for t, v in e.bias.items()]
-        if bias:
-            where = upload(np.asarray([b[:2] for b in bias], np.int64).T.copy())
-            edits.bias = (where[0], where[1], upload(np.asarray([b[2] for b in bias], np.float32)))
-        edits.bad_words = self._bad_words([(r, c, w) for r, c, e in rows for w in e.words], positions)
-        if any(e.penalties for _, _, e in rows):
-            edits.penalties = self._penalties(device_slots)
-        return edits
-
-    @staticmethod
-    def _early(chunk: Chunk, edits: SlotEdits) -> list[int]:
-        return edits.banned_early if chunk.output_index < chunk.request.params.min_tokens else []
-
-    def _bad_words(self, words: list[tuple[int, Chunk, list[int]]], positions: Tensor) -> BadWords | None:
-        if not words:
-            return None
-        upload = self.state.staging.upload
-        width = max(len(w) for _, _, w in words) - 1
-        prefixes = np.full((len(words), width), -1, np.int32)
-        for i, (_, _, w) in enumerate(words):
-            prefixes[i, width - len(w) + 1 :] = w[:-1]
-        columns = [(r, w[-1], c.slot, len(c.request.prompt_ids)) for r, c, w in words]
-        rows, last, slots, prompt_lens = upload(np.asarray(columns, np.int64).T.copy())
-        return BadWords(rows, upload(prefixes), last, self.state.token_ids, slots, prompt_lens, positions[rows])
-
-    def _penalties(self, device_slots: Tensor) -> Penalties:
-        """Of all rows: rows without penalties get neutral values, whatever their row of the counts holds."""
-        assert self._counts is not None
-        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        values = self.state.floats[device_slots][:, [FLOATS.index(n) for n in names]]
-        return Penalties(self._counts, device_slots, values[:, 0], values[:, 1], values[:, 2])
-
 
 def tail_of(state: BatchState, slots: Sequence[int] | np.ndarray) -> Tail:
     """The least sampler that does what these slots ask for, edits of their logits left aside."""
@@ -289,20 +185,3 @@ def tail_of(state: BatchState, slots: Sequence[int] | np.ndarray) -> Tail:
 def first_rows(counts: np.ndarray) -> np.ndarray:
     """For each sampled row, the first of its chunk, of which each has `counts`: [R] int64."""
     return np.repeat(np.cumsum(counts) - counts, counts).astype(np.int64)
-
-
-def slot_edits(params: SamplingParams, vocab_size: int, device: torch.device) -> SlotEdits | None:
-    """What `params` (complete) do to the logits, or None for nothing."""
-    early = list(params.stop_token_ids or [])
-    if not params.ignore_eos:
-        early += params.eos_token_ids
-    edits = SlotEdits(
-        bias=params.logit_bias or {},
-        banned=[w[0] for w in params.bad_word_ids if len(w) == 1],
-        banned_early=[t for t in early if t < vocab_size] if params.min_tokens else [],
-        words=[w for w in params.bad_word_ids if len(w) > 1],
-        mask=pack_mask(params.allowed_token_ids, vocab_size).to(device) if params.allowed_token_ids else None,
-        penalties=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1.0)),
-    )
-    used = edits.bias or edits.banned or edits.banned_early or edits.words or edits.penalties
-    return edits if used or edits.mask is not None else None
