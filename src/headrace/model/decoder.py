@@ -19,6 +19,7 @@ from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.linear import Linear, MatrixLinear, make_linear
 from headrace.model.rope import rope_tables
+from headrace.model.vocabulary import TokenlessIds
 
 # of a gate-up product at once: of an 8B's 16,384 rows two halves are 2 % faster, of a 0.6B's slower (measured on an H100)
 MLP_ELEMENTS = 1 << 28
@@ -114,6 +115,7 @@ class Decoder:
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
         self.layer_rope = kinds
         self.mlp_rows = 1 << max(1, MLP_ELEMENTS // (2 * config.intermediate_size)).bit_length() - 1
+        self.tokenless: TokenlessIds | None = None  # ids that no logits are given to
         # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
         self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
 
@@ -179,6 +181,11 @@ class Decoder:
             return residual, residual
         return add_rms_norm(part, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
 
+    @property
+    def table_bytes(self) -> int:
+        """Of the rope tables."""
+        return sum(t.numel() * t.itemsize for pair in self.rope.values() for t in pair)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> logits [R, V]: float32 on the CPU, the model's dtype elsewhere."""
         logits = self.lm_head(hidden)
@@ -189,4 +196,4 @@ class Decoder:
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return logits if self.tokenless is None else self.tokenless.mask(logits)

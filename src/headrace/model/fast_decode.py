@@ -29,6 +29,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.model.decoder import DecoderWeights, LayerWeights
 from headrace.model.rope import rope_tables
+from headrace.model.vocabulary import TokenlessIds
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
@@ -71,6 +72,7 @@ class FastDecode:
         assert len(self.norms) == 2 * config.num_layers + 1
         # as Decoder.tap; the residual stream is in float32
         self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
+        self.tokenless: TokenlessIds | None = None  # as Decoder.tokenless
         self._allocate(dtype, logits_dtype, device, length)
 
     @staticmethod
@@ -188,10 +190,11 @@ class FastDecode:
                 inner, layer.down, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset, scale=scale,
                 bias=layer.down_bias,
             )  # fmt: skip
-        return self._project(
+        logits = self._project(
             normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
+        return logits if self.tokenless is None else self.tokenless.mask(logits)
 
     def _project(
         self, x: Tensor, weight: Tensor, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float

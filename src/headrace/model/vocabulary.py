@@ -1,0 +1,37 @@
+"""Rows of an lm_head that belong to no token: vocabularies are padded to round numbers, and tokenizers have holes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class TokenlessIds:
+    """Makes the logits of ids without a token -inf, where logits are made: so nothing downstream ever picks or lists one."""
+
+    def __init__(self, valid: np.ndarray, device: torch.device):
+        """`valid` bool [V]: which ids have a token."""
+        self._valid, self._device = valid, device
+        holes = np.flatnonzero(~valid)
+        self.stop = int(valid.nonzero()[0].max(initial=-1)) + 1  # from here on there is none
+        holes = holes[holes < self.stop]
+        self._holes = torch.from_numpy(holes).to(device) if holes.size else None
+
+    @classmethod
+    def of(cls, valid: np.ndarray | None, device: torch.device) -> TokenlessIds | None:
+        """None where every id has a token, or nobody knows."""
+        return None if valid is None or valid.all() else cls(valid, device)
+
+    def cut(self, vocab_size: int) -> TokenlessIds:
+        """The same for a model with so many rows, more or fewer."""
+        valid = np.zeros(vocab_size, np.bool_)
+        valid[: len(self._valid)] = self._valid[:vocab_size]
+        return TokenlessIds(valid, self._device)
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """`logits` [R, V], changed in place."""
+        logits[:, self.stop :].fill_(-torch.inf)
+        if self._holes is not None:
+            logits.index_fill_(1, self._holes, -torch.inf)
+        return logits
