@@ -172,3 +172,9 @@ def test_selection_for_a_card(monkeypatch) -> None:
             pick("cudnn", capability, **options)
     with pytest.raises(ParameterError, match="FlashAttention-3 is because"):
         pick("fa3", (9, 0))
+    for capability in ((8, 0), (9, 0)):
+        with pytest.raises(ParameterError, match=r"attention_backend: got 'torch', allowed: auto, triton, cudnn or fa3 on a GPU"):
+            pick("torch", capability)
+    with pytest.raises(ParameterError, match=r"device: got 'cuda', allowed: cpu: .*head_dim of 512"):
+        chosen.append((9, 0))
+        select_attention("auto", model(head_dim=512), card)

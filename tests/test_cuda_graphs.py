@@ -8,22 +8,24 @@ import numpy as np
 import pytest
 
 from headrace.worker.cuda_graphs import FEW_ROWS, Captured, DecodeGraphs, Key, context_buckets, graph_sizes
+from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
 
 
 class Noted(DecodeGraphs):
     """Notes what is captured, and when a replay had to wait for it."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, max_draft_rows: int = 0):
-        self.sizes, self.max_draft_rows = graph_sizes(max_num_seqs), max_draft_rows
+    def __init__(self, max_num_seqs: int, max_model_len: int, max_draft_rows: int = 0, max_graphs: int = MAX_GRAPHS):
+        self.max_num_seqs, self.max_draft_rows, self.max_graphs = max_num_seqs, max_draft_rows, max_graphs
+        self.sizes = graph_sizes(max(max_num_seqs, max_draft_rows))
         self.few_buckets, self.buckets = context_buckets((256, 512), max_model_len), context_buckets((2048,), max_model_len)
         self._graphs, self._todo, self._wanted = {}, [], set()
         self._mailbox = SimpleNamespace(post=lambda numbers, size, slot: numbers)
         self.state = SimpleNamespace(dummy_slot=0)
         self.captured: list[Key] = []
 
-    def capture(self, key: Key) -> Captured:
-        assert key not in self._graphs
+    def _capture(self, key: Key) -> Captured:
+        assert key not in self._graphs and len(self._graphs) < self.max_graphs
         self.captured.append(key)
         self._graphs[key] = Captured(SimpleNamespace(replay=lambda: None), None)
         return self._graphs[key]
@@ -65,3 +67,28 @@ def test_graphs_with_drafts_are_captured_ahead_for_as_many_rows_as_such_steps_ha
     graphs.rest()
     assert max(key.rows for key in graphs.captured) == 16
     assert graphs.waits(40, 200, related=True) == [Key(40, 2048, Tail.RANDOM, True)]
+
+
+def test_steps_with_drafts_are_captured_beside_few_slots() -> None:
+    """One request and its drafts are more rows than there are slots; plain steps are not captured for so many."""
+    graphs = Noted(1, 2048, max_draft_rows=64)
+    assert graphs.sizes[-1] == 64
+    assert graphs.waits(7, 200, related=True) == [Key(8, 256, Tail.RANDOM, True)]
+    graphs.rest()
+    assert graphs.waits(64, 200, related=True) == [] and graphs.waits(1, 2048, related=True) == []
+    graphs.waits(1, 200)
+    graphs.rest()
+    assert {key.rows for key in graphs.captured if not key.related} == {1}
+
+
+def test_no_more_graphs_than_the_plan_counts_with() -> None:
+    """Beyond that the one that was not used for longest makes room, and nothing is captured ahead."""
+    graphs = Noted(64, 4352, max_graphs=3)
+    assert graphs.waits(1, 100) == [Key(1, 256, Tail.RANDOM, False)]
+    graphs.rest()
+    assert len(graphs._graphs) == 3
+    first, *others = list(graphs._graphs)
+    assert graphs.waits(first.rows, first.context) == []  # used again: the next one is the oldest
+    assert graphs.waits(64, 4000) == [Key(64, 4352, Tail.RANDOM, False)]
+    assert list(graphs._graphs) == [others[1], first, Key(64, 4352, Tail.RANDOM, False)]
+    assert not graphs.capture_next()

@@ -30,6 +30,10 @@ _HOME = {
 
 
 def __getattr__(name: str):
+    if name == "LLM":  # loads torch
+        from headrace.config import prepare_threads
+
+        prepare_threads()
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

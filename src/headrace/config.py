@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from headrace.errors import ParameterError
+from headrace.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False  # token ids in, token ids out: nothing is tokenized or detokenized
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -65,7 +67,7 @@ class EngineConfig:
         if itl is not None and (isinstance(itl, bool) or not isinstance(itl, int | float) or not 0.0 < itl <= 1e6):
             raise ParameterError("max_itl_ms", itl, "milliseconds in (0, 1000000]")
         for name, allowed in (
-            ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda", "mps")),
+            ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
             ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
         ):  # fmt: skip
@@ -89,6 +91,28 @@ class EngineConfig:
     def max_draft_rows(self) -> int:
         """Rows up to which a step is filled with drafts, once this is decided; 0 where nobody drafts."""
         return self.speculative_max_rows or 0
+
+
+# How OpenMP's threads wait for work. By default they spin for milliseconds: beside any other process that wants a core, those
+# spinning keep it from those that compute, and a step takes several times as long. With these they sleep after microseconds.
+WAITING = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "1000",  # of GNU's library, which torch brings on Linux
+    "KMP_BLOCKTIME": "0",  # of Intel's and LLVM's: milliseconds
+}
+
+
+def prepare_threads() -> None:
+    """Decide how torch's threads wait and how many there are, by the environment that OpenMP reads when torch is imported.
+
+    What the user has set stands. Of no effect once torch is there.
+    """
+    if "torch" in sys.modules:
+        return
+    if not any(name in os.environ for name in WAITING):
+        os.environ.update(WAITING)
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(usable_cores())
 
 
 def hub_offline() -> bool:

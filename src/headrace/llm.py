@@ -69,7 +69,7 @@ class LLM:
             raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
         self.engine: Engine | None = build_engine(config, progress=progress)
         self.config = self.engine.config
-        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_checkpoint(self.engine.checkpoint)
+        self.tokenizer = self.engine.tokenizer
         checkpoint = self.engine.checkpoint
         self.inputs = InputProcessor(
             self.tokenizer,

@@ -29,14 +29,12 @@ def select_attention(name: str, model: ModelConfig, device: torch.device) -> tup
 
 
 def _select_cuda(name: str, model: ModelConfig, device: torch.device) -> tuple[AttentionBackend, str]:
-    if name == "torch":
-        from headrace.attention.torch_backend import TorchAttention
-
-        return TorchAttention(), "torch, the exact reference, as asked for"
+    if name == "torch":  # its plan is made of numbers that the host must know: steps could be neither captured nor overlapped
+        raise ParameterError("attention_backend", name, "auto, triton, cudnn or fa3 on a GPU: torch runs on a CPU only")
+    if model.head_dim > 256:
+        raise ParameterError("device", device.type, f"cpu: no GPU kernel takes a head_dim of {model.head_dim}")
     from headrace.attention.triton_backend import TritonAttention
 
-    if model.head_dim > 256:
-        raise ParameterError("attention_backend", name, f"torch: no GPU kernel takes a head_dim of {model.head_dim}")
     if name == "triton":
         return TritonAttention(model, device), "Triton, as asked for"
     refusal = _refusal(model, device)

@@ -15,9 +15,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser.add_argument_group("model"))
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), help=f"auto: a GPU where there is one {_of('device')}"
-    )
+    engine.add_argument("--device", choices=("auto", "cpu", "cuda"), help=f"auto: a GPU where there is one {_of('device')}")
     engine.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"),
         help=f"numbers it computes in; auto: float32 on a CPU, the checkpoint's 16 bits on a GPU {_of('dtype')}",
@@ -30,7 +28,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         ("gpu-memory-utilization", float, "SHARE", "of the GPU's memory to use"),
         ("kv-cache-bytes", int, "BYTES", "size of the KV cache (default: by the memory plan)"),
         ("max-itl-ms", float, "MS", "prefill no more in a step than keeps running streams this smooth"),
-        ("attention-backend", text, "NAME", "auto, torch, triton, cudnn or fa3"),
+        ("attention-backend", text, "NAME", "auto; on a GPU also triton, cudnn or fa3, on a CPU torch"),
         ("tensor-parallel-size", int, "N", "GPUs of one engine; more than 1 is not there yet"),
     ):
         shown = words if "default:" in words else f"{words} {_of(name)}"

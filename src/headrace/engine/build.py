@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,14 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.model.tokenizer import Tokenizer
+from headrace.model.vocabulary import TokenlessIds
 from headrace.scheduler.config import SchedulerConfig
 from headrace.scheduler.scheduler import Scheduler
-from headrace.speculative.setup import load_draft, make_speculator
+from headrace.speculative.setup import Draft, Head, load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
-from headrace.worker.memory_plan import plan_memory
+from headrace.worker.memory_plan import MemoryPlan, plan_memory
 from headrace.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:  # these import Triton, which a CPU does not need
@@ -47,6 +50,7 @@ class Engine:
     config: EngineConfig  # every None resolved
     model: ModelConfig
     checkpoint: Checkpoint
+    tokenizer: Tokenizer | None  # None with skip_tokenizer_init
     device: torch.device
     dtype: torch.dtype
     load_seconds: float
@@ -70,28 +74,29 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     dtype = choose_dtype(config.dtype, model, device)
     asked, config = config, resolve(config, model, device)
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    weights = load_model(checkpoint, model, dtype, device, progress=progress)
+    with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
+        reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
+        weights = load_model(checkpoint, model, dtype, device, progress=progress)
+    tokenizer = None if reading is None else reading.result()
     attention, why = select_attention(config.attention_backend, model, device)
     logger.info("attention: %s", why)
     decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
     fast = fast_decode(config, model, weights, dtype, device)
+    weight_bytes = weights.num_bytes
+    del weights  # where products are packed, nobody needs them any more
     draft = load_draft(config, model, dtype, device)
-    plan = plan_memory(
-        config, model, dtype, device,
-        weight_bytes=weights.num_bytes + (draft.num_bytes if draft else 0),
-        workspace_bytes=attention.workspace_bytes(config.max_num_seqs) * (2 if draft else 1) + (fast.num_bytes if fast else 0),
-        extra_block_bytes=draft.block_bytes(config.block_size, dtype) if draft else 0,
-    )  # fmt: skip
-    plan.log()
+    plan = planned(config, decoder, fast, draft, weight_bytes, dtype, device)
     config = fit_context(config, asked, plan.num_blocks)
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
     graphs = decode_graphs(config, decoder, fast, kv, state)
-    structured = structured_output(config, model, checkpoint)
-    drafter = None if draft is None else draft.drafter(config, decoder, weights.num_bytes, plan.num_blocks, state)
+    structured = structured_output(config, model, checkpoint, tokenizer)
+    decoder.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device) if tokenizer else None
+    drafter = None if draft is None else draft.drafter(config, decoder, weight_bytes, plan.num_blocks, state)
     if fast is not None:
-        fast.tap = decoder.tap  # an EAGLE-3 head reads the model's inside, whatever runs it
+        # an EAGLE-3 head reads the model's inside, whatever runs it
+        fast.tap, fast.tokenless = decoder.tap, decoder.tokenless
     speculator = make_speculator(config, structured, drafter, device, graphs)
     core = EngineCore(
         Scheduler(scheduler_config(config, plan.num_blocks)),
@@ -105,7 +110,26 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     )
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
-    return Engine(core, config, model, checkpoint, device, dtype, seconds)
+    return Engine(core, config, model, checkpoint, tokenizer, device, dtype, seconds)
+
+
+def planned(
+    config: EngineConfig, decoder: Decoder, fast: FastDecode | None, draft: Draft | Head | None, weight_bytes: int,
+    dtype: torch.dtype, device: torch.device,
+) -> MemoryPlan:  # fmt: skip
+    """The memory plan, with what its parts say that they take."""
+    assert config.block_size
+    workspaces = decoder.attention.workspace_bytes(max_decode_rows(config)) * (2 if draft else 1) + decoder.table_bytes
+    workspaces += (fast.num_bytes if fast else 0) + (draft.table_bytes if draft else 0)
+    plan = plan_memory(
+        config, decoder.config, dtype, device,
+        weight_bytes=weight_bytes + (draft.num_bytes if draft else 0),
+        workspace_bytes=workspaces,
+        draft=draft.model if draft else None,
+        draft_block_bytes=draft.block_bytes(config.block_size, dtype) if draft else 0,
+    )  # fmt: skip
+    plan.log()
+    return plan
 
 
 def scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
@@ -128,16 +152,16 @@ def takes_grammars(config: EngineConfig) -> bool:
     return not config.skip_tokenizer_init and is_installed("llguidance")
 
 
-def structured_output(config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> StructuredOutput | None:
-    """Grammars, where there are a backend and a tokenizer; nothing of either is loaded before the first wish."""
-    if not takes_grammars(config):
+def structured_output(
+    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
+) -> StructuredOutput | None:
+    """Grammars, where there are a backend and a tokenizer; the backend is not loaded before the first wish."""
+    if tokenizer is None or not takes_grammars(config):
         return None
 
     def backend():
-        from headrace.model.tokenizer import Tokenizer
         from headrace.structured_output.llguidance_backend import LLGuidance
 
-        tokenizer = Tokenizer.from_checkpoint(checkpoint)
         return LLGuidance(tokenizer.backend.to_str(), model.vocab_size, end_token_ids(checkpoint, tokenizer))
 
     return StructuredOutput(backend, model.vocab_size)
@@ -156,7 +180,7 @@ def fast_decode(
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
         return None
     tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
-    rows = min(config.max_num_seqs, MAX_ROWS if tiles is None else max(tiles))
+    rows = min(max_decode_rows(config), MAX_ROWS if tiles is None else max(tiles))
     return FastDecode(model, weights, rows, device, tiles, max_model_len=config.max_model_len, logits_dtype=dtype)
 
 
@@ -179,12 +203,10 @@ def decode_graphs(
 
 def choose_device(wanted: str) -> torch.device:
     """The named device, or the best one there is. Raises ParameterError if it is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        return torch.device(next(name for name, ok in there.items() if ok))
-    if not there[wanted]:
-        raise ParameterError("device", wanted, "one of " + ", ".join(n for n, ok in there.items() if ok) + " here")
-    return torch.device(wanted)
+    has_card = torch.cuda.is_available()
+    if wanted == "cuda" and not has_card:
+        raise ParameterError("device", wanted, "auto or cpu: torch finds no CUDA device here")
+    return torch.device("cuda" if has_card and wanted != "cpu" else "cpu")
 
 
 def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -235,6 +257,9 @@ def draft_rows(config: EngineConfig, device: torch.device) -> int | None:
     if config.speculative_method is None and not takes_grammars(config):
         return None
     rows = config.speculative_max_rows or (64 if device.type == "cuda" else 16)
-    if config.speculative_method is None and device.type == "cuda" and not config.enforce_eager:
-        rows = min(rows, config.max_num_seqs)  # the largest captured step: what a grammar forces is not worth another
     return rows if rows > 1 else None
+
+
+def max_decode_rows(config: EngineConfig) -> int:
+    """Rows of the largest step in which all are sampled: one for each sequence, or those of drafts."""
+    return max(config.max_num_seqs, config.max_draft_rows)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, prepare_threads
 from headrace.engine.messages import (
     Abort,
     Add,
@@ -188,6 +188,7 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
     # the terminal's Ctrl-C and a group's SIGTERM are for the parent: it drains first and then says Shutdown
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    prepare_threads()
     context = zmq.Context()
     inbox, outbox = connect(context, inbox_address, outbox_address, parent)
     if sys.platform == "linux":

@@ -16,7 +16,7 @@ from headrace.errors import ParameterError
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.speculative.draft_model import DraftModel
@@ -26,13 +26,13 @@ from headrace.speculative.proposer import Drafter
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
+from headrace.worker.memory_plan import DRAFT_GRAPH_ROWS, MAX_GRAPHS
 
 if TYPE_CHECKING:
     from headrace.worker.cuda_graphs import DecodeGraphs
 
 # of one more row in a step of few rows, relative to the step: a GPU waits for the weights, a CPU computes as well (measured)
 VERIFY_COST = {"cuda": 0.03, "cpu": 0.15}
-GRAPH_ROWS = 64  # requests that a captured draft step serves at most
 PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: models pad them to round numbers
 
 
@@ -41,13 +41,13 @@ class Draft:
     """A draft model that has been loaded; its cache comes when the memory plan is made."""
 
     model: ModelConfig
-    weights: DecoderWeights
     decoder: Decoder
+    num_bytes: int  # of the weights
     vocab_size: int  # ids that both models have
 
     @property
-    def num_bytes(self) -> int:
-        return self.weights.num_bytes
+    def table_bytes(self) -> int:
+        return self.decoder.table_bytes
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         return KVCache.bytes_per_block(self.model, block_size, dtype)
@@ -57,14 +57,17 @@ class Draft:
     ) -> DraftModel:
         """`config` is resolved."""
         assert config.block_size and config.max_num_batched_tokens and config.max_model_len
-        weight = self.weights.embedding
+        weight = self.decoder.embedding
         kv = KVCache(self.model, num_blocks, config.block_size, weight.dtype, weight.device)
         cost = self.num_bytes / target_bytes  # what decoding costs is reading the weights
+        if target.tokenless is not None:
+            self.decoder.tokenless = target.tokenless.cut(self.model.vocab_size)
         graphs = None
         if state.device.type == "cuda" and not config.enforce_eager:
             from headrace.worker.cuda_graphs import DecodeGraphs
 
-            graphs = DecodeGraphs(self._forward, kv, state, min(config.max_num_seqs, GRAPH_ROWS), config.max_model_len)
+            rows = min(config.max_num_seqs, DRAFT_GRAPH_ROWS)
+            graphs = DecodeGraphs(self._forward, kv, state, rows, config.max_model_len, max_graphs=MAX_GRAPHS // 2)
         return DraftModel(self.decoder, kv, state, cost, self.vocab_size, config.max_num_batched_tokens, graphs)
 
     def _forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
@@ -80,6 +83,7 @@ class Head:
     weights: EagleWeights
     attention: AttentionBackend
     taps: tuple[int, ...]
+    table_bytes: int  # of its rope tables, which are made later
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +116,9 @@ def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, de
         model = model_config_from_hf(checkpoint.config | like_llama)
         attention, _ = select_attention(config.attention_backend, model, device)
         taps = tapped_layers(checkpoint.config, target.num_layers)
-        return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps)
+        assert config.max_model_len
+        tables = 4 * config.max_model_len * model.head_dim  # a cosine and a sine for each pair, float32
+        return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps, tables)
     model = model_config_from_hf(checkpoint.config)
     if abs(model.vocab_size - target.vocab_size) > PADDING:
         allowed = f"a model with the vocabulary of the target ({target.vocab_size} tokens, not {model.vocab_size})"
@@ -120,7 +126,7 @@ def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, de
     weights = load_model(checkpoint, model, dtype, device, progress=False)
     attention, _ = select_attention(config.attention_backend, model, device)
     decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
-    return Draft(model, weights, decoder, min(model.vocab_size, target.vocab_size))
+    return Draft(model, decoder, weights.num_bytes, min(model.vocab_size, target.vocab_size))
 
 
 def make_speculator(

@@ -6,7 +6,9 @@ it reads from pinned memory itself, as it writes the ids for the host (worker/ma
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
 Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other
-sizes of a kind that is in use, and few rows' other contexts, are captured while the engine has nothing to do.
+sizes of a kind that is in use, and few rows' other contexts, are captured while the engine has nothing to do. There are at
+most `max_graphs`, which is what the memory plan counts with: after that the one that was not used for longest makes room, and
+nothing more is captured ahead.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.worker.batch_state import BatchState
 from headrace.worker.mailbox import Mailbox
+from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
 
 logger = logging.getLogger(__name__)
+MIB = 1 << 20
 FEW_ROWS = 16  # up to here how far attention is split decides about a step's time, and short contexts have graphs of their own
 # tokens of the first context buckets for so few rows, and for more; 256 is what the tile tables' short attention holds
 FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)
@@ -60,10 +64,10 @@ class Replayed:
     sent: Tensor  # [3, R] int32 on the host, there when the step is done: ids, failures, which rows count (with drafts)
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, then every 8 up to 128, every 16 up to 512, every 64 above; max_num_seqs itself is the last."""
-    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), *range(512, max_num_seqs, 64)]
-    return [s for s in sizes if s < max_num_seqs] + [max_num_seqs]
+def graph_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, then every 8 up to 128, every 16 up to 512, every 64 above; `most` itself is the last."""
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 512, 16), *range(512, most, 64)]
+    return [s for s in sizes if s < most] + [most]
 
 
 def context_buckets(first: tuple[int, ...], max_model_len: int) -> list[int]:
@@ -79,11 +83,12 @@ class DecodeGraphs:
 
     def __init__(
         self, forward: DecodeForward, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int,
-        max_draft_rows: int = 0,
+        max_draft_rows: int = 0, max_graphs: int = MAX_GRAPHS,
     ):  # fmt: skip
-        self.max_draft_rows = max_draft_rows  # of steps with drafts
+        self.max_num_seqs, self.max_draft_rows, self.max_graphs = max_num_seqs, max_draft_rows, max_graphs
         self.forward, self.kv, self.state = forward, kv, state
-        self.sizes = graph_sizes(max_num_seqs)
+        # of one request's drafts there may be more rows than requests
+        self.sizes = graph_sizes(max(max_num_seqs, max_draft_rows))
         self.few_buckets, self.buckets = (context_buckets(first, max_model_len) for first in (FEW_CONTEXTS, CONTEXTS))
         device = state.device
         self._mailbox = Mailbox(self.sizes[-1], device)
@@ -91,7 +96,7 @@ class DecodeGraphs:
         self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._graphs: dict[Key, Captured] = {}
+        self._graphs: dict[Key, Captured] = {}  # the last used one comes last
         self._todo: list[Key] = []
         self._wanted: set[tuple[int, Tail, bool]] = set()  # a context bucket for many rows, and the rest of a Key
         self._logits: Tensor | None = None
@@ -111,7 +116,8 @@ class DecodeGraphs:
         count = numbers.shape[1]
         size = self.size_for(count)
         key = Key(size, self.bucket_for(context, size), tail, related)
-        captured = self._graphs.get(key) or self.capture(key)
+        captured = self._graphs.pop(key, None) or self.capture(key)
+        self._graphs[key] = captured
         try:
             sent = self._mailbox.post(numbers, size, self.state.dummy_slot)
             captured.graph.replay()
@@ -122,15 +128,16 @@ class DecodeGraphs:
         if wanted not in self._wanted:
             self._wanted.add(wanted)
             below = [s for s in reversed(self.sizes) if s < size]
-            others = below + [s for s in self.sizes if s > size and (not related or s <= self.max_draft_rows)]
+            most = self.max_draft_rows if related else self.size_for(self.max_num_seqs)
+            others = below + [s for s in self.sizes if size < s <= most]
             likely = [(s, self.bucket_for(context, s)) for s in others]
             likely += [(s, bucket) for bucket in self.few_buckets for s in (size, *others) if s <= FEW_ROWS]
             self._todo += [Key(s, bucket, tail, related) for s, bucket in likely]
         return Replayed(captured.logits, sent)
 
     def capture_next(self) -> bool:
-        """Capture one of the graphs that are likely to be needed; False if there is none left."""
-        while self._todo:
+        """Capture one of the graphs that are likely to be needed; False if there is none left, or no room."""
+        while self._todo and len(self._graphs) < self.max_graphs:
             key = self._todo.pop(0)
             if key not in self._graphs:
                 self.capture(key)
@@ -142,7 +149,12 @@ class DecodeGraphs:
         self._todo.clear()
 
     def capture(self, key: Key) -> Captured:
-        began = time.perf_counter()
+        while len(self._graphs) >= self.max_graphs:
+            del self._graphs[next(iter(self._graphs))]  # one that still runs is freed when it is done
+        return self._capture(key)
+
+    def _capture(self, key: Key) -> Captured:
+        began, before = time.perf_counter(), self._driver_bytes()
         current = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.inference_mode():
@@ -160,8 +172,14 @@ class DecodeGraphs:
                 graph.capture_end()
         current.wait_stream(self._stream)
         captured = self._graphs[key] = Captured(graph, logits)
-        logger.debug("captured %s in %.1f ms", key, 1e3 * (time.perf_counter() - began))
+        took, grown = 1e3 * (time.perf_counter() - began), (self._driver_bytes() - before) / MIB
+        logger.debug("captured %s in %.1f ms: %.2f MiB of the driver's, %d graphs", key, took, grown, len(self._graphs))
         return captured
+
+    def _driver_bytes(self) -> int:
+        """Memory of the device that is taken, by whomever, but for that of torch's allocator."""
+        free, total = torch.cuda.mem_get_info(self.state.device)
+        return total - free - torch.cuda.memory_reserved(self.state.device)
 
     def _step(self, key: Key) -> Tensor | None:
         size, bucket, tail, related = key

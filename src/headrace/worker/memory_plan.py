@@ -1,14 +1,13 @@
 """Where the device's memory goes, in bytes, term by term, decided before the KV cache is allocated.
 
 The KV cache gets what is left of the budget (on a GPU less what other processes hold) after weights, workspaces, activations,
-logits, state and reserve. The plan is arithmetic over the largest legal step, so that no legal request can run the device out
-of memory later.
+logits, state, graphs and reserve. The plan is arithmetic over the largest legal step, so that no legal request can run the
+device out of memory later. A draft model computes before the target does, so of what both need for a moment the larger counts.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +15,17 @@ import torch
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError
+from headrace.machine import available_memory
 from headrace.model.config import ModelConfig
 from headrace.worker.batch_state import BatchState
 
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
+MAX_GRAPHS = 256  # captured decode steps that are kept; a draft model has half as many of its own
+# of the driver, for a kernel in a graph: a guess on the safe side (`--log-level debug` shows what each capture took)
+KERNEL_BYTES = 8192
+LAYER_KERNELS = 12  # of one layer of a captured step, at most
+DRAFT_GRAPH_ROWS = 64  # requests that a captured step of a draft model serves at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +33,33 @@ class MemoryPlan:
     """Bytes of each term; `num_blocks` is what the KV term buys."""
 
     budget: int
-    weights: int
-    workspaces: int  # of attention and of the small-batch path
+    weights: int  # of the model and of a draft model
+    workspaces: int  # of attention and of the small-batch path, and tables of positions
     activations: int  # of the largest step: max_num_batched_tokens rows
     logits: int  # of max_num_seqs rows and the drafts, with the float32 copies that processing makes
     state: int  # slot tables and penalty counts
-    reserve: int  # CUDA context, graphs, fragmentation
+    graphs: int  # captured steps: what they compute stays allocated, and the driver holds their kernels
+    reserve: int  # CUDA context, fragmentation
     kv: int
     num_blocks: int
 
     def log(self) -> None:
-        terms = ("weights", "workspaces", "activations", "logits", "state", "reserve", "kv")
-        parts = ", ".join(f"{t} {getattr(self, t) / GIB:.2f}" for t in terms)
+        parts = ", ".join(f"{t} {getattr(self, t) / GIB:.2f}" for t in (*TERMS, "kv"))
         logger.info("memory plan (GiB): budget %.2f = %s; %d KV blocks", self.budget / GIB, parts, self.num_blocks)
+
+
+TERMS = ("weights", "workspaces", "activations", "logits", "state", "graphs", "reserve")
+
+
+def row_elements(model: ModelConfig) -> int:
+    """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
+    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
+
+
+def graph_bytes(model: ModelConfig, rows: int, item: int, count: int) -> int:
+    """Of `count` captured steps of up to `rows` rows: they share what they compute, with the logits and a copy of those."""
+    kernels = LAYER_KERNELS * (model.num_layers + 1)
+    return count * kernels * KERNEL_BYTES + rows * (row_elements(model) + 2 * model.vocab_size) * item
 
 
 def plan_memory(
@@ -51,66 +70,53 @@ def plan_memory(
     *,
     weight_bytes: int,
     workspace_bytes: int,
-    extra_block_bytes: int,
+    draft: ModelConfig | None = None,
+    draft_block_bytes: int = 0,
 ) -> MemoryPlan:
-    """Divide the device's memory; `config` is resolved. Raises CapacityError with the numbers and the options to change."""
+    """Divide the device's memory, where the weights are already; `config` is resolved.
+
+    `draft`: a draft model or head, whose weights and workspaces are in those terms. Raises CapacityError with the numbers and
+    the options to change.
+    """
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
     max_num_seqs, block_size, item = config.max_num_seqs, config.block_size, dtype.itemsize
-    # the widest moment of a layer: residual, normed input, qkv, attention output, gate_up and its product
-    row = 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
-    activations = config.max_num_batched_tokens * row * item
-    # penalties hold six float32 copies of them at their widest, the logprobs of all ids fewer
-    logits = (max_num_seqs + config.max_draft_rows) * model.vocab_size * (item + 6 * 4)
-    if device.type == "cuda" and not config.enforce_eager:  # captured steps keep what they compute, and a copy for the sampler
-        logits += 2 * max_num_seqs * model.vocab_size * item
-    state = BatchState.bytes(max_num_seqs, config.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size
-    block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + extra_block_bytes  # of a draft model's cache
+    vocab = max(model.vocab_size, draft.vocab_size if draft else 0)
+    terms = {
+        "weights": weight_bytes,
+        "workspaces": workspace_bytes,
+        "activations": config.max_num_batched_tokens * max(row_elements(m) for m in (model, draft or model)) * item,
+        # penalties hold six float32 copies of them at their widest, the logprobs of all ids fewer
+        "logits": (max_num_seqs + config.max_draft_rows) * vocab * (item + 6 * 4),
+        "state": BatchState.bytes(max_num_seqs, config.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
+        "graphs": 0,
+        "reserve": 0,
+    }
+    used_by_others = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget, reserve = int(total * config.gpu_memory_utilization), GIB
+        budget, terms["reserve"] = int(total * config.gpu_memory_utilization), GIB // 2
         used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
+        if not config.enforce_eager:
+            terms["graphs"] = graph_bytes(model, max(max_num_seqs, config.max_draft_rows), item, MAX_GRAPHS)
+            if draft is not None:
+                terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
-        total = available_memory()
-        # a laptop also runs other things: the cache takes a quarter of what is free, and its pages only when they are used
-        budget, reserve, used_by_others = total, 0, 0
-    rest = budget - used_by_others - weight_bytes - workspace_bytes - activations - logits - state - reserve
-    kv = rest if device.type == "cuda" else min(rest, total // 4, 16 * GIB)
+        free = available_memory()
+        budget = free + weight_bytes  # they are no longer in what is free
+    kv = budget - used_by_others - sum(terms.values())
+    if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used
+        kv = min(kv, free // 4, 16 * GIB)
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
+    block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + draft_block_bytes
     # more than every slot at full length can hold would never be used
     most = max_num_seqs * -(-config.max_model_len // block_size)
     num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, most)
     if num_blocks < 1:
-        terms = {"weights": weight_bytes, "workspaces": workspace_bytes, "activations": activations, "logits": logits}
-        taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in (terms | {"state": state, "reserve": reserve}).items())
+        taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms.items())
+        share = "raise gpu_memory_utilization or lower" if device.type == "cuda" else "free some memory, or lower"
         raise CapacityError(
             f"no memory is left for the KV cache: {budget / GIB:.2f} GiB may be used, of which {used_by_others / GIB:.2f} are "
-            f"taken by others, {taken}; raise gpu_memory_utilization or lower max_num_batched_tokens or max_num_seqs"
+            f"taken by others, {taken}; {share} max_num_batched_tokens or max_num_seqs"
         )
-    return MemoryPlan(
-        budget=budget,
-        weights=weight_bytes,
-        workspaces=workspace_bytes,
-        activations=activations,
-        logits=logits,
-        state=state,
-        reserve=reserve,
-        kv=num_blocks * block_bytes,
-        num_blocks=num_blocks,
-    )
-
-
-def available_memory() -> int:
-    """Bytes of host memory that can be taken without swapping, by the cgroup's limit too where there is one."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/proc/meminfo") as f:
-            available = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-        with open("/sys/fs/cgroup/memory.max") as f:
-            limit = f.read().strip()
-        if limit != "max":
-            with open("/sys/fs/cgroup/memory.current") as f:
-                available = min(available, max(0, int(limit) - int(f.read())))
-    except (OSError, StopIteration, ValueError):
-        pass  # not Linux, or no such file: the physical size stands
-    return available
+    return MemoryPlan(budget, **terms, kv=num_blocks * block_bytes, num_blocks=num_blocks)

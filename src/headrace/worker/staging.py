@@ -50,6 +50,4 @@ class Staging:
         """`array` as a tensor on the device, same shape and dtype."""
         if self.device.type == "cpu":
             return torch.from_numpy(array)
-        if self.device.type != "cuda":
-            return torch.from_numpy(array).to(self.device)
         return self.pin(array).to(self.device, non_blocking=True)

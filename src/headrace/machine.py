@@ -1,0 +1,90 @@
+"""What of the machine is this process's own: memory and cores as the kernel and the control groups (v1 and v2) grant them.
+
+A container sees the whole host in /proc; what it may use stands in its control group and in those above it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def available_memory(root: Path = ROOT) -> int:
+    """Bytes of host memory that can still be taken: of the host without swapping, and of every control group around us."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):  # not Linux
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group, is_v2 in _groups("memory", root):
+        limit = _number(group / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
+        used = _number(group / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used + _file_pages(group)))
+    return available
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores that this process may keep busy, at least one: those of its affinity, or a control group's quota if that is less.
+
+    Two threads of a core count once: they wait for the same memory and the same arithmetic.
+    """
+    try:
+        mine = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        mine = set(range(os.cpu_count() or 1))
+    topology = (root / f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list" for i in mine)
+    cores = len({" ".join(_words(path)) or path for path in topology})
+    for group, is_v2 in _groups("cpu", root):
+        if is_v2:
+            quota, period = (*_words(group / "cpu.max"), "", "")[:2]
+        else:
+            quota, period = ("".join(_words(group / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 are no limit
+            cores = min(cores, -(-int(quota) // int(period)))
+    return max(1, cores)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """The directories of our control group and of those around it that have this controller, and whether they are of v2."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if names and controller not in names.split(","):
+            continue
+        # a hybrid keeps v2 apart; v1 may join controllers in one directory
+        mounts = [names, controller] if names else [".", "unified"]
+        for mount in dict.fromkeys(root / "sys/fs/cgroup" / name for name in mounts):
+            group = mount / path.lstrip("/")
+            # a container often sees its group as the mount itself, under a path of the host that is not there
+            yield mount, not names
+            while group != mount and mount in group.parents:
+                yield group, not names
+                group = group.parent
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    words = _words(path)
+    return int(words[0]) if len(words) == 1 and words[0].isdecimal() else None
+
+
+def _file_pages(group: Path) -> int:
+    """Bytes that count as used but are only copies of files, such as of a checkpoint that was read: given back when needed."""
+    words = _words(group / "memory.stat")
+    stat = {name: int(value) for name, value in zip(words[::2], words[1::2], strict=False) if value.isdecimal()}
+    prefix = "total_" if "total_inactive_file" in stat else ""  # v1 counts the groups below only there
+    return stat.get(prefix + "inactive_file", 0) + stat.get(prefix + "active_file", 0)

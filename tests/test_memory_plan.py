@@ -1,0 +1,195 @@
+"""Where memory goes: the plan's arithmetic with numbers, and what the kernel and its control groups say is ours."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_driver import make_core
+from headrace.config import EngineConfig
+from headrace.engine.build import choose_device, draft_rows, max_decode_rows
+from headrace.errors import CapacityError, ParameterError
+from headrace.machine import available_memory, usable_cores
+from headrace.model.config import ModelConfig
+from headrace.worker import memory_plan
+from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, plan_memory, row_elements
+from model_harness import load_tiny
+from tiny_models import write_tiny
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> ModelConfig:
+    return load_tiny(write_tiny("llama", tmp_path_factory.mktemp("tiny")))[0]
+
+
+def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, **options):
+    resolved = {"max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 256, **options}
+    return plan_memory(
+        EngineConfig(**resolved), model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft,
+        draft_block_bytes=0 if draft is None else 1000,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Says what is free where the weights are already."""
+    return lambda count: monkeypatch.setattr(memory_plan, "available_memory", lambda: count)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card of 80 GiB: (bytes that are free, bytes that torch's allocator holds)."""
+
+    def is_there(free: int, reserved: int) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: reserved)
+
+    return is_there
+
+
+def test_loaded_weights_are_no_longer_in_what_is_free(model, free):
+    """A 3B in float32 on a laptop: 12 GiB are loaded and 2 GiB are left, of which the cache gets its quarter."""
+    free(2 * GIB)
+    loaded = plan(model, weights=12 * GIB)
+    assert loaded.budget == 14 * GIB and loaded.weights == 12 * GIB
+    assert loaded.kv == plan(model, weights=0).kv
+    assert GIB // 2 - 16 * 3 * 2 * 32 * 4 < loaded.kv <= GIB // 2
+    free(MIB)
+    with pytest.raises(CapacityError, match=r"weights 12.00.*lower max_num_batched_tokens"):
+        plan(model, weights=12 * GIB)
+
+
+def test_a_process_that_has_loaded_more_gets_no_less_cache(tmp_path, monkeypatch):
+    """The same memory left, with and without a draft model's weights in it: an engine's own cache is planned from that."""
+    monkeypatch.setattr(memory_plan, "available_memory", lambda: 64 * MIB)
+    path = str(write_tiny("llama", tmp_path))
+    options = {"num_kv_blocks": None, "max_model_len": 256, "max_num_seqs": 128, "max_num_batched_tokens": 64}
+    cores = [make_core(path, **options), make_core(path, speculative_method="draft_model", speculative_model=path, **options)]
+    blocks, with_draft = (core.scheduler.pool.num_blocks for core in cores)
+    assert with_draft == blocks // 2 > 0, "a block of both caches costs twice as much, and nothing else does"
+
+
+def test_terms_add_up_and_each_grows_with_what_it_is_of(model, free):
+    free(8 * GIB)
+    base = plan(model, max_num_seqs=16)
+    assert base.activations == 2048 * row_elements(model) * 4
+    assert plan(model, max_num_seqs=16, max_num_batched_tokens=4096).activations == 2 * base.activations
+    assert plan(model, max_num_seqs=32).logits == 2 * base.logits
+    assert plan(model, max_num_seqs=16, speculative_max_rows=16).logits == 2 * base.logits
+    assert base.graphs == base.reserve == 0, "a CPU captures nothing"
+    assert plan(model, kv_cache_bytes=100_000_000).kv <= 100_000_000
+    assert plan(model, num_kv_blocks=7).num_blocks == 7
+
+
+def test_a_card_keeps_room_for_graphs_and_a_draft_model(model, card):
+    card(free=70 * GIB, reserved=6 * GIB)
+    eager = plan(model, CARD, torch.bfloat16, weights=5 * GIB, enforce_eager=True)
+    captured = plan(model, CARD, torch.bfloat16, weights=5 * GIB)
+    assert eager.graphs == 0 and captured.graphs == graph_bytes(model, 256, 2, MAX_GRAPHS)
+    drafting = plan(model, CARD, torch.bfloat16, weights=5 * GIB, draft=model, speculative_max_rows=64)
+    assert drafting.graphs == captured.graphs + graph_bytes(model, 64, 2, MAX_GRAPHS // 2)
+    assert plan(model, CARD, torch.bfloat16, speculative_max_rows=1024).graphs == graph_bytes(model, 1024, 2, MAX_GRAPHS)
+    for p in (eager, captured, drafting):
+        others = (80 - 70 - 6) * GIB
+        taken = p.weights + p.workspaces + p.activations + p.logits + p.state + p.graphs + p.reserve + p.kv
+        assert taken + others <= p.budget == int(80 * GIB * 0.9)
+    card(free=GIB, reserved=6 * GIB)
+    with pytest.raises(CapacityError, match=r"73.00 are taken by others.*graphs.*gpu_memory_utilization"):
+        plan(model, CARD, torch.bfloat16)
+
+
+def test_a_wider_draft_model_is_what_the_largest_step_is_of(model, free, tmp_path):
+    free(8 * GIB)
+    wide = load_tiny(write_tiny("llama", tmp_path, intermediate_size=4096, vocab_size=1024))[0]
+    both = plan(model, draft=wide)
+    assert both.activations == plan(wide).activations > plan(model).activations
+    assert both.logits == plan(wide).logits
+
+
+@pytest.mark.parametrize(("max_num_seqs", "options", "rows"), [
+    (1, {"speculative_method": "ngram"}, 64), (1, {"skip_tokenizer_init": True}, 1), (256, {"speculative_method": "ngram"}, 256),
+    (2, {"speculative_method": "ngram", "speculative_max_rows": 16}, 16), (1, {"speculative_method": None}, 64),
+])  # fmt: skip
+def test_the_largest_decode_step_has_the_drafts_of_few_requests(max_num_seqs, options, rows):
+    """On a card graphs, workspaces and the fast path are made for so many rows, also where only grammars draft."""
+    config = EngineConfig(max_num_seqs=max_num_seqs, **options)
+    resolved = {"speculative_max_rows": draft_rows(config, CARD), "max_num_seqs": max_num_seqs, **{
+        k: v for k, v in options.items() if k != "speculative_max_rows"}}  # fmt: skip
+    assert max_decode_rows(EngineConfig(**resolved)) == rows
+
+
+def test_devices():
+    assert choose_device("cpu") == CPU
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ParameterError, match="device: got 'mps', allowed: one of auto, cpu, cuda"):
+        EngineConfig(device="mps")
+    if not torch.cuda.is_available():
+        with pytest.raises(ParameterError, match=r"device.*cpu"):
+            choose_device("cuda")
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:       67108864 kB\nMemFree:        1024 kB\nMemAvailable:   33554432 kB\n"}
+V2 = {"proc/self/cgroup": "0::/\n"}
+V1 = {"proc/self/cgroup": "9:name=systemd:/docker/abc\n4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/docker/abc\n"}
+GROUP = "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(("files", "gib"), [
+    ({}, 32), (V2, 32), ({**V2, f"{GROUP}/memory.max": "max\n", f"{GROUP}/memory.current": f"{GIB}\n"}, 32),
+    ({**V2, f"{GROUP}/memory.max": f"{4 * GIB}\n", f"{GROUP}/memory.current": f"{GIB}\n"}, 3),
+    # a checkpoint that was read is in the page cache, and that is given back
+    ({**V2, f"{GROUP}/memory.max": f"{4 * GIB}\n", f"{GROUP}/memory.current": f"{3 * GIB}\n",
+      f"{GROUP}/memory.stat": f"anon {GIB}\nfile {2 * GIB}\ninactive_file {GIB}\nactive_file {GIB}\n"}, 3),
+    ({**V2, f"{GROUP}/memory.max": f"{GIB}\n", f"{GROUP}/memory.current": f"{2 * GIB}\n"}, 0),
+    # not a container, a unit with a limit, in a slice with a smaller one
+    ({"proc/self/cgroup": "0::/user.slice/unit.service\n",
+      f"{GROUP}/user.slice/unit.service/memory.max": f"{9 * GIB}\n",
+      f"{GROUP}/user.slice/unit.service/memory.current": "0\n",
+      f"{GROUP}/user.slice/memory.max": f"{7 * GIB}\n", f"{GROUP}/user.slice/memory.current": f"{GIB}\n"}, 6),
+    # v1: no limit is a number past any memory; a container sees its own group as the root
+    ({**V1, f"{GROUP}/memory/memory.limit_in_bytes": "9223372036854771712\n", f"{GROUP}/memory/memory.usage_in_bytes": "5\n"}, 32),
+    ({**V1, f"{GROUP}/memory/memory.limit_in_bytes": f"{8 * GIB}\n", f"{GROUP}/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+      f"{GROUP}/memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\ntotal_active_file 0\n"}, 6),
+    ({**V1, f"{GROUP}/memory/docker/abc/memory.limit_in_bytes": f"{2 * GIB}\n",
+      f"{GROUP}/memory/docker/abc/memory.usage_in_bytes": f"{GIB}\n"}, 1),
+    ({**V2, f"{GROUP}/memory.max": "nonsense\n", f"{GROUP}/memory.current": ""}, 32),
+])  # fmt: skip
+def test_memory_is_what_the_host_and_every_group_leave(tmp_path, files, gib):
+    assert available_memory(tree(tmp_path, MEMINFO | files)) == gib * GIB
+
+
+def test_memory_without_proc_is_that_of_the_machine(tmp_path):
+    assert available_memory(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory() <= available_memory(tmp_path)
+
+
+@pytest.mark.parametrize(("files", "cores"), [
+    ({}, 8), (V2, 8), ({**V2, f"{GROUP}/cpu.max": "max 100000\n"}, 8), ({**V2, f"{GROUP}/cpu.max": "200000 100000\n"}, 2),
+    ({**V2, f"{GROUP}/cpu.max": "150000 100000\n"}, 2), ({**V2, f"{GROUP}/cpu.max": "10000 100000\n"}, 1),
+    ({**V2, f"{GROUP}/cpu.max": "9900000 100000\n"}, 8), ({**V2, f"{GROUP}/cpu.max": "\n"}, 8),
+    ({**V1, f"{GROUP}/cpu,cpuacct/cpu.cfs_quota_us": "-1\n", f"{GROUP}/cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 8),
+    ({**V1, f"{GROUP}/cpu,cpuacct/cpu.cfs_quota_us": "300000\n", f"{GROUP}/cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 3),
+    ({**V1, f"{GROUP}/cpu/docker/abc/cpu.cfs_quota_us": "400000\n", f"{GROUP}/cpu/docker/abc/cpu.cfs_period_us": "100000\n"}, 4),
+    # hyperthreads: two of each core
+    ({f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}\n" for i in range(8)}, 4),
+])  # fmt: skip
+def test_cores_are_those_of_the_affinity_and_the_quota(tmp_path, monkeypatch, files, cores):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert usable_cores(tree(tmp_path, files)) == cores
