@@ -9,6 +9,7 @@ import random
 import time
 
 import pytest
+import torch
 
 from drafting import Guesser, count_overlaps, drafting_core, write_eagle
 from engine_driver import Result as EngineResult
@@ -137,6 +138,53 @@ def test_grammars_give_the_same_tokens(model):
         got = run(make_core(model, device="cuda", **options), requests)
         for request in requests:
             assert_same(got[request.id], want[request.id], f"{options}, {request.id}")
+
+
+KINDS: dict[str, dict] = {
+    "plain": {}, "filtered": {"top_k": 20, "top_p": 0.9, "min_p": 0.01}, "penalties": {"repetition_penalty": 1.2},
+    "counts": {"presence_penalty": 0.5, "frequency_penalty": 0.5}, "bans": {"bad_word_ids": [[4], [5, 6]]},
+    "bias": {"logit_bias": {3: 2.0, 9: -2.0}}, "allowed ids": {"allowed_token_ids": list(range(0, 512, 3))},
+    "min tokens": {"min_tokens": 5, "stop_token_ids": [7, 8]}, "logprobs": {"logprobs": 5}, "all logprobs": {"logprobs": -1},
+    "prompt logprobs": {"prompt_logprobs": 3}, "grammar": {"structured_outputs": StructuredOutputsParams(regex="[a-f]{40}")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model"])
+def test_no_step_waits_for_the_device(model, method):
+    """Law 4, watched by torch: while others decode, a request of each kind is admitted and runs to its end, in captured
+    steps and in others; the only wait is that for a step's results, which is for an event."""
+    pytest.importorskip("llguidance")
+    options = {} if method is None else {"speculative_method": method}
+    if method == "draft_model":
+        options["speculative_model"] = model
+    core = make_core(model, device="cuda", dtype="bfloat16", debug_checks=False, max_model_len=256, **options)
+
+    def serve(name: str) -> dict[str, str | None]:
+        ended: dict[str, str | None] = {}
+        others = complete(SamplingParams(temperature=0.7, max_tokens=40, ignore_eos=True))
+        core.add(EngineRequest("other", [3, 4, 5, 3, 4, 5, 3, 4], others, 1))
+        for _ in range(4):
+            core.step()
+        ends = {"eos_token_ids": [2]}
+        params = complete(SamplingParams(temperature=0.8, max_tokens=12, **KINDS[name] | ends))
+        core.add(EngineRequest("one", [5, 6, 7, 8, 5, 6, 7, 8, 5, 6], params, 2))
+        while core.has_work:
+            ended |= {news.id: news.finish_reason for news in core.step() if news.finish_reason}
+        return ended
+
+    for name in KINDS:  # compiles and captures what is needed
+        serve(name)
+        core.scheduler.reset_prefix_cache()
+    while core.idle():
+        pass
+    for name in KINDS:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ended = serve(name)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        core.scheduler.reset_prefix_cache()
+        assert set(ended.values()) <= {"length", "stop"} and "one" in ended, f"{name}: {ended}"
 
 
 @pytest.fixture(scope="module")
