@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.api.events import Event, Text
 from headrace.api.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning_format
 from headrace.api.tools import TOOL_PARSERS, ToolParser, detect_tool_parser
 from headrace.errors import ParameterError
+
+
+def special_id(tokenizer: Any, marker: str) -> int | None:
+    """The id of the special token that a marker is; None where the tokenizer has it as text, in one token or several."""
+    ids = tokenizer.encode(marker, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +37,16 @@ class AnswerFormat:
             raise ParameterError("tool_parser", tools, "auto, " + ", ".join(TOOL_PARSERS))
         return cls(reasoning, tools)
 
-    def needs_special_tokens(self, reasoning: bool = True, tools: bool = True) -> bool:
+    def needs_special_tokens(self, tokenizer: Any, reasoning: bool = True, tools: bool = True) -> bool:
         """Whether the text must be decoded with its special tokens for the markers to be seen."""
-        return bool(
-            (reasoning and self.reasoning and REASONING_FORMATS[self.reasoning].special)
-            or (tools and self.tools and TOOL_PARSERS[self.tools].special)
-        )
+        markers = self.reasoning_markers if reasoning else ()
+        markers += TOOL_PARSERS[self.tools].markers if tools and self.tools else ()
+        return any(special_id(tokenizer, marker) is not None for marker in markers)
+
+    @property
+    def reasoning_markers(self) -> tuple[str, ...]:
+        form = REASONING_FORMATS[self.reasoning] if self.reasoning else None
+        return (form.opening, form.closing) if form is not None else ()
 
     def parser(
         self, prompt: str = "", *, reasoning: bool = True, tools: bool = True, constrained: bool = False

@@ -18,7 +18,6 @@ class ReasoningFormat:
     opening: str
     closing: str
     implied: bool = False  # the output begins inside the block even if neither prompt nor output open it
-    special: bool = False  # the markers are special tokens: the text must be decoded with them
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the output begins inside the block, from the end of the prompt."""
@@ -30,7 +29,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
         "qwen3": ReasoningFormat("<think>", "</think>"),
         "deepseek_r1": ReasoningFormat("<think>", "</think>", implied=True),
-        "mistral": ReasoningFormat("[THINK]", "[/THINK]", special=True),
+        "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     }
 )
 

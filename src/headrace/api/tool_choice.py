@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from headrace.api.answer import AnswerParser
+from headrace.api.answer import AnswerParser, special_id
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.events import CallArguments, CallBegin, Event, Text
@@ -46,7 +46,9 @@ class ToolPolicy:
         if form not in JSON_FORMATS:
             raise unsupported("tools", f"strict tools are not supported in the format of this model's calls ({form})")
         tools = [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
-        return Structure("grammar", free_calls(str(form), tools, many, self._special, args_tags=args_tags), "tools")
+        reasoning = self.ctx.answer_format.reasoning_markers
+        lark = free_calls(str(form), tools, many, self._special, args_tags=args_tags, reasoning=reasoning)
+        return Structure("grammar", lark, "tools")
 
     def joined(self, other: Structure | None) -> Structure | None:
         """The constraint of a request that asks for another one too. Raises ApiError where both cannot be had."""
@@ -56,10 +58,9 @@ class ToolPolicy:
         return own or other
 
     def _special(self, marker: str) -> str:
-        """A marker in a grammar: as the special token that it is, or as a text."""
-        ids = self.ctx.engine.tokenizer.encode(marker, add_special_tokens=False)
-        special = len(ids) == 1 and ids[0] in self.ctx.engine.tokenizer.special_ids
-        return f"<[{ids[0]}]>" if special else json.dumps(marker)
+        """A marker in a grammar: as the special token that it is, or as a text (in which an added token is text too)."""
+        token = special_id(self.ctx.engine.tokenizer, marker)
+        return json.dumps(marker) if token is None else f"<[{token}]>"
 
     def finish_reason(self, reason: str, num_calls: int) -> str:
         """A call that was cut stays `length`; a named call ends with `stop`, as at OpenAI."""
@@ -69,7 +70,7 @@ class ToolPolicy:
         """Some markers are special tokens, which the text must then contain."""
         form = self.ctx.answer_format
         tools = bool(self.tools) and (not self.forced or form.tools in JSON_FORMATS)
-        if not params.skip_special_tokens or not form.needs_special_tokens(not self.forced, tools):
+        if not params.skip_special_tokens or not form.needs_special_tokens(self.ctx.engine.tokenizer, not self.forced, tools):
             return params
         return msgspec.structs.replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
 

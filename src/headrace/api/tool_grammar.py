@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.api.protocol import Tool
+from headrace.structured_output.objects import JSON_OPTIONS
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 JSON_FORMATS = ("hermes", "llama3_json", "mistral")
 DATA = ("const", "enum", "default", "examples")  # of a schema: no schemas in there
 Special = Callable[[str], str]  # a marker as Lark: a special token, or a text where the tokenizer has none
@@ -22,33 +22,67 @@ def forced_calls(form: str | None, tools: Sequence[Tool], many: bool, special: S
     return f"%llguidance {{}}\nstart: {_calls(form, tools, many, special, args_tags)}\n{_rules(form, tools, args_tags)}"
 
 
-def free_calls(form: str, tools: Sequence[Tool], many: bool, special: Special, *, args_tags: bool = False) -> str:
-    """Lark in which the output is any text, with calls where the format (one of JSON_FORMATS) has them."""
+def free_calls(
+    form: str, tools: Sequence[Tool], many: bool, special: Special, *, args_tags: bool = False, reasoning: Sequence[str] = ()
+) -> str:
+    """Lark in which the output is any text, with calls where the format (one of JSON_FORMATS) has them.
+
+    `reasoning`: markers that may stand in the text, special tokens or not.
+    """
+    opening = special({"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}[form])
+    thinking = [mark for mark in map(special, reasoning) if mark.startswith("<")]
+    text = f"(TEXT ({' | '.join(thinking)}))* " if thinking else ""  # special tokens are no text
     calls = _calls(form, tools, many, special, args_tags)
-    if form == "hermes":  # text up to the marker, then the rest of a call
-        one = " | ".join(f"tool_{i}" for i in range(len(tools)))
-        start = f'(text_and_tag "\\n" ({one}) "\\n</tool_call>"){"*" if many else "?"} TEXT\n'
-        start += 'text_and_tag[lazy]: TEXT "<tool_call>"\nTEXT: /(.|\\n)*/\n'
-    elif form == "mistral":  # the marker is a special token, which is no text
-        start = f"TEXT ({calls})?\nTEXT: /(.|\\n)*/\n"
-    else:  # only the beginning of the output may be a call
-        start = f"({calls}) | TEXT\nTEXT: /([^{{\\s](.|\\n)*)?/\n"
-    return "%llguidance {}\nstart: " + start + _rules(form, tools, args_tags)
+    rules = "TEXT: /(.|\\n)*/\n"
+    if form == "hermes":
+        if opening.startswith("<"):
+            begin = f"TEXT {opening}"
+        else:  # text up to the marker, which is the end of that text
+            begin, rules = "text_and_tag", rules + f"text_and_tag[lazy]: TEXT {opening}\n"
+        start = f"{text}({begin} {_hermes(tools, special)}){'*' if many else '?'} TEXT"
+    elif form == "mistral" and opening.startswith("<"):
+        start = f"{text}TEXT ({calls})?"
+    elif form == "mistral":
+        start = f"{text}(text_and_tag {_mistral(tools, many, special, args_tags)}){'*' if many else '?'} TEXT"
+        rules += f"text_and_tag[lazy]: TEXT {opening}\n"
+    else:  # without the marker only the beginning of the output may be a call
+        marked = f" ({opening} {calls})?" if opening.startswith("<") else ""
+        start = f"{text}(({calls}) | FIRST{marked})"
+        rules = 'FIRST: /([^{\\s](.|\\n)*)?/\n' + (rules if thinking else "")
+    return f"%llguidance {{}}\nstart: {start}\n{rules}{_rules(form, tools, args_tags)}"
+
+
+def _hermes(tools: Sequence[Tool], special: Special) -> str:
+    """What follows the opening marker."""
+    one = " | ".join(f"tool_{i}" for i in range(len(tools)))
+    closing = special("</tool_call>")
+    return f'"\\n" ({one}) ' + (f'"\\n" {closing}' if closing.startswith("<") else '"\\n</tool_call>"')
 
 
 def _calls(form: str | None, tools: Sequence[Tool], many: bool, special: Special, args_tags: bool) -> str:
     one = "(" + " | ".join(f"tool_{i}" for i in range(len(tools))) + ")"
     if form == "hermes":
-        call = f'"<tool_call>\\n" {one} "\\n</tool_call>"'
+        call = f"{special('<tool_call>')} {_hermes(tools, special)}"
         return f'{call} ("\\n" {call})*' if many else call
     if form == "llama3_json":
         return f'{one} ("; " {one})*' if many else one
-    if form == "mistral" and args_tags:
-        marker, args = special("[TOOL_CALLS]"), special("[ARGS]")
-        named = " | ".join(f"{_text(t.function.name)} {args} tool_{i}" for i, t in enumerate(tools))
-        return f"({marker} ({named})){'+' if many else ''}"
-    listed = f'"[" {one} (", " {one})* "]"' if many else f'"[" {one} "]"'
-    return f"{special('[TOOL_CALLS]')} {listed}" if form == "mistral" else listed
+    if form == "mistral":
+        call = f"{special('[TOOL_CALLS]')} {_mistral(tools, many, special, args_tags)}"
+        return f"({call})+" if many and args_tags else call
+    return _listed(tools, many)
+
+
+def _mistral(tools: Sequence[Tool], many: bool, special: Special, args_tags: bool) -> str:
+    """What follows the marker."""
+    if not args_tags:
+        return _listed(tools, many)
+    args = special("[ARGS]")
+    return "(" + " | ".join(f"{json.dumps(t.function.name)} {args} tool_{i}" for i, t in enumerate(tools)) + ")"
+
+
+def _listed(tools: Sequence[Tool], many: bool) -> str:
+    one = "(" + " | ".join(f"tool_{i}" for i in range(len(tools))) + ")"
+    return f'"[" {one} (", " {one})* "]"' if many else f'"[" {one} "]"'
 
 
 def _rules(form: str | None, tools: Sequence[Tool], args_tags: bool) -> str:
@@ -58,7 +92,7 @@ def _rules(form: str | None, tools: Sequence[Tool], args_tags: bool) -> str:
     for i, tool in enumerate(tools):
         arguments = tool.function.parameters or {"type": "object"}
         schema = arguments if form == "mistral" and args_tags else _call_schema(tool.function.name, key, arguments)
-        schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": False}}
+        schema = {**schema, "x-guidance": JSON_OPTIONS}
         rules.append(f"tool_{i}: %json {json.dumps(schema)}\n")
     return "".join(rules)
 
@@ -86,7 +120,3 @@ def _moved(node: Any, place: str) -> Any:
         else:
             moved[key] = value if key in DATA else _moved(value, place)
     return moved
-
-
-def _text(text: str) -> str:
-    return json.dumps(text)

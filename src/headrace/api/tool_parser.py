@@ -41,7 +41,7 @@ class ToolParser:
     """
 
     opening = Markers([])
-    special = False  # the markers are special tokens: the text must be decoded with them
+    markers: tuple[str, ...] = ()  # of these some may be special tokens: then the text must be decoded with them
     constrained = False  # the calls obey a grammar of tool_grammar
 
     def __init__(self, new_id: Callable[[], str] = random_id):

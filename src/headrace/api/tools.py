@@ -25,6 +25,7 @@ class HermesParser(JsonObjectParser):
 
     opening = Markers(["<tool_call>", "\n<tool_call>"])
     closing = "</tool_call>"
+    markers = ("<tool_call>", closing)
 
     def _opened(self) -> None:
         self._handler = self._expect_object
@@ -94,7 +95,7 @@ class LlamaJsonParser(_AtStart):
     """
 
     opening = Markers(["<|python_tag|>"])
-    special = True
+    markers = opening.strings
     first = "{"
     argument_keys = ("parameters", "arguments")
     first_keys = ('"name"', '"type"', '"function"', '"parameters"', '"arguments"', '"id"')
@@ -173,8 +174,8 @@ class MistralParser(JsonObjectParser):
     """
 
     opening = Markers(["[TOOL_CALLS]"])
-    special = True
     tags = ("[ARGS]", "[CALL_ID]")
+    markers = (*opening.strings, *tags)
 
     def __init__(self, new_id: Callable[[], str] = short_id):
         super().__init__(new_id)
@@ -286,7 +287,7 @@ class JsonListParser(MistralParser):
     """`[{"name": ..., "parameters": {...}}, ...]` and nothing else: what a required call is constrained to."""
 
     opening = Markers([])
-    special = False
+    markers = ()
     constrained = True
 
     def __init__(self, new_id: Callable[[], str] = random_id):
@@ -311,7 +312,7 @@ class PythonicParser(_AtStart):
 
     closing = "<|python_end|>"
     opening = Markers(["<|python_start|>", closing])
-    special = True
+    markers = opening.strings
     first = "["
     names = MappingProxyType({"true": True, "false": False, "null": None})
 

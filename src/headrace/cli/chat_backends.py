@@ -67,7 +67,7 @@ class EngineBackend:
 
         self.num_tokens, self.finish_reason = 0, None
         prompt = self._llm.chat_prompt(messages)
-        special = self._format.needs_special_tokens(tools=False)
+        special = self._format.needs_special_tokens(self._llm.tokenizer, tools=False)
         parser = self._format.parser(prompt["prompt"])
         params = SamplingParams(**sampling, skip_special_tokens=not special)
         pieces = self._llm.stream(prompt, params)

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from headrace.errors import ParameterError
-from headrace.structured_output.grammars import grammar_of
+from headrace.structured_output.grammars import grammars_of
 from headrace.structured_output.params import StructuredOutputsParams
+from headrace.structured_output.vocabulary import GrammarVocabulary
 
 MAX_DIGITS = 64  # in a row, in a number of JSON
 WALK = 24  # tokens of a trial
@@ -124,9 +125,9 @@ class LLGuidance:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]):
         self.spec = BackendSpec(tokenizer_json, vocab_size, list(eos_token_ids))
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._vocabulary = GrammarVocabulary(tokenizer_json, vocab_size, eos_token_ids)
         self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
-        self._digits = _digits(self._tokenizer, vocab_size)
+        self._digits = _digits(self._vocabulary)
         self._executor: LLExecutor | None = None
         self._parallel = (os.cpu_count() or 1) > 2
 
@@ -136,9 +137,13 @@ class LLGuidance:
         The interpreter lock is free during the construction. Time and memory are not bounded: see trial.py.
         """
         value = getattr(wish, wish.kind)
+        why = ""
         try:
-            matcher = LLMatcher(self._tokenizer, grammar_of(wish), log_level=0, limits=self._limits)
-            why = matcher.get_error().strip() if matcher.is_error() else ""
+            for grammar in grammars_of(wish, self._vocabulary):
+                matcher = LLMatcher(self._vocabulary.engine, grammar, log_level=0, limits=self._limits)
+                why = matcher.get_error().strip() if matcher.is_error() else ""
+                if not why:
+                    break
         except Exception as e:  # of the parsers of grammars, which raise many kinds
             why = f"{type(e).__name__}: {e}" if not isinstance(e, ValueError) else str(e)
         if why:
@@ -181,13 +186,13 @@ class LLGuidance:
                 return
 
 
-def _digits(tokenizer: LLTokenizer, vocab_size: int) -> Digits:
-    words, letters = (np.zeros(-(-vocab_size // 32), np.uint32) for _ in range(2))
+def _digits(vocabulary: GrammarVocabulary) -> Digits:
+    words, letters = (np.zeros(-(-len(vocabulary.tokens) // 32), np.uint32) for _ in range(2))
     trailing = {}
-    for token in range(tokenizer.vocab_size):
-        if tokenizer.is_special_token(token):
+    special = set(vocabulary.special_token_ids)
+    for token, text in enumerate(vocabulary.tokens):
+        if token in special:
             continue
-        text = tokenizer.decode_bytes([token])
         if text[:1].isdigit():
             words[token // 32] |= np.uint32(1 << token % 32)
         if text[-1:].isdigit():
