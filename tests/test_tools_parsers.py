@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -80,7 +81,7 @@ def write(name: str, text: str, wanted: list[tuple[str, dict]]) -> str:
     if name == "llama3_json":
         return text + "<|python_tag|>" + "; ".join(dump(*c, "parameters") for c in wanted)
     if name == "mistral":
-        return text + "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in wanted)
+        return text + "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a, ensure_ascii=False)}" for n, a in wanted)
     listed = ", ".join(f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in wanted)
     return text + f"<|python_start|>[{listed}]<|python_end|>"
 
@@ -93,6 +94,49 @@ def test_what_is_written_is_read(name, text, wanted, data):
     expected += [call(i, n, a) for i, (n, a) in enumerate(wanted)]
     pieces = cut(answer, data.draw(st.lists(st.integers(0, len(answer)), max_size=6)))
     assert tools(name, *pieces) == expected
+
+
+WRITTEN_VALUES = [
+    "1e999", "-0", "0.0", "1.0", "1", "1E+2", "10000000000000000000000000001", "0.1000000000000000055511151231257827", "1" * 5000,
+    '"\\u00e9\\/"', '{ "b" :1,"a":\t2 }', '{"a": 1, "a": 2}', '"\\ud800"', "[1e-7,-1.50]", "[ ]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", WRITTEN_VALUES, ids=lambda v: v[:30])
+def test_arguments_are_what_the_model_wrote(value):
+    """Not a character of a value is changed, whatever another program would make of it."""
+    arguments = f'{{"x": {value} , "x":{value}}}'
+    call = f'{{"type": "function", "name": "f", "KEY": {arguments}, "id": 1e999}}'
+    within = f'{{"id": 5, "function": {{"KEY":{arguments} ,"name":"f"}}}}'
+    for written in (call, within):
+        body = written.replace("KEY", "arguments")
+        assert tools("hermes", f"<tool_call>{body}</tool_call>") == [("call", 0, "f", arguments)]
+        assert tools("mistral", f"[TOOL_CALLS][{body}]") == [("call", 0, "f", arguments)]
+        assert tools("llama3_json", written.replace("KEY", "parameters")) == [("call", 0, "f", arguments)]
+    as_text = call.replace(arguments, json.dumps(arguments)).replace("KEY", "arguments")
+    assert tools("hermes", f"<tool_call>{as_text}</tool_call>") == [("call", 0, "f", arguments)]
+    assert tools("mistral", f"[TOOL_CALLS]f[ARGS]{arguments}") == [("call", 0, "f", arguments)]
+
+
+def test_line_breaks_in_strings_are_the_only_change():
+    assert tools("hermes", '<tool_call>{"name": "f", "arguments": {"a":\n "b\n\tc\\"" }}') == [
+        ("call", 0, "f", '{"a":\n "b\\n\\tc\\"" }')
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "json_text"),
+    [("1e999", "1e999"), ("-0", "-0"), ("- 1.0", "-1.0"), ("1", "1"), ("1" * 40, "1" * 40), ("1_000", "1000"), ("0x1F", "31"), (".5", "0.5"),
+     ("{'b': 1e2, 'a': [True, None, ()]}", '{"b": 1e2, "a": [true, null, []]}'), ("'é' 'x'", '"éx"'), ("\"\\n\"", '"\\n"')],
+)  # fmt: skip
+def test_numbers_of_python_are_what_the_model_wrote(written, json_text):
+    assert tools("pythonic", f"[f(x={written})]") == [("call", 0, "f", f'{{"x": {json_text}}}')]
+
+
+@pytest.mark.parametrize("value", ["nan", "float('inf')", "1j", "{1: 2}", "{**a}", "b'x'", "x", "f'{1}'", "1 if 2 else 3", ".5e999"])
+def test_what_json_cannot_say_is_no_call(value):
+    text = f"[f(x={value})]"
+    assert tools("pythonic", text) == [("text", text)]
 
 
 JSON_NAMES = ["hermes", "llama3_json", "mistral", "mistral list", "list"]
@@ -337,8 +381,13 @@ def test_formats_are_chosen_by_name_or_by_template():
     for option in ({"tools": "hermés"}, {"reasoning": "x"}):
         with pytest.raises(ParameterError):
             AnswerFormat.choose("", **option)
-    assert AnswerFormat("qwen3", "mistral").needs_special_tokens()
-    assert not AnswerFormat("qwen3", "mistral").needs_special_tokens(tools=False)
+    tokenizer = SimpleNamespace(special_ids={7, 9}, encode=lambda text, add_special_tokens: [len(text)] * (1 + ("<" in text)))
+    # one token each, whose id is the marker's length: [THINK] and [CALL_ID] are special, what holds `<` is two tokens
+    assert AnswerFormat("mistral", None).needs_special_tokens(tokenizer)
+    assert not AnswerFormat("mistral", None).needs_special_tokens(tokenizer, reasoning=False)
+    assert AnswerFormat("qwen3", "mistral").needs_special_tokens(tokenizer)
+    assert not AnswerFormat("qwen3", "mistral").needs_special_tokens(tokenizer, tools=False)
+    assert not AnswerFormat("qwen3", "hermes").needs_special_tokens(tokenizer)
     plain = AnswerParser(None, None)
     assert plain.push("<think>") == [Text("<think>")] and plain.finish() == []
     assert isinstance(ReasoningParser("qwen3", "<think>").push("a")[0], Reasoning)

@@ -16,7 +16,7 @@ import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,16 +207,14 @@ def main(folder: Path, names: list[str]) -> int:
     for name in names or PACKAGES:
         said = []
         path = checkpoint(fetched(folder, name), folder / name / "checkpoint")
-        checks: list[tuple[str, Any]] = [("ids, templates", lambda: check_ids_and_templates(path))]
         with served(path, "--load-format", "dummy", *PACKAGES[name]) as url:
-            checks += [
-                ("continuation", lambda: check_continuation(url)),
-                ("calls", lambda: check_calls(url, name in STRICT)),
-                ("JSON", lambda: check_json(url)),
-            ]
-            for title, check in checks:
+            checks: list[tuple[str, Callable[..., int | None], tuple[Any, ...]]] = [
+                ("ids, templates", check_ids_and_templates, (path,)), ("continuation", check_continuation, (url,)),
+                ("calls", check_calls, (url, name in STRICT)), ("JSON", check_json, (url,)),
+            ]  # fmt: skip
+            for title, check, given in checks:
                 try:
-                    ended = check()
+                    ended = check(*given)
                     assert ended is None or ended > 2, f"only {ended} answers came to an end"
                     said.append(title + (f" ({ended})" if ended else ""))
                 except Exception as error:

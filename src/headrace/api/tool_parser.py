@@ -17,7 +17,7 @@ import string
 from collections.abc import Callable
 
 from headrace.api.events import CallArguments, CallBegin, Event, Text
-from headrace.api.tool_syntax import MAX_NAME, BracketScanner, cut_off, parse_json, read_call
+from headrace.api.tool_syntax import MAX_NAME, BracketScanner, cut_off, read_call
 from headrace.engine.text import Markers, MarkerScanner
 
 
@@ -156,7 +156,7 @@ class JsonObjectParser(ToolParser):
 
     def _read_object(self, events: list[Event]) -> None:
         try:
-            call = read_call(parse_json("".join(self._object)), self.argument_keys)
+            call = read_call("".join(self._object), self.argument_keys)
         except (ValueError, RecursionError):
             call = None
         if call is None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from headrace.api.events import CallArguments, CallBegin, Event
 from headrace.api.tool_parser import JsonObjectParser, ToolParser, random_id, short_id
-from headrace.api.tool_syntax import MAX_NAME, BracketScanner, json_text, parse_json, read_python_calls
+from headrace.api.tool_syntax import MAX_NAME, BracketScanner, as_written, parse_json, read_python_calls
 from headrace.engine.text import Markers
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")
@@ -251,12 +251,13 @@ class MistralParser(JsonObjectParser):
         if not self._name:
             super()._read_object(events)
             return
+        written = "".join(self._object)
         try:
-            arguments = parse_json("".join(self._object))
+            parse_json(written)
         except (ValueError, RecursionError):
             self._reject(events)
             return
-        self._call(self._name, json_text(arguments), events, self._id or None)
+        self._call(self._name, as_written(written), events, self._id or None)
 
     def _after_call(self) -> None:
         if self._in_list:
@@ -375,7 +376,7 @@ class PythonicParser(_AtStart):
             self._reject(events)
             return
         for name, arguments in calls:
-            self._call(name, json_text(arguments), events)
+            self._call(name, arguments, events)
 
     def _end_within(self, events: list[Event]) -> None:
         if self._marked:
