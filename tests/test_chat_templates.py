@@ -299,7 +299,7 @@ def test_messages_that_are_none(messages, field):
 def test_refusals_of_templates_are_told_and_faults_are_not_echoed():
     with pytest.raises(ParameterError, match="roles must alternate") as error:
         ChatTemplate(GEMMA).render([USER, USER])
-    assert error.value.field == "messages"
+    assert error.value.field == "messages[1]"
     with pytest.raises(ParameterError, match="TypeError") as error:
         ChatTemplate("{{ 'a' + 1 }}").render([USER])
     assert "concatenate" not in str(error.value)
@@ -369,3 +369,89 @@ def test_threads_share_a_template():
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda i: template.render([{"role": "user", "content": str(i)}]), range(200)))
     assert [t.split("\n")[1] for t in texts] == [f"{i}<|im_end|>" for i in range(200)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what clients send in the fields that may be null, empty or missing
+
+FIRST = "{%- for m in messages %}{{- '<' + m.role + '>' }}"
+STYLES = {  # each fails, or loses something, with some form of what says nothing
+    "adds content": FIRST + "{{- m.content + '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "prints content": FIRST + "{{- m['content'] }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "calls if content is none": FIRST
+    + "{%- if m['content'] is none %}{% for c in m.tool_calls or [] %}{{ c['function'].name + c['function'].arguments }}{% endfor %}"
+    + "{%- else %}{{- m['content'] }}{% endif %}{% endfor %}",
+    "calls if defined": FIRST
+    + "{%- if m.tool_calls is defined and m.tool_calls is not none %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    + "{%- else %}{{- m.content | trim }}{% endif %}{% endfor %}",
+    "parts": FIRST + "{%- if m.content is string %}{{- m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+    + "{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "only parts": FIRST + "{%- for p in m.content %}{{ p.text }}{% endfor %}"
+    + "{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "first part": FIRST + "{%- if m.content is string %}{{- m.content }}{% else %}{{ m.content[0].text }}{% endif %}"
+    + "{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "short ids": FIRST + "{%- for c in m.tool_calls or [] %}{% if c.id|length != 9 %}{{ raise_exception('9 characters') }}{% endif %}"
+    + "{{- c.function | tojson ~ c.id }}{% endfor %}{{- (m.content or '') ~ (m.tool_call_id or '') }}{% endfor %}",
+    "names": FIRST + "{{- m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    + "{%- if m.role == 'tool' %}{{- m.name + '()' }}{% endif %}{% endfor %}",
+    "reasoning": FIRST + "{%- if m.reasoning_content is defined %}{{- m.reasoning_content.strip() }}{% endif %}{{- m.content or '' }}"
+    + "{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "mistral": MISTRAL, "hermes": HERMES,
+}  # fmt: skip
+CALLED = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "look_up", "arguments": '{"q": "CITY"}'}}
+NOTHING = dict.fromkeys(("name", "refusal", "function_call", "audio", "reasoning_content", "reasoning", "tool_call_id"))
+
+
+def answered(call: dict, result: object = "SUNNY", **assistant: object) -> list[dict]:
+    return [
+        {"role": "user", "content": "hi"}, {"role": "assistant", **assistant, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": result},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_nothing_is_nothing_in_every_form(style):
+    """Calls and results come out, whatever stands for no content, and always as the same text."""
+    function = CALLED["function"]
+    histories = [
+        *(answered(CALLED, content=c) for c in (None, "", [])), answered(CALLED), answered(CALLED, content=None, **NOTHING),
+        answered({**CALLED, "function": {**function, "arguments": {"q": "CITY"}}}), answered(CALLED, parts("SUNNY")),
+        answered({**CALLED, "index": None}),
+    ]  # fmt: skip
+    texts = {by_headrace(STYLES[style], history) for history in histories}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert text is not None and "look_up" in text and "CITY" in text and "SUNNY" in text and "None" not in text
+    assert "'q'" not in text
+    if style == "names":
+        assert text.endswith("look_up()")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_says_nothing_does_not_hide_what_does(style):
+    def text(*messages: dict) -> str | None:
+        return by_headrace(STYLES[style], [{"role": "user", "content": "hi"}, *messages])
+
+    plain = text({"role": "assistant", "content": "FINE"})
+    assert plain is not None and "FINE" in plain
+    for fields in ({"tool_calls": []}, {"tool_calls": None}, NOTHING, {"content": None, "refusal": "FINE"}, {"content": parts("FINE")}):
+        assert text({"role": "assistant", "content": "FINE", **fields}) == plain, fields
+    empty = [by_headrace(STYLES[style], answered(CALLED, result)) for result in (None, "", [])]
+    assert len(set(empty)) == 1 and empty[0] is not None and "None" not in empty[0]
+    no_arguments = [by_headrace(STYLES[style], answered({**CALLED, "function": {"name": "f", "arguments": a}})) for a in (None, "", "{}", {})]
+    assert len(set(no_arguments)) == 1 and no_arguments[0] is not None and "null" not in no_arguments[0]
+
+
+def test_numbers_that_json_has_not_stay_as_they_are_written():
+    text = by_headrace(HERMES, answered({**CALLED, "function": {"name": "f", "arguments": '{"a": 1e999}'}}))
+    assert text is not None and "Infinity" not in text and "1e999" in text
+
+
+def test_a_refusal_names_the_message_with_which_it_begins():
+    broken = [USER, ASSISTANT] * 6 + [ASSISTANT] + [USER, ASSISTANT] * 6
+    with pytest.raises(ParameterError, match="roles must alternate") as error:
+        ChatTemplate(GEMMA).render(broken)
+    assert error.value.field == "messages[12]"
+    with pytest.raises(ParameterError) as error:
+        ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.missing.name }}{% endfor %}").render([USER])
+    assert error.value.field == "messages[0]"

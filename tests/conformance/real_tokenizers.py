@@ -164,8 +164,11 @@ def check_continuation(url: str) -> None:
         assert whole["text"] == prompt + alone["text"], (whole["text"], alone["text"])
         logprobs = whole["logprobs"]
         assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
-        shown = [(o, t) for o, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True) if "�" not in t and t.isascii()]
-        wrong = [(o, t) for o, t in shown if t and whole["text"][o : o + len(t)] not in (t, "") and "<" not in t]
+        if "�" in whole["text"]:
+            continue
+        shown = [(o, t) for o, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True) if t.isascii()]
+        shown[:1] = [(o, t.lstrip()) for o, t in shown[:1]]  # some tokenizers put a space before a text
+        wrong = [(o, t) for o, t in shown if whole["text"][o : o + len(t)] not in (t, "") and "<" not in t]
         assert not wrong, (whole["text"], wrong)
 
 

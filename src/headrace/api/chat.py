@@ -1,18 +1,18 @@
 """Conversations to prompt text through the checkpoint's chat template.
 
-What a template sees is what Transformers shows it, with two adaptations to what clients send, each decided once per
-template by rendering a small probe: content parts are joined for templates that know strings only (and strings wrapped
-for those that know parts only), and the arguments of earlier tool calls are given as an object or as JSON text.
+What a template sees is what Transformers shows it, but for what clients send in a form that it does not take: see
+message_forms.
 """
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
 
+from headrace.api.message_forms import ROLES, MessageForms
 from headrace.api.template_sandbox import BoundedSandbox, TemplateLimitError
 from headrace.errors import ParameterError
 
@@ -27,13 +27,12 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}) | set(
     SPECIAL_TOKENS
 )
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the space shows whether the template trims contents
+FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)  # of a template
 MAX_DEPTH = 64
 MAX_ROLE = 64  # characters
-PROBE = "zq7probe"
 
 
 class ChatTemplate:
@@ -101,7 +100,7 @@ class ChatTemplate:
             "documents": plain(list(documents), "documents") if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        chat = template.adapt(chat)
+        chat = template.forms.adapt(chat)
         if not continue_final_message:
             return template.render({**variables, "messages": chat})
         content = _tag_final_message(chat)
@@ -121,68 +120,36 @@ class _Template:
     def __init__(self, sandbox: BoundedSandbox, source: str, special_tokens: Mapping[str, str]):
         self.source, self._sandbox, self._special_tokens = source, sandbox, special_tokens
         self._compiled = sandbox.compile_template(source)
-        self._knows: dict[str, bool] = {}  # answers of the probes, each computed when first needed
+        self.forms = MessageForms(self._probe)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         try:
             return self._sandbox.render(self._compiled, variables)
         except TemplateLimitError as error:
             raise ParameterError("messages", "a conversation", f"less than this: {_clean(error)}") from None
-        except jinja2.TemplateError as error:
-            allowed = f"a conversation that the chat template accepts: {_clean(error)}"
-            raise ParameterError("messages", "a conversation", allowed) from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            allowed = f"a conversation that the chat template accepts (it fails with {type(error).__name__})"
-            raise ParameterError("messages", "a conversation", allowed) from None
+        except (jinja2.TemplateError, *FAULTS) as error:
+            refusal = isinstance(error, jinja2.TemplateError)
+            told = f": {_clean(error)}" if refusal else f" (it fails with {type(error).__name__})"
+        first = self._first_refused(variables)
+        value = f"a message of the role {variables['messages'][first]['role']}"
+        raise ParameterError(f"messages[{first}]", value, f"a conversation that the chat template accepts{told}")
 
-    # ---------------------------------------------------------------------------------- what the template understands
+    def _first_refused(self, variables: Mapping[str, Any]) -> int:
+        """The message with which the refusal begins, found by halving: what is refused is so with more behind it."""
+        chat, deadline = variables["messages"], time.thread_time() + self._sandbox.max_seconds
 
-    def adapt(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for message in chat:
-            content, role = message.get("content"), message["role"]
-            if isinstance(content, list) and not self.takes_parts(role):
-                message["content"] = "\n".join(part["text"] for part in content)
-            elif isinstance(content, str) and not self.takes_strings(role):
-                message["content"] = [{"type": "text", "text": content}]
-            for call in message.get("tool_calls") or ():
-                function = call.get("function", call)
-                function["arguments"] = self._adapt_arguments(function.get("arguments"))
-        return chat
+        def refused(count: int) -> bool:
+            try:
+                self._sandbox.render(self._compiled, {**variables, "messages": chat[:count], "add_generation_prompt": False})
+            except (jinja2.TemplateError, *FAULTS):
+                return True
+            return False
 
-    def _adapt_arguments(self, arguments: Any) -> Any:
-        if not isinstance(arguments, str):
-            return arguments
-        try:
-            value = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            return arguments
-        return value if isinstance(value, dict) and self.takes_argument_objects() else arguments
-
-    def takes_parts(self, role: str) -> bool:
-        """Whether the text of a list of parts comes out, and nothing else of the list."""
-        return self._ask(f"parts of {role}", role, [{"type": "text", "text": PROBE}], False)
-
-    def takes_strings(self, role: str) -> bool:
-        return self._ask(f"strings of {role}", role, PROBE, True) or not self.takes_parts(role)
-
-    def _ask(self, key: str, role: str, content: Any, default: bool) -> bool:
-        if role not in ROLES:
-            return default
-        if key not in self._knows:
-            text = self._probe(_probe_chat(role, content))
-            self._knows[key] = default if text is None else PROBE in text and "'text'" not in text and '"text"' not in text
-        return self._knows[key]
-
-    def takes_argument_objects(self) -> bool:
-        """Whether a call's arguments are to be an object; JSON text where an object fails or prints as Python does."""
-        if "arguments" not in self._knows:
-            text = self._probe(_probe_call({PROBE: PROBE}))
-            as_object = text is not None and PROBE in text and f"'{PROBE}'" not in text
-            if not as_object:
-                text = self._probe(_probe_call(json.dumps({PROBE: PROBE})))
-                as_object = text is None or PROBE not in text
-            self._knows["arguments"] = as_object
-        return self._knows["arguments"]
+        passes, fails = 0, len(chat)
+        while fails - passes > 1 and time.thread_time() < deadline:
+            middle = (passes + fails) // 2
+            passes, fails = (passes, middle) if refused(middle) else (middle, fails)
+        return fails - 1
 
     def _probe(self, chat: list[dict[str, Any]]) -> str | None:
         variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": False}
@@ -190,28 +157,6 @@ class _Template:
             return self._sandbox.render(self._compiled, {**variables, "messages": chat})
         except Exception:  # a template may fail in any way on a probe: then it says nothing
             return None
-
-
-def _probe_chat(role: str, content: Any) -> list[dict[str, Any]]:
-    message = {"role": role, "content": content}
-    user = {"role": "user", "content": "hi" if isinstance(content, str) else [{"type": "text", "text": "hi"}]}
-    if role in ("system", "developer"):
-        return [message, user]
-    if role == "assistant":
-        return [user, message]
-    if role in ("tool", "function"):
-        call = _probe_call({})[1]
-        return [user, call, {**message, "name": "f", "tool_call_id": call["tool_calls"][0]["id"]}]
-    return [message]
-
-
-def _probe_call(arguments: Any) -> list[dict[str, Any]]:
-    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "1"},
-    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,22 +196,33 @@ def _check_message(message: Any, field: str) -> dict[str, Any]:
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
         raise ParameterError(f"{field}.role", role, "a role, such as " + ", ".join(ROLES))
     content = checked.get("content")
+    if not content and role == "assistant" and isinstance(checked.get("refusal"), str):
+        content = checked["content"] = checked["refusal"]
     if isinstance(content, list):
         checked["content"] = [_check_part(p, f"{field}.content[{i}]") for i, p in enumerate(content)]
     elif content is not None and not isinstance(content, str):
         raise ParameterError(f"{field}.content", content, "text or a list of text parts")
-    elif content is None and not checked.get("tool_calls") and role != "assistant":
+    elif content is None and role not in ("assistant", "tool", "function"):
         raise ParameterError(f"{field}.content", None, "text or a list of text parts")
-    calls = checked.get("tool_calls", [])
+    calls = checked.pop("tool_calls", None) or []
     if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
         raise ParameterError(f"{field}.tool_calls", calls, "a list of objects")
-    for i, call in enumerate(calls):
-        if not isinstance(call.get("function", call), dict):
-            raise ParameterError(f"{field}.tool_calls[{i}].function", call["function"], "an object")
+    if calls:  # to many templates an empty list is one of calls
+        checked["tool_calls"] = [_check_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
     reasoning = next((checked[name] for name in REASONING_FIELDS if name in checked), None)
     if reasoning is not None:
         checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
     return checked
+
+
+def _check_call(call: dict[str, Any], field: str) -> dict[str, Any]:
+    call = {k: v for k, v in call.items() if v is not None}
+    function = call.get("function", call)
+    if not isinstance(function, dict):
+        raise ParameterError(f"{field}.function", function, "an object")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ParameterError(f"{field}.function.name", function.get("name"), "the name of the function that was called")
+    return call
 
 
 def _check_part(part: Any, field: str) -> dict[str, str]:

@@ -93,6 +93,14 @@ class ApiContext:
         return "tools" in (self._template_source or "")
 
     @cached_property
+    def template_knows_calls(self) -> bool:
+        """Whether the chat template that is used without tools shows earlier calls."""
+        try:
+            return "tool_calls" in self.chat_template.source()
+        except ParameterError:
+            return False
+
+    @cached_property
     def template_knows_developers(self) -> bool:
         return "developer" in (self._template_source or "")
 

@@ -67,8 +67,8 @@ async def prompt_of(ctx: ApiContext, conversation: Conversation) -> tuple[list[i
 
 def _prompt_of(ctx: ApiContext, c: Conversation) -> tuple[list[int], str]:
     messages, tools = c.messages, _without_nulls(c.tools) if c.tools else None
-    if tools and not ctx.template_knows_tools:
-        messages, tools = with_tools(messages, tools), None
+    if not (ctx.template_knows_tools if tools else ctx.template_knows_calls):
+        messages, tools = with_tools(messages, tools or []), None
     if not ctx.template_knows_developers:  # many would drop such a message silently
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     text = ctx.chat_template.render(

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.api.chat import check_messages
+
 INTRODUCTION = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -26,9 +28,22 @@ For each function call, return a json object with function name and arguments wi
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with the tools in its system message, and earlier calls and their results as text."""
+    """The conversation with the tools in its system message, and earlier calls and their results as text.
+
+    Raises ParameterError for messages that are none.
+    """
+    spelled: list[dict[str, Any]] = []
+    after_result = False
+    for message in check_messages(messages):
+        plain = _spelled(message)
+        if after_result and plain["role"] == "user":  # many templates take no two user messages one after the other
+            spelled[-1]["content"] += "\n" + _text(plain)
+        else:
+            spelled.append(plain)
+        after_result = message["role"] == "tool"
+    if not tools:
+        return spelled
     text = INTRODUCTION.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in tools))
-    spelled = [_spelled(m) for m in messages]
     first = spelled[0]
     if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *spelled[1:]]
@@ -36,19 +51,23 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
 
 
 def _spelled(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "tool" and isinstance(message.get("content"), str):
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
     calls = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(calls, list) or not calls:
         return dict(message)
-    content = message.get("content")
-    texts = [content] if isinstance(content, str) and content else []
+    texts = [_text(message)] if message.get("content") else []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
             texts.append(f"<tool_call>\n{_call(function)}\n</tool_call>")
     rest = {k: v for k, v in message.items() if k != "tool_calls"}
     return {**rest, "content": "\n".join(texts)}
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def _call(function: Mapping[str, Any]) -> str:

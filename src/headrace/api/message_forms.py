@@ -1,0 +1,164 @@
+"""The form in which a chat template takes what clients send, each found by rendering a small conversation once.
+
+Templates were written for the conversations of their model's training; clients send what OpenAI's API takes: null contents,
+lists of parts, arguments as JSON text, ids of any length, results of tools without a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from headrace.api.tool_syntax import parse_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PROBE = "zq7probe"
+SHORT_ID = 9  # letters and digits: what Mistral's templates take
+EMPTY: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})  # ways to have no content
+Chat = list[dict[str, Any]]
+
+
+class MessageForms:
+    """What one template understands. `probe` renders a conversation; None: the template refuses it."""
+
+    def __init__(self, probe: Callable[[Chat], str | None]):
+        self._probe = probe
+        self._known: dict[str, Any] = {}  # answers, each computed when first needed
+
+    def _once(self, question: str, answer: Callable[[], Any]) -> Any:
+        if question not in self._known:
+            self._known[question] = answer()
+        return self._known[question]
+
+    def adapt(self, chat: Chat) -> Chat:
+        """The conversation, changed in place, as the template takes it."""
+        names: dict[str, str] = {}  # id of a call -> function
+        for message in chat:
+            role, calls = message["role"], message.get("tool_calls") or []
+            if not message.get("content") and role in ("assistant", "tool", "function"):
+                message.update(self._empty(message, bool(calls)))
+            self._adapt_content(message)
+            for call in calls:
+                function = call.get("function", call)
+                function["arguments"] = self._arguments(function.get("arguments"))
+                names[str(call.get("id"))] = function["name"]
+                if "id" in call:
+                    call["id"] = self._id(call["id"])
+            if role == "tool" and (answered := message.get("tool_call_id")) is not None:
+                if "name" not in message and answered in names and self.prints_names():
+                    message["name"] = names[answered]
+                message["tool_call_id"] = self._id(answered)
+        return chat
+
+    def _adapt_content(self, message: dict[str, Any]) -> None:
+        content, role = message.get("content"), message["role"]
+        if isinstance(content, list) and (not content or not self.takes_parts(role)):
+            content = message["content"] = "\n".join(part["text"] for part in content)
+        if isinstance(content, str) and not self.takes_strings(role):
+            message["content"] = [{"type": "text", "text": content}]
+
+    def _empty(self, message: dict[str, Any], calls: bool) -> dict[str, Any]:
+        """No content, in the way in which the template fails least and shows most."""
+        message.pop("content", None)
+        if message["role"] != "assistant":
+            return {"content": ""}
+
+        def best() -> dict[str, Any]:
+            arguments: Any = {PROBE: PROBE} if self.takes_argument_objects() else json.dumps({PROBE: PROBE})
+            texts = [self._probe(_probe_call(arguments, form) if calls else _probe_empty(form)) for form in EMPTY]
+            if not any(texts):
+                return EMPTY[2]
+            told = [(t is None, t is not None and PROBE not in t, t.count("None") if t is not None else 0) for t in texts]
+            return EMPTY[told.index(min(told))]
+
+        return self._once(f"empty with calls: {calls}", best)
+
+    def _arguments(self, arguments: Any) -> Any:
+        if arguments is None:
+            arguments = {}
+        if not self.takes_argument_objects():
+            return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments or "{}"
+        if not isinstance(arguments, str):
+            return arguments
+        try:
+            parse_json(arguments or "{}")
+            value = json.loads(arguments or "{}", strict=False)
+            json.dumps(value, allow_nan=False)  # 1e999
+        except (ValueError, RecursionError):
+            return arguments
+        return value if isinstance(value, dict) else arguments
+
+    def _id(self, call_id: Any) -> Any:
+        if not isinstance(call_id, str) or (len(call_id) == SHORT_ID and call_id.isalnum()) or self.takes_any_id():
+            return call_id
+        return hashlib.sha256(call_id.encode()).hexdigest()[:SHORT_ID]
+
+    # ------------------------------------------------------------------------------------------------- the questions
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether the text of a list of parts comes out, and nothing else of the list."""
+        return self._shows(role, [{"type": "text", "text": PROBE}], False)
+
+    def takes_strings(self, role: str) -> bool:
+        return self._shows(role, PROBE, True) or not self.takes_parts(role)
+
+    def _shows(self, role: str, content: Any, default: bool) -> bool:
+        def answer() -> bool:
+            text = self._probe(_probe_content(role, content))
+            return default if text is None else PROBE in text and "'text'" not in text and '"text"' not in text
+
+        return self._once(f"{type(content).__name__} of {role}", answer) if role in ROLES else default
+
+    def takes_argument_objects(self) -> bool:
+        """Whether a call's arguments are to be an object; JSON text where an object fails or prints as Python does."""
+
+        def answer() -> bool:
+            for form in EMPTY[1:]:
+                text = self._probe(_probe_call({PROBE: PROBE}, form))
+                if text is not None and PROBE in text and f"'{PROBE}'" not in text:
+                    return True
+            texts = [self._probe(_probe_call(json.dumps({PROBE: PROBE}), form)) for form in EMPTY[1:]]
+            return not any(text is not None and PROBE in text for text in texts)
+
+        return self._once("arguments", answer)
+
+    def takes_any_id(self) -> bool:
+        """False where an id of nine letters and digits passes, and another one does not."""
+
+        def answer() -> bool:
+            texts = [self._probe(_probe_call({}, EMPTY[2], call_id=i)) for i in ("call_" + PROBE, "call00001")]
+            return texts[0] is not None or texts[1] is None
+
+        return self._once("ids", answer)
+
+    def prints_names(self) -> bool:
+        """Whether the result of a tool is shown with the tool's name."""
+        return self._once("names", lambda: PROBE in (self._probe(_probe_call({}, EMPTY[2], name=PROBE)) or ""))
+
+
+def _probe_content(role: str, content: Any) -> Chat:
+    message = {"role": role, "content": content}
+    user = {"role": "user", "content": "hi" if isinstance(content, str) else [{"type": "text", "text": "hi"}]}
+    if role in ("system", "developer"):
+        return [message, user]
+    if role == "assistant":
+        return [user, message]
+    if role in ("tool", "function"):
+        call = _probe_call({}, EMPTY[2])[1]
+        return [user, call, {**message, "name": "f", "tool_call_id": call["tool_calls"][0]["id"]}]
+    return [message]
+
+
+def _probe_empty(form: dict[str, Any]) -> Chat:
+    return [{"role": "user", "content": PROBE}, {"role": "assistant", **form}, {"role": "user", "content": "hi"}]
+
+
+def _probe_call(arguments: Any, form: dict[str, Any], *, call_id: str = "call00001", name: str = "f") -> Chat:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", **form, "tool_calls": [call]},
+        {"role": "tool", "name": name, "tool_call_id": call_id, "content": "1"},
+    ]
