@@ -49,7 +49,7 @@ def takes(matcher: Matcher, text: str) -> bool:
 
 
 def in_order(schema: Any, document: Any) -> Any:
-    """`document` with the properties of its top object in the schema's order, which is the only one that grammars take."""
+    """`document` with the properties of its top object in the schema's order, which grammars take for every schema."""
     if not isinstance(document, dict) or not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
         return document
     names = [*schema.get("properties", {}), *schema.get("required", [])]

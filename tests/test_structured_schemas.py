@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ParameterError
+from headrace.structured_output.objects import JSON_OPTIONS
 from headrace.structured_output.params import StructuredOutputsParams
-from structured_driver import backend, compiled, in_order, spelled, takes
+from structured_driver import backend, compiled, encode, in_order, spelled, takes
 
 TREE = {
     "type": "object",
@@ -274,3 +275,109 @@ def test_invalid_documents_of_random_schemas_are_not_taken(schema, document):
         matcher = compiled(json=schema)
         for text in spelled(document):
             assert not takes(matcher, text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# keys that may be left out come at any place
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+PERSON = {  # as Pydantic writes a default before a required field
+    "type": "object", "title": "Person", "required": ["name"],
+    "properties": {"nickname": {"anyOf": [TEXT, {"type": "null"}], "default": None, "title": "Nickname"}, "name": TEXT},
+}  # fmt: skip
+HOLDERS: dict[str, Any] = {  # schema with a person in it, and a document around the text of one
+    "alone": (PERSON, "{}"),
+    "property": ({"type": "object", "properties": {"p": PERSON}, "required": ["p"], "additionalProperties": False}, '{"p": %s}'),
+    "optional": ({"type": "object", "properties": {"n": NUMBER, "p": PERSON}, "additionalProperties": False}, '{"p": %s, "n": 1}'),
+    "reference": ({"$ref": "#/$defs/P", "$defs": {"P": PERSON}}, "%s"),
+    "list": ({"type": "array", "items": {"$ref": "#/definitions/a~1b"}, "minItems": 2, "definitions": {"a/b": PERSON}}, '[{"name": "x"}, %s]'),
+    "or null": ({"type": "object", "properties": {"p": {"anyOf": [PERSON, {"type": "null"}]}}, "required": ["p"]}, '{"p": %s}'),
+    "all of": ({"allOf": [{"$ref": "#/$defs/P"}], "description": "one", "$defs": {"P": PERSON}}, "%s"),
+    "extra": ({"type": "object", "properties": {"n": NUMBER}, "additionalProperties": PERSON}, '{"other": %s, "n": 5}'),
+    "other object": ({"anyOf": [{"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}, PERSON]}, "%s"),
+    "itself": ({"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}, "next": {"$ref": "#"}}, "required": ["p"], "$defs": {"P": PERSON}},
+               '{"next": {"p": {"name": "y"}}, "p": %s}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_key_out_of_order_keeps_its_name_and_its_value(holder):
+    schema, around = HOLDERS[holder]
+    matcher = compiled(json=schema)
+
+    def taken(person: str) -> bool:
+        return takes(matcher, around.replace("%s", person) if "%s" in around else person)
+
+    good = ('{"name": "Ann", "nickname": "A"}', '{"nickname": "A", "name": "Ann"}', '{"name": "Ann"}', '{"name":"Ann","nickname":null,"x":[1]}')
+    bad = ('{"nickname": "A"}', '{"name": "Ann", "nickname": 1}', '{"name": "Ann", "name": "Ann"}', '{"name": "A", "nickname": "B", "nickname": "C"}')
+    assert [p for p in good if not taken(p)] == []
+    assert [p for p in bad if taken(p)] == []
+
+
+@st.composite
+def records(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An object's schema with keys that may be left out, and a document of it with those at any place."""
+    properties = draw(st.dictionaries(names() | st.sampled_from(['q"', "a\\\n", "a_1"]), leaves(), min_size=1, max_size=5))
+    required = [name for name in properties if draw(st.booleans())]
+    extra = draw(st.sampled_from([False, True, {"type": "integer"}]))
+    order = list(properties)
+    moved = draw(st.permutations([n for n in order if n not in required]))
+    keys = [n for n in order if n in required]
+    for name in moved:
+        if draw(st.booleans()):
+            keys.insert(draw(st.integers(0, len(keys))), name)
+    document = {name: draw(documents(properties[name])) for name in keys}
+    if extra is not False and draw(st.booleans()):
+        document["zz"] = 5
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": extra}, document
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(records())
+def test_keys_that_may_be_left_out_come_at_any_place(record):
+    schema, document = record
+    assert jsonschema.Draft202012Validator(schema).is_valid(document)
+    matcher = compiled(json=schema)
+    for text in spelled(document):
+        assert takes(matcher, text)
+    for name in schema["required"]:
+        assert not takes(matcher, json.dumps({k: v for k, v in document.items() if k != name}, ensure_ascii=False))
+
+
+def test_the_end_of_an_object_is_never_a_dead_end():
+    """After each key of a closed object either another one or the end may follow, never a comma and then nothing."""
+    matcher = compiled(json={"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "additionalProperties": False})
+    assert matcher.accept(encode('{"b":1,"a":2'))
+    assert matcher.valid_prefix(encode(",")) == 0 and matcher.valid_prefix(encode("}")) == 1
+    matcher = compiled(json={"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["b"]})
+    assert matcher.accept(encode('{"b":1,"a":2')) and matcher.valid_prefix(encode(', "c"')) > 0
+
+
+def test_the_order_of_required_keys_is_the_schemas():
+    answer = {"type": "object", "properties": {"reasoning": TEXT, "note": TEXT, "answer": TEXT}, "required": ["reasoning", "answer"]}
+    matcher = compiled(json=answer)
+    assert takes(matcher, '{"note":"", "reasoning":"x","answer":"y"}') and takes(matcher, '{"reasoning":"x","answer":"y","note":""}')
+    assert not takes(matcher, '{"answer":"y","reasoning":"x"}')
+
+
+def test_objects_in_a_grammar_and_in_tags_are_the_same():
+    lark = 'start: "call " tool\ntool: %json ' + json.dumps(PERSON | {"x-guidance": JSON_OPTIONS}) + "\n"
+    for matcher, text in (
+        (compiled(grammar=lark), "call %s"),
+        (compiled(structural_tag={"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f"]}), "a<f>%s</f>b"),
+    ):
+        assert takes(matcher, text % '{"name": "Ann", "nickname": "A"}') and takes(matcher, text % '{"nickname": null, "name": "Ann"}')
+        assert not takes(matcher, text % '{"name": "Ann", "name": "A"}')
+
+
+def test_reasons_are_in_words():
+    for wish in ({"json": {"$ref": "#"}}, {"regex": "[^\\x00-\\U0010FFFF]"}, {"grammar": 'start: "a" start'}):
+        with pytest.raises(ParameterError) as error:
+            backend().trial(StructuredOutputsParams(**wish))
+        assert "NoExtension" not in str(error.value) and "limit" not in str(error.value)
+    with pytest.raises(ParameterError) as error:
+        compiled(regex="(a")
+    assert "unclosed group" in error.value.allowed and "start:" not in error.value.allowed
+    with pytest.raises(ParameterError, match="unknown name") as error:
+        compiled(grammar="start: foo\nfoo: bar\n")  # the user's own lines are shown
+    assert "bar" in error.value.allowed

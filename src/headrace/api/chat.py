@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from headrace.api.message_forms import ROLES, MessageForms
+from headrace.api.message_forms import PROBE, ROLES, MessageForms
 from headrace.api.template_sandbox import BoundedSandbox, TemplateLimitError
 from headrace.errors import ParameterError
 
@@ -70,6 +70,14 @@ class ChatTemplate:
     def source(self, tools: bool = False) -> str:
         """The text of the template that is used with or without tools."""
         return self._select(tools).source
+
+    def shows_tools(self) -> bool:
+        """Whether tools as OpenAI's API describes them come out: there are templates of other shapes."""
+        function = {"name": PROBE, "description": "d", "parameters": {"type": "object", "properties": {}}}
+        try:
+            return PROBE in self.render([{"role": "user", "content": "hi"}], tools=[{"type": "function", "function": function}])
+        except ParameterError:
+            return False
 
     def _select(self, tools: bool) -> _Template:
         if len(self._templates) == 1:

@@ -90,7 +90,10 @@ class ApiContext:
     @cached_property
     def template_knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model; if not, tool_prompt does."""
-        return "tools" in (self._template_source or "")
+        try:
+            return self.chat_template.shows_tools()
+        except ParameterError:
+            return False
 
     @cached_property
     def template_knows_calls(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ from headrace.errors import ParameterError
 from headrace.extras import install_command
 from headrace.sampling.params import SamplingParams
 from headrace.structured_output.params import StructuredOutputsParams
+from headrace.structured_output.reasons import in_words
 
 MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
@@ -52,7 +54,15 @@ def renamed(error: ParameterError, wish: Structure | None) -> ParameterError:
     """The error under the name that the request's own field has."""
     if wish is None or not error.field.startswith("structured_outputs") or wish.field == "structured_outputs":
         return error
-    return ParameterError(wish.field, error.value, error.allowed)
+    if wish.kind != "grammar":
+        return ParameterError(wish.field, error.value, error.allowed)
+    # the grammar is ours (see tool_grammar): of its lines only the tool is known to the client
+    place = re.match(r"what can be compiled \(at (\d+)\(", error.allowed)
+    lines = str(wish.value).splitlines()
+    line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
+    name = re.search(r'"name": \{"const": ("(?:[^"\\]|\\.)*")\}', line)
+    why = in_words(error.allowed.removeprefix("what can be compiled (").removesuffix(")"), "json")
+    return ParameterError(wish.field, f"the parameters of {name[1] if name else 'the tools'}", f"what can be compiled ({why})")
 
 
 def from_response_format(value: dict[str, Any] | None, field: str = "response_format") -> Structure | None:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from headrace.api.errors import ApiError
+from headrace.sampling.foreign import advice
 
 _PLACE = re.compile(r" - at `([^`]*)`$")
 _NAME = re.compile(r"(?:unknown|required) field `([^`]*)`")
@@ -20,11 +21,14 @@ def from_validation(error: msgspec.ValidationError, kind: Any) -> ApiError:
     """msgspec names the place as `$.messages[0].content`; `param` becomes `messages[0].content`."""
     text = str(error)
     path = (m.group(1) if (m := _PLACE.search(text)) else "").removeprefix("$").lstrip(".")
+    text = _PLACE.sub("", text)
     code = "invalid_value"
     if name := _NAME.search(text):
+        unknown = "unknown field" in text
+        if unknown and not path and (instead := advice(name.group(1), getattr(kind, "__struct_fields__", ()))):
+            text += f"; {instead}"
         path = f"{path}.{name.group(1)}" if path else name.group(1)
-        code = "unknown_parameter" if "unknown field" in text else "missing_required_parameter"
-    text = _PLACE.sub("", text)
+        code = "unknown_parameter" if unknown else "missing_required_parameter"
     if text.startswith("Invalid enum value") and (values := _literals(kind, path)):
         text += ", allowed: " + ", ".join(map(str, values))
     return ApiError(400, f"{path}: {text}" if path else text, param=path or None, code=code)

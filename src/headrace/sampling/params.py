@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ParameterError
+from headrace.sampling.foreign import advice
 from headrace.structured_output.params import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5  # a temperature below this is greedy: dividing by it would overflow
@@ -19,7 +20,20 @@ INT64 = 2**63
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output ids so far, logits [vocab] float32) -> logits [vocab]
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class _Named(msgspec.StructMeta):
+    """Makes an error about a field of another engine name ours."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError:
+            for name, value in fields.items():
+                if (instead := advice(name, cls.__struct_fields__)) is not None:
+                    raise ParameterError(name, value, f"nothing here; {instead}") from None
+            raise
+
+
+class SamplingParams(msgspec.Struct, metaclass=_Named, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request; ranges are checked when it is made, ids against the vocabulary at admission.
 
     `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are None until somebody sets them: then the

@@ -13,6 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits
 from headrace.errors import ParameterError
 from headrace.structured_output.grammars import grammars_of
 from headrace.structured_output.params import StructuredOutputsParams
+from headrace.structured_output.reasons import in_words
 from headrace.structured_output.vocabulary import GrammarVocabulary
 
 MAX_DIGITS = 64  # in a row, in a number of JSON
@@ -93,10 +94,10 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """The first line of what went wrong."""
+        """What went wrong."""
         if not self._matcher.is_error():
             return None
-        return (self._matcher.get_error().strip().splitlines() or ["?"])[0].split("<state>")[0].strip() or "the parser failed"
+        return in_words((self._matcher.get_error().strip().splitlines() or [""])[0], "") or "the parser failed"
 
     def fill(self, row: np.ndarray) -> None:
         """Write the mask of the next token to row [ceil(V / 32)] int32: bit set means allowed."""
@@ -147,7 +148,7 @@ class LLGuidance:
         except Exception as e:  # of the parsers of grammars, which raise many kinds
             why = f"{type(e).__name__}: {e}" if not isinstance(e, ValueError) else str(e)
         if why:
-            raise ParameterError(f"structured_outputs.{wish.kind}", value, f"what can be compiled ({why})")
+            raise ParameterError(f"structured_outputs.{wish.kind}", value, f"what can be compiled ({in_words(why, wish.kind)})")
         json_like = wish.kind in ("json", "json_object", "structural_tag")
         return Matcher(matcher, self._digits if json_like else None)
 

@@ -18,11 +18,14 @@ instead of 0.5 for two keys, 2.7 instead of 1.2 for forty.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 # JSON allows any amount of white space between tokens; a model that likes it would never come to an end
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}  # of the backend
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "lenient": False}  # of the backend
 MAX_KEYS = 60  # a rule has 64 bits
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "$defs", "definitions",

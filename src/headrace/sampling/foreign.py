@@ -1,0 +1,43 @@
+"""What other engines call the fields of a request: an error about one names the field to use."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+_KINDS = ("regex", "choice", "grammar", "structural_tag", "json_object")
+# their name -> ours, and how its value differs
+FOREIGN: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("max_new_tokens", "n_predict", "num_predict", "max_completion_tokens", "max_gen_len", "max_output_tokens",
+                     "max_tokens_to_sample"), ("max_tokens", "")),
+    **dict.fromkeys(("min_new_tokens", "min_length"), ("min_tokens", "")),
+    **{f"guided_{kind}": ("structured_outputs", f'as {{"{kind}": ...}}') for kind in (*_KINDS, "json")},
+    **{kind: ("structured_outputs", f'as {{"{kind}": ...}}') for kind in _KINDS},
+    **dict.fromkeys(("json_schema", "format", "schema"), ("structured_outputs", 'as {"json": ...}')),
+    "ebnf": ("structured_outputs", 'as {"grammar": ...}'), "guided_decoding": ("structured_outputs", ""),
+    **dict.fromkeys(("repeat_penalty", "rep_pen", "repetition_penality"), ("repetition_penalty", "")),
+    **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words", "stop_sequence"), ("stop", "")),
+    **dict.fromkeys(("eos_token_id", "stop_ids", "stop_token_id"), ("stop_token_ids", "as a list")),
+    "logits_bias": ("logit_bias", ""), "bad_words_ids": ("bad_words", "as texts"),
+    **dict.fromkeys(("num_return_sequences", "num_completions", "candidate_count", "best_of"), ("n", "")),
+    "do_sample": ("temperature", "0 for the likeliest tokens, more to sample"), "random_seed": ("seed", ""),
+    **dict.fromkeys(("n_probs", "top_n_tokens", "num_logprobs", "return_logprob"), ("logprobs", "")),
+    "typical_p": ("top_p", "which is the nearest"), "ignore_eos_token": ("ignore_eos", ""),
+    "truncate": ("truncate_prompt_tokens", ""),
+    **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget"), ("chat_template_kwargs", "if its template has it")),
+    "inputs": ("prompt", ""), "parameters": ("", "its fields belong at the top of the body"),
+    "options": ("", "its fields belong at the top of the body"), "extra_body": ("", "its fields belong at the top of the body"),
+    "sampling_params": ("", "its fields belong at the top of the body"),
+    "num_ctx": ("", "the context is the server's: --max-model-len"), "keep_alive": ("", "a model stays loaded here"),
+}  # fmt: skip
+
+
+def advice(name: str, fields: Container[str]) -> str | None:
+    """What to use instead of the field `name` where there are `fields`; None for what is not known elsewhere."""
+    if name in fields or name not in FOREIGN:
+        return None
+    ours, how = FOREIGN[name]
+    if ours == "max_tokens" and ours not in fields:
+        ours = "max_output_tokens"  # of Responses
+    if not ours:
+        return how
+    return f"use {ours} {how}".strip() if ours in fields else None
