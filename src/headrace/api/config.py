@@ -22,7 +22,7 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()  # (): the engine's model_name; the first is reported, all are accepted
     api_keys: tuple[str, ...] = ()  # (): no authentication
     max_concurrent_per_key: int | None = None  # requests in progress for one key (for all, without keys)
-    max_queued_requests: int | None = None  # samples that wait for a slot; beyond: 429
+    max_queued_requests: int | None = 4096  # samples that wait for a slot; beyond: 429
     max_queued_tokens: int | None = None  # prompt tokens accepted and still without a first output; beyond: 429
     request_timeout: float | None = None  # deadline of every request; X-Request-Timeout can only shorten it
     max_body_bytes: int = 16 * 2**20  # parsing one of this size holds the event loop up for a few tenths of a second

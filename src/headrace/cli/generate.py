@@ -79,16 +79,17 @@ def _generate(llm, inputs, params, args):
     outputs: dict[int, Any] = {}
     live = args.stream and not args.json
     printed = [""] * (len(inputs) * params.n)
+    ended = [False] * len(printed)  # by the deltas: an output may be ahead of those that are still to come
     turn = 0
     for i, k, delta, output in llm.stream(inputs, params):
         outputs[i] = output
         printed[i * params.n + k] += delta.text
+        ended[i * params.n + k] = delta.finish_reason is not None
         while live and turn < len(printed):
             sys.stdout.write(printed[turn])
             printed[turn] = ""
             sys.stdout.flush()
-            owner = outputs.get(turn // params.n)
-            if owner is None or owner.outputs[turn % params.n].finish_reason is None:
+            if not ended[turn]:
                 break
             sys.stdout.write("\n")
             turn += 1

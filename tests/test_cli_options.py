@@ -1,0 +1,433 @@
+"""The command line's options: help, mistakes, API keys and text files in every form, packages that are not installed, docs."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headrace.prewarm
+from headrace.api.config import ServerConfig
+from headrace.cli import COMMANDS, main, make_parser
+from headrace.cli.keys import client_key, server_keys
+from headrace.config import EngineConfig
+from headrace.errors import HeadraceError, ParameterError
+from headrace.extras import EXTRAS, require
+from headrace.files import decode_text, read_text
+from headrace.llm import LLM
+from headrace.sampling.params import SamplingParams
+from headrace.structured_output.params import StructuredOutputsParams
+from server_process import SRC, ServerProcess
+from tiny_models import write_tiny
+
+OPERATING = Path(__file__).parents[1] / "docs" / "operating.md"
+
+
+def words_of(commands=COMMANDS, before=()) -> list[tuple[str, ...]]:
+    """Every command, as it is typed."""
+    found = [] if before == () else [before]
+    for name, (_, below) in commands.items():
+        found += words_of(below, (*before, name)) if isinstance(below, dict) else [(*before, name)]
+    return found
+
+
+def parser_of(words: tuple[str, ...]) -> argparse.ArgumentParser:
+    """The parser of a command, with its options."""
+    parser = make_parser()
+    for word in words:
+        below = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = below.choices[word]
+        if parser._fill is not None:
+            fill, parser._fill = parser._fill, None
+            fill(parser)
+    return parser
+
+
+def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return parser._get_formatter()._expand_help(action)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("words", [(), *words_of()], ids=" ".join)
+def test_every_option_has_help_and_shows_its_default(words, capsys):
+    parser = parser_of(words)
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        name = action.option_strings[0] if action.option_strings else action.dest
+        if isinstance(action, argparse._SubParsersAction):
+            assert all(choice.help for choice in action._choices_actions)
+            continue
+        text = help_of(parser, action)
+        assert action.help and len(action.help) > 5, name
+        assert text.count("default") >= 1 and "default:" in text, name
+        if action.nargs != 0 and not action.choices and action.option_strings and action.dest not in ("model", "url", "host", "header", "tokenizer", "n"):
+            assert action.metavar and action.metavar.lower() != action.dest, f"{name}: a metavar that says what it is"
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and shown.startswith(f"usage: {' '.join(('headrace', *words))} ")
+    assert all(o in shown for a in parser._actions for o in a.option_strings)
+
+
+def test_defaults_in_help_are_those_of_the_engine():
+    parser = parser_of(("serve",))
+    shown = {a.dest: help_of(parser, a) for a in parser._actions}
+    for name, field in EngineConfig.__dataclass_fields__.items():
+        if name in shown and field.default is not None:
+            value = {True: "on", False: "off"}.get(field.default, field.default) if isinstance(field.default, bool) else field.default
+            assert f"(default: {value})" in shown[name], name
+
+
+def test_the_first_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name}\b", shown, re.M) for name in COMMANDS) and "bench serve" not in shown
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^ +{name}\b", shown, re.M) for name in COMMANDS["bench"][1])
+
+
+# --------------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "said"),
+    [
+        ("serve --prot 80", "headrace serve", "did you mean --port?"), ("serve --prot=80", "headrace serve", "did you mean --port?"),
+        ("serve --gpu-layers 3", "headrace serve", "--gpu-layers"), ("generate --promt x", "headrace generate", "--prompt?"),
+        ("bench serve --num-promts 3", "headrace bench serve", "--num-prompts?"), ("bench latency --bach 3", "headrace bench latency", "--batch?"),
+        ("serve a b", "headrace serve", "unknown: b"), ("serve --port x", "headrace serve", "--port"), ("sevre", "headrace", "'serve'"),
+        ("bench", "headrace bench", "WHAT"), ("bench nothing", "headrace bench", "latency"), ("", "headrace", "COMMAND"),
+        ('serve --api-key-file ""', "headrace serve", "--api-key-file"), ('serve --ssl-certfile ""', "headrace serve", "--ssl-certfile"),
+        ('serve ""', "headrace serve", "MODEL"), ('serve --host " "', "headrace serve", "--host"), ('serve --model ""', "headrace serve", "--model"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_exist_get_their_own_commands_usage(capsys, line, usage, said):
+    words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', line)]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and said in err and len(err.splitlines()) <= 4
+    assert err.startswith(f"usage: {usage} ") and f"{usage}: error: " in err
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("generate --prompt x --top-p 7", "--top-p"), ("generate --prompt x --max-model-len 0", "--max-model-len"),
+        ("serve --port 99999", "--port"), ("bench latency --batch 4 0", "--batch"), ("bench latency --output-len 1", "--output-len"),
+        ("bench all --out /no/such/dir/x", "--out"), ("chat --url x --timeout nan", "--timeout"), ("chat --url http://x --api-key a\nb", "--api-key"),
+        ("bench serve --extra-body 5", "--extra-body"), ("generate --prompt \udcff", "command line"),
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_told_by_its_options_name(capsys, line, option):
+    assert main(line.split(" ")) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("headrace: ") and f"{option}: got " in err.replace(", --port", "") and "allowed: " in err and err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r\0"), max_size=50), st.sampled_from(["", "\ufeff"]))
+def test_a_text_file_is_its_text_with_or_without_a_mark(text, mark):
+    text = text.removeprefix("\ufeff")
+    assert decode_text((mark + text).encode()) == text
+    assert decode_text((mark + text.replace("\n", "\r\n")).encode()) == text
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=50), st.sampled_from(["utf-16", "utf-32", "utf-16-le", "utf-16-be"]))
+def test_other_encodings_are_never_taken_for_utf_8(text, coding):
+    data = text.encode(coding)
+    try:
+        found = decode_text(data)
+    except ValueError:
+        return
+    assert "\0" not in found and codecs.BOM_UTF16_LE not in data[:2]  # two bytes that happen to be a text
+
+
+BAD_FILES = {
+    "UTF-16": "hello\n".encode("utf-16"), "UTF-16 without a mark": "hello\n".encode("utf-16-le"), "UTF-32": "hello\n".encode("utf-32"),
+    "Latin-1": "grün\n".encode("latin-1"), "binary": bytes(range(256)),
+}  # fmt: skip
+FILE_OPTIONS = {
+    "--prompt-file": ["generate"], "--api-key-file": ["serve", "--port", "0"], "--chat-template": ["serve", "--port", "0"],
+    "--dataset-path": ["bench", "serve", "--dataset-name", "custom"], "--config": ["bench", "latency"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*BAD_FILES, "directory", "missing"])
+def test_files_that_are_no_text_are_named(tmp_path, kind):
+    path = tmp_path / "file"
+    if kind == "directory":
+        path.mkdir()
+    elif kind != "missing":
+        path.write_bytes(BAD_FILES[kind])
+    with pytest.raises(ParameterError) as error:
+        read_text("--prompt-file", str(path))
+    assert error.value.field == "--prompt-file" and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", sorted(set(FILE_OPTIONS) - {"--api-key-file", "--chat-template"}))
+def test_every_option_with_a_file_names_it(capsys, tmp_path, option):
+    path = tmp_path / "file"
+    path.write_bytes(BAD_FILES["UTF-16"])
+    words = FILE_OPTIONS[option]
+    if "serve" in words:  # the file is read when the server has answered
+        from headrace.benchmark.workload import from_file
+
+        with pytest.raises(ParameterError, match=f"{option}.*UTF-16"):
+            list(from_file(str(path), None, 5))
+        path.write_text('\ufeff{"prompt": "a\u2028b"}\n')
+        assert [p.prompt for p in from_file(str(path), None, 5)] == ["a\u2028b"]  # a line ends at its line break only
+    else:
+        assert main([*words, option, str(path)]) == 1
+        err = capsys.readouterr().err
+        assert option in err and str(path) in err and "UTF-16" in err
+
+
+# ------------------------------------------------------------------------------------------------------------------- keys
+
+
+def keys(file: Path | None = None, *given: str) -> tuple[str, ...]:
+    return server_keys(argparse.Namespace(api_key=list(given) or None, api_key_file=None if file is None else str(file)))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"one\ntwo\n", ("one", "two")), (b"one", ("one",)), (b"\r\none  \r\n\r\n\ttwo\r\n", ("one", "two")), (b"\xef\xbb\xbfone\n", ("one",)),
+        (b"# for Ann\none\n  # for Bob\ntwo", ("one", "two")), ("schlüssel\n".encode(), ("schlüssel",)), (b"one#1\n", ("one#1",)),
+        (b"", None), (b"\n \n\t\r\n", None), (b"\xef\xbb\xbf", None), (b"# one\n", None), (b"one two\n", None), (b"one\nt\x01wo\n", None),
+        (b"k\xfcy\n", None), ("one\n".encode("utf-16"), None), (b"one\0\n", None),
+    ],
+)  # fmt: skip
+def test_a_key_file_gives_its_keys_or_ends_the_start(tmp_path, monkeypatch, data, expected):
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    file = tmp_path / "keys"
+    file.write_bytes(data)
+    if expected is not None:
+        assert keys(file) == expected
+        assert keys(file, "more") == ("more", *expected)
+    else:
+        for more in ((), ("more",)):  # another source does not make up for it
+            with pytest.raises(ParameterError) as error:
+                keys(file, *more)
+            assert "--api-key-file" in error.value.field and "one" not in str(error.value).replace("at least one", "")
+
+
+@pytest.mark.parametrize("bad", ["", " ", "\t", "a b", "a\n", "\x7f"])
+def test_an_empty_key_is_not_no_key(monkeypatch, bad):
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    assert keys() == ()
+    with pytest.raises(ParameterError, match="--api-key"):
+        keys(None, bad)
+    with pytest.raises(ParameterError, match="api_keys"):
+        ServerConfig(api_keys=("good", bad))
+    monkeypatch.setenv("HEADRACE_API_KEY", bad)
+    for given in ((), ("good",)):
+        with pytest.raises(ParameterError, match="HEADRACE_API_KEY"):
+            keys(None, *given)
+    monkeypatch.setenv("HEADRACE_API_KEY", "fine")
+    assert keys() == ("fine",) and keys(None, "good") == ("good", "fine")
+
+
+def test_a_client_takes_its_key_from_the_option_or_the_environment(monkeypatch):
+    monkeypatch.setenv("HEADRACE_API_KEY", "fine")
+    assert client_key(argparse.Namespace(api_key=None)) == "fine" and client_key(argparse.Namespace(api_key="mine")) == "mine"
+    monkeypatch.setenv("HEADRACE_API_KEY", " ")
+    assert client_key(argparse.Namespace(api_key=None)) is None
+    with pytest.raises(ParameterError):
+        client_key(argparse.Namespace(api_key="a b"))
+
+
+@pytest.mark.parametrize("origin", ["http://a", "https://a.b:8443", "*", "null", "app://obsidian.md"])
+def test_origins(origin):
+    ServerConfig(cors_origins=(origin,))
+
+
+@pytest.mark.parametrize("origin", ["", "http://a/", "a.b", "http://a/b", "http://", "http://a b", "https://x@a"])
+def test_origins_that_no_browser_sends_are_refused(origin):
+    with pytest.raises(ParameterError, match="cors_origins"):
+        ServerConfig(cors_origins=("http://a", origin))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_real_server_asks_for_the_keys_of_its_file_and_environment(tiny, tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("# two of them\nfrom-file\n\nschlüssel\n")
+    monkeypatch.setenv("HEADRACE_API_KEY", "from-environment")
+    with ServerProcess(tiny, "--no-standby", "--api-key", "from-option", "--api-key-file", str(file)) as server:
+        status = {
+            key: server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}".encode()}).status_code
+            for key in ("from-option", "from-file", "schlüssel", "from-environment", "from", "# two of them", "two", "other")
+        }
+        assert status == dict(zip(status, [200] * 4 + [401] * 4, strict=True))
+        assert server.http.get("/v1/models").status_code == 401 and server.http.get("//v1/models/").status_code == 401
+        assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(("option", "value"), [("--api-key-file", b""), ("--api-key-file", b"# none\n"), ("HEADRACE_API_KEY", b""), ("--api-key", b"")])
+def test_a_real_server_that_was_to_have_a_key_does_not_start_without(tiny, tmp_path, option, value):
+    file = tmp_path / "keys"
+    file.write_bytes(value)
+    words = {"--api-key-file": ["--api-key-file", str(file)], "--api-key": ["--api-key", ""]}.get(option, [])
+    env = {**os.environ, "PYTHONPATH": str(SRC)} | ({"HEADRACE_API_KEY": ""} if option == "HEADRACE_API_KEY" else {})
+    command = [sys.executable, "-m", "headrace.cli", "serve", str(tiny), "--device", "cpu", "--port", "0", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and option in done.stderr and "Traceback" not in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------- other packages
+
+
+def without(modules: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process in which these modules are not to be had."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({modules!r})); from headrace.cli import main; sys.exit(main({list(words)!r}))"
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(m, ["serve", "--port", "0"]) for m, extra in EXTRAS.items() if extra == "serve"]
+    + [("matplotlib", ["bench", "serve", "--url", "http://127.0.0.1:9", "--plot", "x.svg"])],
+)
+def test_a_missing_package_names_the_command_that_adds_it(module, words):
+    done = without([module], *words)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert module in done.stderr and f"pip install 'headrace[{EXTRAS[module]}]'" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["msgspec", "numpy"])
+def test_a_missing_dependency_is_no_traceback(module):
+    done = without([module], "bench", "serve", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and f"{module} is not installed" in done.stderr
+
+
+def test_what_needs_no_extra_runs_without():
+    done = without([*EXTRAS, "uvloop", "httptools"], "bench", "serve", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1 and "cannot be reached" in done.stderr and "Traceback" not in done.stderr
+    assert without([*EXTRAS, "uvloop"], "serve", "--help").returncode == 0
+
+
+def test_grammars_without_their_package(monkeypatch, tiny):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(HeadraceError, match=r"headrace\[structured\]"):
+        require("structured")
+    with LLM(str(tiny), device="cpu", dtype="float32", max_model_len=64, max_num_seqs=2) as llm:
+        params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+        with pytest.raises(ParameterError, match=r"pip install 'headrace\[structured\]'"):
+            llm.generate(["x"], params, use_tqdm=False)
+        assert llm.generate(["x"], SamplingParams(max_tokens=4), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_the_extras_are_those_of_the_project():
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    distributions = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+    for module, extra in EXTRAS.items():
+        assert any(re.match(rf"{distributions.get(module, module)}\b", line) for line in project[extra]), module
+
+
+# ---------------------------------------------------------------------------------------------------------------- prewarm
+
+
+class Driver:
+    """In the place of libcuda."""
+
+    def __init__(self, result: int):
+        self.result, self.retained, self.done = result, 0, threading.Event()
+
+    def cuInit(self, flags: int) -> int:
+        if self.result:
+            self.done.set()
+        return self.result
+
+    def cuDevicePrimaryCtxRetain(self, context, device: int) -> int:
+        self.retained += 1
+        self.done.set()
+        return 0
+
+
+@pytest.mark.parametrize(("device", "result", "retained"), [("cuda", 0, 1), ("auto", 0, 1), ("cuda", 100, 0), ("cpu", 0, 0), ("mps", 0, 0)])
+def test_a_context_is_made_ahead_where_there_is_a_card(monkeypatch, device, result, retained):
+    driver, hashed = Driver(result), threading.Event()
+    monkeypatch.setattr(headrace.prewarm, "is_installed", lambda module: module == "triton")
+    monkeypatch.setattr(headrace.prewarm.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(headrace.prewarm, "_hash_triton", hashed.set)
+    headrace.prewarm.prewarm(device)
+    wanted = device in ("auto", "cuda")
+    assert driver.done.wait(10 if wanted else 0) == wanted and hashed.wait(10 if wanted else 0) == wanted
+    assert driver.retained == retained
+
+
+def test_nothing_is_made_ahead_without_a_driver_or_triton(monkeypatch):
+    def no_driver(name: str):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    started = []
+    monkeypatch.setattr(headrace.prewarm.threading, "Thread", lambda **options: started.append(options))
+    monkeypatch.setattr(headrace.prewarm.ctypes, "CDLL", no_driver)
+    headrace.prewarm.prewarm("cuda")
+    monkeypatch.setattr(headrace.prewarm.ctypes, "CDLL", lambda name: Driver(0))
+    monkeypatch.setattr(headrace.prewarm, "is_installed", lambda module: False)
+    headrace.prewarm.prewarm("cuda")
+    assert not started
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
+    headrace.prewarm._hash_triton()  # a Triton that keeps it elsewhere
+
+
+# ------------------------------------------------------------------------------------------------------------------- docs
+
+
+def defaults() -> dict[str, str]:
+    """--option -> what `headrace serve --help` says of its default."""
+    parser = parser_of(("serve",))
+    found = {}
+    for action in parser._actions:
+        if shown := re.search(r"default: (.*)\)", help_of(parser, action)):
+            found |= dict.fromkeys(action.option_strings or [action.metavar], shown[1])
+    return found
+
+
+def test_the_operators_tables_have_the_defaults_of_help():
+    known = defaults()
+    rows = re.findall(r"^\| (`(?:--|MODEL)[^|]*) \| ([^|]*) \|", OPERATING.read_text(), re.M)
+    assert len(rows) > 25
+    for names, default in rows:
+        for name in re.findall(r"`([^`]*)`", names):
+            assert known[name] == default.strip("`"), name
+
+
+def test_defaults_in_the_operators_text_are_those_of_help():
+    known = defaults()
+    found = re.findall(r"`(--[a-z-]+)` \((none|[0-9][^)]*)\)", OPERATING.read_text())
+    assert len(found) > 8
+    for name, default in found:
+        assert known[name].removesuffix(".0") == default.split(" ")[0], name
+
+
+def test_options_that_documents_name_exist():
+    known = {o for words in words_of() for a in parser_of(words)._actions for o in a.option_strings}
+    others = {"--no-deps", "--version", "--help"}
+    for document in (OPERATING, OPERATING.parent / "tour.md", OPERATING.parents[1] / "README.md"):
+        assert not set(re.findall(r"`(--[a-z][a-z-]+)", document.read_text())) - known - others, document.name
