@@ -239,9 +239,9 @@ def test_an_empty_key_is_not_no_key(monkeypatch, bad):
     with pytest.raises(ParameterError, match="api_keys"):
         ServerConfig(api_keys=("good", bad))
     monkeypatch.setenv("HEADRACE_API_KEY", bad)
-    for given in ((), ("good",)):
+    for others in ((), ("good",)):
         with pytest.raises(ParameterError, match="HEADRACE_API_KEY"):
-            keys(None, *given)
+            keys(None, *others)
     monkeypatch.setenv("HEADRACE_API_KEY", "fine")
     assert keys() == ("fine",) and keys(None, "good") == ("good", "fine")
 
@@ -411,7 +411,7 @@ def defaults() -> dict[str, str]:
 
 def test_the_operators_tables_have_the_defaults_of_help():
     known = defaults()
-    rows = re.findall(r"^\| (`(?:--|MODEL)[^|]*) \| ([^|]*) \|", OPERATING.read_text(), re.M)
+    rows = re.findall(r"^\| ((?:`(?:--[a-z-]+|MODEL)`(?:, )?)+) \| ([^|]*) \|", OPERATING.read_text(), re.M)
     assert len(rows) > 25
     for names, default in rows:
         for name in re.findall(r"`([^`]*)`", names):

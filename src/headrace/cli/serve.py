@@ -30,7 +30,9 @@ BUILDER = "headrace.engine.build:build_engine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", type=text, metavar="MODEL", help="as --model (default: the embedded SmolLM2-135M-Instruct)")
+    parser.add_argument(
+        "model_tag", nargs="?", type=text, metavar="MODEL", help="as --model (default: the embedded SmolLM2-135M-Instruct)"
+    )
     server = parser.add_argument_group("server")
     server.add_argument("--host", type=text, default="127.0.0.1", help="address to listen on; the default is this machine only")
     server.add_argument("--port", type=int, metavar="N", default=8000, help="0: any free one, which is printed")
