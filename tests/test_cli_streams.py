@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -12,9 +14,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
-from server_process import SRC
+from server_process import SRC, until
 from tiny_models import write_tiny
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0"]
@@ -208,3 +211,31 @@ def test_generate_with_streams_in_every_state(tiny):
     code, asked, err = in_shell("", *words[:-1], "schöne ☃", *options, PYTHONIOENCODING="ascii")
     assert code == 0 and json.loads(asked)["prompt"] == "schöne ☃"  # JSON can be written anywhere
     assert "memory plan" in err and " INFO " in err  # of which nothing was there without the option
+
+
+def test_a_server_needs_no_stream_at_all(tiny):
+    """As a daemon starts it: what would be printed is lost, and no socket becomes a standard stream."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = command("serve", str(tiny), *SMALL[:-2], "--port", str(port), "--no-standby", "--log-level", "info")
+    process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", *words], env=environment())
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+
+            def ready() -> bool:
+                assert process.poll() is None
+                with contextlib.suppress(httpx.TransportError):
+                    return http.get("/ready").status_code == 200
+                return False
+
+            until(ready, 120)
+            body = {"model": str(tiny), "prompt": "hello", "max_tokens": 2}
+            assert http.post("/v1/completions", json=body).status_code == 200
+            kinds = [stat.S_IFMT(os.stat(f"/proc/{process.pid}/fd/{n}").st_mode) for n in range(3)]
+            assert kinds == [stat.S_IFCHR] * 3
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()

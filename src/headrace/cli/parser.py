@@ -52,8 +52,9 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help lists what there is\n")
 
     def option_of(self, field: str) -> str | None:
-        """The option that sets `field`."""
-        options = (o for action in self._actions if action.dest == field for o in action.option_strings)
+        """The option that sets `field`, or adds to it."""
+        dests = (field, field.removesuffix("s"))
+        options = (o for action in self._actions if action.dest in dests for o in action.option_strings)
         return next((o for o in options if o.startswith("--") and not o.startswith("--no-")), None)
 
     def _suggestion(self, unknown: list[str]) -> str:
