@@ -3,7 +3,7 @@
 # make test         own venv, install, lint, types, all tests
 # make test-gpu     the tests that need a card, on a machine that has one
 # make bench-gpu    the benchmarks of the README on a card
-# make conformance  the judges of the HTTP surface (installs them into a venv of their own)
+# make conformance  the judges of the HTTP surface, real tokenizers, a real model (fetched when it runs)
 PYTHON ?= python3
 VENV   ?= .venv
 # The build of torch: on a machine with a GPU any recent one is kept (TORCH=torch takes the newest CUDA build).
@@ -57,7 +57,7 @@ bench-gpu: $(VENV)/.run
 	  $(BIN)/headrace bench all --config benchmarks/shapes/$$shape.json --out benchmarks/results/$$shape.json || exit 1; \
 	done
 
-conformance: $(VENV)/.run
+conformance: $(VENV)/.test
 	VENV=$(abspath $(VENV)) bash tests/conformance/run.sh
 
 clean:

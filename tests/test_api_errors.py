@@ -116,6 +116,12 @@ def test_missing_and_unknown_fields(api, path):
         assert error["param"] == field or path in ("/tokenize",)
     error = error_of(api.post(path, {**BODIES[path], "frobnicate": 1}))
     assert error["param"] == "frobnicate" and error["code"] == "unknown_parameter"
+    known = {"/v1/completions": ("max_new_tokens", "use max_tokens"), "/v1/chat/completions": ("guided_json", "structured_outputs"),
+             "/v1/responses": ("max_new_tokens", "use max_output_tokens")}  # fmt: skip
+    if path in known:
+        field, instead = known[path]
+        error = error_of(api.post(path, {**BODIES[path], field: 1}))
+        assert error["param"] == field and error["code"] == "unknown_parameter" and instead in error["message"]
     if path.startswith("/v1/"):
         error = error_of(api.request("POST", path, json=BODIES[path]))
         assert error["param"] == "model"

@@ -6,7 +6,9 @@ import pickle
 import msgspec
 import pytest
 
+from headrace.api.protocol import ChatRequest, CompletionRequest
 from headrace.errors import ParameterError
+from headrace.sampling.foreign import FOREIGN
 from headrace.sampling.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
@@ -158,3 +160,24 @@ def test_an_explicit_value_wins_over_the_checkpoints_even_when_it_is_zero():
 def test_they_cross_the_process_border():
     params = SamplingParams(temperature=0.5, stop=["a", "b"], logit_bias={3: 1.5}, seed=-5, logprobs=0, top_k=-1)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("max_new_tokens", "max_tokens"), ("n_predict", "max_tokens"), ("num_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty"),
+     ("stop_sequences", "stop"), ("logits_bias", "logit_bias"), ("guided_json", '{"json": ...}'), ("guided_regex", '{"regex": ...}'),
+     ("grammar", '{"grammar": ...}'), ("json_schema", '{"json": ...}'), ("num_return_sequences", "use n"), ("do_sample", "temperature")],
+)  # fmt: skip
+def test_fields_of_other_engines_name_ours(theirs, ours):
+    with pytest.raises(ParameterError) as error:
+        SamplingParams(**{theirs: 1})
+    assert error.value.field == theirs and ours in error.value.allowed
+
+
+def test_whatever_is_advised_exists():
+    for theirs, (ours, _) in FOREIGN.items():
+        known = {*SamplingParams.__struct_fields__, *CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__}
+        assert not ours or ours in known, theirs
+        assert theirs not in SamplingParams.__struct_fields__
+    with pytest.raises(TypeError, match="nonsense"):
+        SamplingParams(nonsense=1)

@@ -124,10 +124,9 @@ def check_ids_and_templates(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(path: Path, *options: str) -> Iterator[str]:
+def served(path: Path, log: Path, *options: str) -> Iterator[str]:
     command = [sys.executable, "-m", "headrace.cli", "serve", str(path), "--port", "0", "--dtype", "float32", "--device", "cpu"]
     command += ["--stats-interval", "0", "--served-model-name", "m", *options]
-    log = path / "server.log"
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
@@ -210,7 +209,7 @@ def main(folder: Path, names: list[str]) -> int:
     for name in names or PACKAGES:
         said = []
         path = checkpoint(fetched(folder, name), folder / name / "checkpoint")
-        with served(path, "--load-format", "dummy", *PACKAGES[name]) as url:
+        with served(path, path / "server.log", "--load-format", "dummy", *PACKAGES[name]) as url:
             checks: list[tuple[str, Callable[..., int | None], tuple[Any, ...]]] = [
                 ("ids, templates", check_ids_and_templates, (path,)), ("continuation", check_continuation, (url,)),
                 ("calls", check_calls, (url, name in STRICT)), ("JSON", check_json, (url,)),

@@ -18,7 +18,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CLIENTS = HERE / "clients"
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import real_tokenizers  # noqa: E402
 
 # left out, because a text model refuses it, as it must: image input
 COMPLY_CHAT = "chat-basic-response,chat-system-prompt,chat-multi-turn,chat-tool-calling,chat-streaming-response,"
@@ -92,6 +94,21 @@ JUDGES = [
          "--suppress-health-check", "all", "--warnings", "off"),
         server="tiny", figure=r"\d+ generated.+",
     ),
+    *(
+        Judge(
+            f"tokenizer {name}", (), (sys.executable, str(HERE / "real_tokenizers.py"), "{fetched}", name), server="",
+            figure=r"passed.+|\w+: [\w, ]+: AssertionError.+",
+        )
+        for name in real_tokenizers.PACKAGES
+    ),
+    Judge(
+        "Qwen2.5-Coder-0.5B (GGUF)", (), (sys.executable, str(HERE / "real_model.py"), "{fetched}"), server="",
+        figure=r"passed.+|\w+: AssertionError.+", needs="passed",
+    ),
+    Judge(
+        "histories of agents", (), (sys.executable, str(HERE / "agents.py"), "{url}", "{model}"), figure=r"passed.+|\w+: \w+.+",
+        needs="passed",
+    ),
     client("openai (Python)", "openai", "openai_client.py"),
     client("langchain-openai", "langchain-openai", "langchain_client.py"),
     client("litellm", "litellm", "litellm_client.py"),
@@ -113,6 +130,8 @@ class Place:
 
     def install(self, judge: Judge) -> dict[str, str]:
         """What the command's {bin} and {site} are. Raises CalledProcessError."""
+        if not judge.packages and not judge.node:
+            return {}
         if judge.node:
             if not (self.node / "node_modules").exists():
                 self.node.mkdir(exist_ok=True)
@@ -217,7 +236,7 @@ def openai_document(site: Path, model: str) -> dict:
 def run_judge(judge: Judge, place: Place, running: dict[str, str]) -> tuple[str, str]:
     """(pass, FAIL or not installed; what it says)."""
     try:
-        values = running | place.install(judge)
+        values = running | {"fetched": str(place.root / "fetched")} | place.install(judge)
     except (subprocess.SubprocessError, OSError) as e:
         return "not installed", f"{type(e).__name__}, see install.log"
     work = place.root / "work"

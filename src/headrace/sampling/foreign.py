@@ -36,7 +36,7 @@ def advice(name: str, fields: Container[str]) -> str | None:
     if name in fields or name not in FOREIGN:
         return None
     ours, how = FOREIGN[name]
-    if ours == "max_tokens" and ours not in fields:
+    if ours == "max_tokens" and "max_output_tokens" in fields:
         ours = "max_output_tokens"  # of Responses
     if not ours:
         return how
