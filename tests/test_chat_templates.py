@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.api.chat import ChatTemplate
+from headrace.api.chat import ChatTemplate, check_messages
+from headrace.api.tool_prompt import with_tools
 from headrace.errors import ParameterError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -455,3 +456,30 @@ def test_a_refusal_names_the_message_with_which_it_begins():
     with pytest.raises(ParameterError) as error:
         ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.missing.name }}{% endfor %}").render([USER])
     assert error.value.field == "messages[0]"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# templates that know no tools
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM], [{"role": "developer", "content": parts("Be", "brief.")}]], ids=len)
+def test_tools_and_calls_are_spelled_for_templates_that_know_none(system):
+    """One system message, all calls and results as text, and roles in turn, as such templates want them."""
+    history = [*system, *answered(CALLED, parts("SUNNY"), content=parts("Let me", "see.")), {**RESULT, "content": None}, USER, ASSISTANT, USER]
+    told = with_tools(history, [TOOL])
+    assert [m["role"] for m in told] == [system[0]["role"] if system else "system", "user", "assistant", "user", "assistant", "user"]
+    head, call, results = told[0]["content"], told[2]["content"], told[3]["content"]
+    assert "<tools>" in head and json.dumps(TOOL, ensure_ascii=False) in head and head.startswith("Be") == bool(system)
+    assert call == 'Let me\nsee.\n<tool_call>\n{"name": "look_up", "arguments": {"q": "CITY"}}\n</tool_call>'
+    assert results == "<tool_response>\nSUNNY\n</tool_response>\n<tool_response>\n\n</tool_response>\n" + USER["content"]
+    assert with_tools(history, []) == (told[1:] if not system else [{**check_messages(system)[0]}, *told[1:]])
+    with pytest.raises(ParameterError, match=r"messages\[0\].content"):
+        with_tools([{"role": "user", "content": [5]}], [])
+
+
+def test_tools_in_another_shape_are_not_shown_to_a_template():
+    """Command R's template wants `name` and `parameter_definitions` at the top of a tool, and fails without them."""
+    cohere = "{% for t in tools or [] %}{{ t.name + t.parameter_definitions }}{% endfor %}{{ messages[0].content }}"
+    assert not ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": cohere}).shows_tools()
+    assert not ChatTemplate("{# tools #}{{ messages[0].content }}").shows_tools()
+    assert ChatTemplate(HERMES).shows_tools() and ChatTemplate(MISTRAL).shows_tools()

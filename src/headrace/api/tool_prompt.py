@@ -45,8 +45,8 @@ def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
         return spelled
     text = INTRODUCTION.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in tools))
     first = spelled[0]
-    if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *spelled[1:]]
+    if first["role"] in ("system", "developer"):
+        return [{**first, "content": f"{_text(first)}\n\n{text}"}, *spelled[1:]]
     return [{"role": "system", "content": text}, *spelled]
 
 
