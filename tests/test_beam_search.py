@@ -155,8 +155,11 @@ def test_the_context_is_the_end(pair):
     ours, _ = pair
     ours.inputs.eos_token_ids = []
     room = ours.config.max_model_len - 3
-    output = ours.beam_search([list(range(10, 10 + room))], BeamSearchParams(beam_width=2, max_tokens=50))[0]
+    prompt = list(range(10, 10 + room))
+    output = ours.beam_search([prompt], BeamSearchParams(beam_width=2))[0]
     assert [len(s.token_ids) for s in output.sequences] == [3, 3]
+    with pytest.raises(ParameterError, match="at most 3"):
+        ours.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=4))
 
 
 def test_a_failure_leaves_nothing_behind(pair):

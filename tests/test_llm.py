@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
+import multiprocessing
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -192,7 +197,9 @@ BAD_INPUT = [
     ({"prompts": [[3]], "params": {"logit_bias": {512: 1.0}}}, "logit_bias"),
     ({"prompts": [[3]], "params": {"stop_token_ids": [512]}}, "stop_token_ids"),
     ({"prompts": [[3]], "params": {"allowed_token_ids": [-5]}}, "allowed_token_ids"),
-    ({"prompts": [[3] * 120], "params": {"min_tokens": 60, "max_tokens": 60}}, "min_tokens"),
+    ({"prompts": [[3] * 120], "params": {"min_tokens": 60, "max_tokens": None}}, "min_tokens"),
+    ({"prompts": [[3] * 120], "params": {"max_tokens": 9}}, "max_tokens: got 9, allowed: at most 8"),
+    ({"prompts": [[3] * 2], "params": {"max_tokens": 16 + 2**30}}, "max_tokens"),
 ]
 
 
@@ -260,6 +267,17 @@ def test_truncation_keeps_the_end(llm):
 def test_no_max_tokens_runs_to_the_context(llm):
     output = llm.generate([[5] * 100], SamplingParams(max_tokens=None, **GREEDY), use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) == 28 and output.finish_reason == "length"
+
+
+def test_a_max_tokens_that_nobody_asked_for_is_what_fits(llm):
+    for prompt, params in itertools.product(([5] * 120, "0" * 120), (None, SamplingParams(), SamplingParams(ignore_eos=True))):
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        room = 128 - len(output.prompt_token_ids)
+        assert 0 < len(output.outputs[0].token_ids) <= min(16, room)
+    assert len(output.outputs[0].token_ids) == min(16, room)
+    assert SamplingParams().max_tokens == 16
+    with pytest.raises(ParameterError, match="at most 8"):
+        llm.generate([[5] * 120], SamplingParams(max_tokens=16), use_tqdm=False)
 
 
 def test_the_prefix_cache_can_be_emptied(llm):
@@ -346,3 +364,68 @@ def test_ids_without_a_token_are_refused_wherever_they_come_in(path, tmp_path):
         assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
         with pytest.raises(ParameterError, match="got 515"):
             llm.generate(word, SamplingParams(max_tokens=1))
+
+
+def test_a_fork_of_a_process_that_made_an_engine_is_told_so(llm, path):
+    """In a child neither the parent's LLM nor one of its own can run, and nothing hangs."""
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=8, **GREEDY))
+    next(stream)
+    uses = [
+        lambda: LLM(path, **OPTIONS), lambda: llm.generate("a", use_tqdm=False), lambda: next(stream), lambda: llm.score("a b"),
+        lambda: llm.beam_search("a", BeamSearchParams(beam_width=2)), llm.reset_prefix_cache,
+    ]  # fmt: skip
+
+    def child(pipe) -> None:
+        said = []
+        for use in uses:
+            try:
+                use()
+                said.append("nothing")
+            except Exception as e:
+                said.append(f"{type(e).__name__}: {e}")
+        stream.close()
+        llm.close()  # leaves the parent's alone
+        pipe.send(said)
+
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=child, args=(there,))
+    process.start()
+    there.close()
+    try:
+        said = here.recv()
+    finally:
+        process.join()
+    assert process.exitcode == 0
+    assert all(s.startswith("EngineDeadError") and f"fork of process {os.getpid()}" in s and "spawn" in s for s in said), said
+    assert sum(len(delta.token_ids) for *_, delta, _ in stream) == 7
+
+
+LOADS = """
+import sys
+from headrace import LLM, SamplingParams
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+def load():
+    return LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype=sys.argv[2], num_kv_blocks=8)
+sizes = []
+for _ in range(3):
+    with load() as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+        sizes.append(resident())
+    sizes.append(resident())
+print(*sizes)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_closed_engines_leave_no_memory_behind(tmp_path, dtype):
+    """Weights of 160 MiB in float32 in matrices of 2 to 8 MiB; bfloat16 is packed anew, and what it is packed from must go."""
+    shape = {"hidden_size": 480, "intermediate_size": 1920, "num_hidden_layers": 12}
+    path = write_tiny("llama", tmp_path / "tiny", **shape)
+    run = subprocess.run([sys.executable, "-c", LOADS, str(path), dtype], capture_output=True, text=True, check=True)
+    sizes = list(map(int, run.stdout.split()))
+    loaded, closed = sizes[::2], sizes[1::2]
+    assert loaded[0] - closed[0] > 60, "there was nothing to give back"
+    assert max(closed) - closed[0] < 40 and max(loaded) - loaded[0] < 60, sizes

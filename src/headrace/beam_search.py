@@ -21,7 +21,7 @@ import msgspec
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError, ParameterError
-from headrace.sampling.params import MAX_LOGPROBS, SamplingParams, check_float, check_int
+from headrace.sampling.params import MAX_LOGPROBS, AtMost, SamplingParams, check_float, check_int
 from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     """
 
     beam_width: int
-    max_tokens: int = 16
+    max_tokens: int = AtMost(16)
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     num_return_sequences: int | None = None  # the best ones; None: beam_width

@@ -40,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--plain", action="store_true", help="bare text even on a terminal")
     chat.add_argument("--hide-reasoning", action="store_true", help="do not show what a model thinks before it answers")
     chat.add_argument("--show-stats", action="store_true", help="after each answer: tokens and tokens per second")
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, max_tokens="as many as fit")
     add_engine_arguments(parser)
-    parser.set_defaults(max_tokens=None)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,10 +91,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {f.name: v for f in fields(EngineConfig) if (v := getattr(args, f.name, None)) is not None}
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: str = "256, or what fits") -> None:
     group = parser.add_argument_group("sampling")
     model = "(default: the checkpoint's generation config)"
-    group.add_argument("--max-tokens", "--max-new-tokens", type=int, metavar="N", default=256, help="output tokens at most")
+    group.add_argument(
+        "--max-tokens", "--max-new-tokens", type=int, metavar="N", help=f"output tokens at most (default: {max_tokens})"
+    )
     group.add_argument("--temperature", type=float, metavar="X", help=f"0 is greedy {model}")
     group.add_argument("--top-p", type=float, metavar="X", help=f"the likeliest tokens up to this probability; 1: all {model}")
     group.add_argument("--top-k", type=int, metavar="N", help=f"so many of the likeliest tokens; 0: all {model}")
@@ -106,7 +108,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args: argparse.Namespace):
-    from headrace.sampling.params import SamplingParams
+    from headrace.sampling.params import AtMost, SamplingParams
 
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n")
-    return SamplingParams(**{k: getattr(args, k) for k in names})
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n")
+    max_tokens = AtMost(256) if args.max_tokens is None else args.max_tokens
+    return SamplingParams(max_tokens=max_tokens, **{k: getattr(args, k) for k in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import time
@@ -16,6 +17,7 @@ from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
+from headrace.engine.fork import claim_process
 from headrace.engine.inputs import end_token_ids
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
@@ -56,15 +58,27 @@ class Engine:
     load_seconds: float
 
     def close(self) -> None:
-        """Drop every tensor; on a GPU give the memory back to the driver."""
+        """Drop every tensor and give the memory back."""
         self.core.close()
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        gc.collect()
+        give_memory_back(self.device)
+
+
+def give_memory_back(device: torch.device) -> None:
+    """What has been freed goes back: on a GPU to the driver, else to the system.
+
+    glibc takes small tensors, and after the first large one has been freed those up to 32 MiB too, from its heap, and of that
+    gives back the end only: what lies below anything that lives stays resident, 1.1 GiB after two loads of a 135M model.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False) -> Engine:
-    """Load the checkpoint and make an engine of it. Raises CheckpointError, CapacityError or ParameterError."""
+    """Load the checkpoint and make an engine of it. Raises CheckpointError, CapacityError, ParameterError, EngineDeadError."""
+    claim_process()
     began = time.perf_counter()
     if config.tensor_parallel_size != 1:
         raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, "1 (more is not supported yet)")
@@ -108,6 +122,9 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         structured=structured,
         speculator=speculator,
     )
+    del weights  # what products hold in a form of their own is not needed any more
+    if device.type == "cpu":
+        give_memory_back(device)
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
     return Engine(core, config, model, checkpoint, tokenizer, device, dtype, seconds)

@@ -210,9 +210,10 @@ class EngineCore:
             return False
 
     def close(self) -> None:
-        """Wait for what is in flight and let go of the runner; the core cannot step afterwards."""
+        """Wait for what is in flight and let go of the runner and of drafts; the core cannot step afterwards."""
         self._settle_in_flight()
         del self.runner
+        self.speculator = None
         if self.structured is not None:
             self.structured.close()
 

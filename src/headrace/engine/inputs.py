@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import ParameterError
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import AtMost, SamplingParams
 from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
@@ -109,9 +109,14 @@ class InputProcessor:
         )
 
     def max_tokens(self, params: SamplingParams, prompt_len: int) -> int:
-        """As many as are asked for and fit."""
-        room = self.max_model_len - prompt_len
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        """As many as are asked for, and what fits if that is left open. Raises ParameterError if these do not fit."""
+        asked, room = params.max_tokens, self.max_model_len - prompt_len
+        if asked is None or (isinstance(asked, AtMost) and asked > room):
+            return room
+        if asked > room:
+            context = f"the context of {self.max_model_len} tokens holds the prompt of {prompt_len} and the output"
+            raise ParameterError("max_tokens", asked, f"at most {room}, or None for as many as fit: {context}")
+        return int(asked)
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as the ids it has at the start of a text and after a space, where these differ.

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from headrace.engine.fork import refuse_fork_of
 from headrace.engine.messages import EngineOutput, EngineRequest, Outputs
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 
@@ -50,11 +51,7 @@ class SharedCore:
     @contextmanager
     def turn(self) -> Iterator[EngineCore]:
         """The core, for this thread alone. Raises EngineDeadError if it has been closed or belongs to another process."""
-        if self.is_forked:
-            raise EngineDeadError(
-                f"this LLM was made in process {self._pid}, and process {os.getpid()} is a fork of it, which has none of the "
-                f"threads that run the model: make the LLM in the process that uses it, and start that by spawn"
-            )
+        refuse_fork_of(self._pid)
         if self._owner == threading.get_ident():
             raise HeadraceError("an LLM cannot be used from inside its own step, as by a logits processor of its own")
         with self._next:

@@ -20,6 +20,10 @@ INT64 = 2**63
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output ids so far, logits [vocab] float32) -> logits [vocab]
 
 
+class AtMost(int):
+    """A max_tokens that nobody has asked for: where the context leaves less, it is less, and no error."""
+
+
 class _Named(msgspec.StructMeta):
     """Makes an error about a field of another engine name ours."""
 
@@ -53,7 +57,7 @@ class SamplingParams(msgspec.Struct, metaclass=_Named, kw_only=True, omit_defaul
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     min_tokens: int = 0
-    max_tokens: int | None = 16  # None: up to the context
+    max_tokens: int | None = AtMost(16)  # None: up to the context
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
