@@ -17,6 +17,7 @@ import transformers
 
 from headrace import LLM, SamplingParams
 from headrace.beam_search import BeamSearchParams
+from headrace.cli import main
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.worker.model_runner import StepHandle
 from tiny_models import write_tiny, write_tokenizer
@@ -278,6 +279,14 @@ def test_a_max_tokens_that_nobody_asked_for_is_what_fits(llm):
     assert SamplingParams().max_tokens == 16
     with pytest.raises(ParameterError, match="at most 8"):
         llm.generate([[5] * 120], SamplingParams(max_tokens=16), use_tqdm=False)
+
+
+def test_the_command_line_refuses_what_does_not_fit(path, capsys):
+    command = ["generate", "--model", path, "--device", "cpu", "--max-model-len", "64", "--num-kv-blocks", "16", "--prompt", "a b"]
+    assert main([*command, "--max-tokens", "64"]) == 1
+    written = capsys.readouterr()
+    assert not written.out and "max_tokens" in written.err and "context of 64" in written.err
+    assert main(command) == 0 and capsys.readouterr().out  # 256, or what fits
 
 
 def test_the_prefix_cache_can_be_emptied(llm):

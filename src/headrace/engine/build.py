@@ -99,6 +99,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     weight_bytes = weights.num_bytes
     del weights  # where products are packed, nobody needs them any more
     draft = load_draft(config, model, dtype, device)
+    if device.type == "cpu":
+        give_memory_back(device)
     plan = planned(config, decoder, fast, draft, weight_bytes, dtype, device)
     config = fit_context(config, asked, plan.num_blocks)
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
@@ -122,9 +124,6 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         structured=structured,
         speculator=speculator,
     )
-    del weights  # what products hold in a form of their own is not needed any more
-    if device.type == "cpu":
-        give_memory_back(device)
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
     return Engine(core, config, model, checkpoint, tokenizer, device, dtype, seconds)
