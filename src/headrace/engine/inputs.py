@@ -115,7 +115,7 @@ class InputProcessor:
             return room
         if asked > room:
             context = f"the context of {self.max_model_len} tokens holds the prompt of {prompt_len} and the output"
-            raise ParameterError("max_tokens", asked, f"at most {room}, or None for as many as fit: {context}")
+            raise ParameterError("max_tokens", asked, f"at most {room}: {context}")
         return int(asked)
 
     def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
