@@ -69,6 +69,19 @@ def test_random_lengths_at_a_server(capsys, tmp_path, server, endpoint):
     assert result["mean_e2el_ms"] == pytest.approx(1e3 * statistics.mean(result["latencies"]))
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_server_that_tells_the_usage_so_far_is_measured_by_it(capsys, tmp_path, server, endpoint, monkeypatch):
+    told = []
+    monkeypatch.setattr("headrace.cli.bench_serve.warn", lambda outcome: told.extend(outcome.results))
+    options = ["--url", server, "--endpoint", endpoint, "--num-prompts", "3", "--random-input-len", "9", "--random-output-len", "12"]
+    asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    code, result, _, _ = bench(capsys, tmp_path, *options, "--extra-body", json.dumps(asked), "--save-detailed")
+    assert code == 0 and result["output_lens"] == [12] * 3 and len(told) == 3
+    for r, gaps in zip(told, result["itls"], strict=True):
+        assert len(r.counts) == len(r.gaps) + 1 and sum(r.counts) == 12 and len(gaps) == 12 - r.counts[0]
+        assert sum(gaps) <= r.latency - r.ttft + 1e-6
+
+
 def test_shared_prefixes_and_several_loads(capsys, tmp_path, server):
     options = ["--url", server + "/v1", "--dataset-name", "prefix_repetition", "--num-prompts", "4"]
     options += ["--prefix-repetition-prefix-len", "40", "--prefix-repetition-suffix-len", "8"]
