@@ -3,3 +3,9 @@
 
 def broken(config):
     raise RuntimeError("no such card")
+
+
+def mistaken(config):
+    from headrace.errors import ParameterError
+
+    raise ParameterError("device", config.device, "a card of another kind")

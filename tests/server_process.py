@@ -35,9 +35,11 @@ class ServerProcess:
         self.errors = open((tmp or Path("/tmp")) / f"server-{time.monotonic_ns()}.log", "w+b")  # noqa: SIM115
         small = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "--debug-checks"]
         command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", *small, *options]
-        self.process = subprocess.Popen(command, env=environment, stderr=self.errors, stdin=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            command, env=environment, stderr=self.errors, stdin=subprocess.DEVNULL, start_new_session=True
+        )
         try:
-            self.url = self._printed(r"listening on (\S+)")
+            self.url = self._printed(r"listening on ([^\s\"]+)")
         except BaseException:
             self.kill()
             raise
@@ -79,6 +81,10 @@ class ServerProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
         self.process.wait()
+
+    def interrupt(self) -> None:
+        """Ctrl-C at a terminal: all processes of the group get a SIGINT."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self, seconds: float = 30) -> int:
         """SIGTERM; the exit code."""

@@ -309,7 +309,7 @@ def test_a_standby_that_cannot_be_started_costs_nothing(monkeypatch):
             return "a core"
 
         monkeypatch.setattr(CoreProcess, "spawn", spawn)
-        supply = CoreSupply(None, "", "", False)  # type: ignore[arg-type]
+        supply = CoreSupply(None, "", "", "", False)  # type: ignore[arg-type]
         supply.prepare(0.0)
         await asyncio.sleep(0)
         assert await supply.take() == "a core" and len(calls) == 2

@@ -75,19 +75,52 @@ def test_sigterm_lets_streams_end(model, tmp_path):
     assert sum(e["ph"] == "X" and e["name"] == "launch" for e in events) >= 200
 
 
-def test_a_second_sigterm_ends_at_once(model, tmp_path):
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_second_signal_ends_at_once_and_readers_are_told_why(model, tmp_path, by_hand):
     with start(model, tmp_path) as server:
+        stop = server.interrupt if by_hand else server.process.terminate
         server.wait_ready()
         children = server.children()
         reader = Reader(server, n=8)
         os.kill(server.core(), signal.SIGSTOP)  # it will never end by itself
-        server.process.send_signal(signal.SIGTERM)
-        until(lambda: "draining" in server.log(), 5)
+        stop()
+        until(lambda: "draining: 8 requests run, for at most 30 s; a second signal (Ctrl-C) ends it at once" in server.log(), 5)
         began = time.monotonic()
-        assert server.terminate() == 0
+        stop()
+        assert server.process.wait(30) == 0
         assert time.monotonic() - began < 2 and not any(map(alive, children)) and not leftovers(tmp_path)
         reader.join(5)
-        assert '"error"' in reader.text and reader.text.count('"length"') < 8
+        assert reader.error is None and reader.text.count('"length"') < 8
+        assert '"code":"shutting_down"' in reader.text and "engine_dead" not in reader.text
+        assert "8 requests are cut off" in server.log() and "Traceback" not in server.log()
+
+
+def test_ctrl_c_lets_streams_end(model, tmp_path):
+    with start(model, tmp_path) as server:
+        server.wait_ready()
+        reader = Reader(server)
+        server.interrupt()
+        reader.join(30)
+        assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 1
+        assert server.process.wait(20) == 0 and not server.children() and not leftovers(tmp_path)
+        assert "Traceback" not in server.log() and "KeyboardInterrupt" not in server.log()
+
+
+def test_any_number_of_ctrl_c_ends_it_well(model, tmp_path):
+    """While it loads, when the core's own process has hardly begun, too."""
+    with start(model, tmp_path) as server:
+        server.wait_ready()
+        children, reader = server.children(), Reader(server)
+        for _ in range(4):
+            server.interrupt()
+        assert server.process.wait(10) == 0 and "Traceback" not in server.log()
+        until(lambda: not any(map(alive, children)), 5)
+        reader.join(5)
+    with start(model, tmp_path) as server:
+        until(server.children, 20)
+        server.interrupt()
+        assert server.process.wait(10) == 0
+        assert "no request runs" in server.log() and "Traceback" not in server.log() and not leftovers(tmp_path)
 
 
 def test_no_core_outlives_a_killed_server(model, tmp_path):
@@ -137,9 +170,9 @@ def test_an_engine_that_cannot_start_ends_the_server(model, tmp_path):
     with start(model, tmp_path, builder="broken_builder:broken") as server:
         assert server.process.wait(120) == 1
         assert "no such card" in server.log() and "3 starts in a row" in server.log()
-    with start(model, tmp_path, "--max-model-len", "100000") as server:  # a mistake: not tried again
-        assert server.process.wait(60) == 1
-        assert "max_model_len" in server.log() and "starts in a row" not in server.log()
+    with start(model, tmp_path, builder="broken_builder:mistaken") as server:
+        assert server.process.wait(60) == 1  # a mistake: not tried again
+        assert "a card of another kind" in server.log() and "starts in a row" not in server.log()
 
 
 def test_a_busy_port_is_an_error_at_once(model):

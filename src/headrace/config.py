@@ -38,7 +38,7 @@ class EngineConfig:
     max_itl_ms: float | None = None  # bound of a step's expected time while somebody decodes: prefills get what fits
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = True  # launch step N+1 before reading step N
-    attention_backend: str = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "cudnn", "fa3"] = "auto"
     enforce_eager: bool = False  # no CUDA graphs
     tensor_parallel_size: int = 1
     speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = None  # None: one token per step and request
@@ -70,6 +70,7 @@ class EngineConfig:
             ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
             ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
+            ("attention_backend", ("auto", "torch", "triton", "cudnn", "fa3")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
-from headrace.errors import CapacityError, EngineDeadError, ParameterError
+from headrace.errors import CapacityError, EngineClosedError, EngineDeadError, ParameterError
 
 TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
@@ -72,6 +72,8 @@ def as_api_error(exc: BaseException) -> ApiError:
         return ApiError(400, str(exc), param=exc.field, code="invalid_value")
     if isinstance(exc, CapacityError):
         return ApiError(400, str(exc), code="context_length_exceeded")
+    if isinstance(exc, EngineClosedError):
+        return unavailable("The server is shutting down: the request was cut off.", 5, "shutting_down")
     if isinstance(exc, EngineDeadError):
         return unavailable("The engine is not running.", 5, "engine_dead")
     return ApiError(500, "Internal error.", code="internal_error")

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})  # liveness probes carry no key
 _SLASHES = re.compile("/{2,}")
 _ONE_MODEL = re.compile("/+v1/+models/(.*[^/].*)", re.DOTALL)
+PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: not a line of the log each
 MAX_TIMEOUT = 7 * 24 * 3600.0
 
 
@@ -69,9 +70,9 @@ class Gate:
             if key is not None:
                 self._in_progress[key] -= 1
             self.ctx.metrics.answered(scope["path"], status)
-            logger.info(
-                "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, time.monotonic() - arrival
-            )
+            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            seconds = time.monotonic() - arrival
+            logger.log(level, "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, seconds)
 
     def _enter(self, scope: Scope, headers: dict[bytes, bytes]) -> int | None:
         """Checks before anything is read. Returns the key under which the request counts as in progress, if it does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from headrace.cli.parser import CommandParser
 from headrace.cli.streams import ReaderLeft, check_output, standard_streams
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import missing_package
+from headrace.logs import configure
 
 COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the commands below it
     "generate": ("headrace.cli.generate", "generate text from prompts"),
@@ -86,10 +86,8 @@ def _run(parser: CommandParser, argv: list[str]) -> int:
         except UnicodeEncodeError:
             raise ParameterError("the command line", word, "UTF-8") from None
     args = parser.parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    if args.command != "serve":  # a server says nothing there
+    if args.command != "serve":  # a server has a log of its own, and nothing to say on stdout
+        configure(args.command, args.log_level)
         check_output()
     try:
         return args.run(args)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from headrace.errors import HeadraceError, ParameterError
+from headrace.model.embedded import NAME as EMBEDDED
 
 Messages = list[dict[str, str]]
 # by the names of the HTTP API; max_tokens None: as many as fit
@@ -52,7 +53,7 @@ class EngineBackend:
         self._llm = LLM(progress=progress, **options)
         try:
             assert self._llm.engine is not None
-            self.name = options.get("model") or "SmolLM2-135M-Instruct"
+            self.name = options.get("model") or EMBEDDED
             source = ChatTemplate.from_tokenizer(self._llm.get_tokenizer()).source()  # refuses a model without one
             self._format = AnswerFormat.choose(source, tools=None)
         except BaseException:

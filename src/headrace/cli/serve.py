@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.keys import server_keys
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
+from headrace.cli.tls import tls_context
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.files import read_text
+from headrace.logs import FORMATS, configure
 
 if TYPE_CHECKING:
     from headrace.metrics.trace import TraceFile
 
+logger = logging.getLogger("headrace.server")
 BUILDER = "headrace.engine.build:build_engine"
 
 
@@ -90,6 +93,7 @@ def _add_supervision(group) -> None:
         ("trace", text, "FILE", None, "write a Perfetto trace of steps and requests"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=words)
+    group.add_argument("--log-format", choices=FORMATS, default="text", help="of the log's lines, the engine's too")
     group.add_argument(
         "--standby", action=argparse.BooleanOptionalAction, default=True,
         help="keep a second process with everything imported, so that a restart takes as long as loading the weights",
@@ -100,6 +104,8 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     """`builder`: module:function that makes the engine in the core's process."""
     began = time.perf_counter()
     require("serve")
+    configure("server", args.log_level, args.log_format)
+    logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
     if args.model_tag is not None and args.model is not None:
         raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", args.metrics_prefix):
@@ -108,8 +114,9 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
         raise ParameterError("--stats-interval", args.stats_interval, "seconds in [0, 1e7]")
     args.model = args.model_tag or args.model
     listener = bind(args.host, args.port)
+    server = Server(args, listener, began, builder)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
-    return loop.run(Server(args, listener, began, builder).run())
+    return loop.run(server.run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -164,47 +171,62 @@ def server_config(args: argparse.Namespace):
 
 
 class Server:
-    """One run of the server, from the bound port to the exit code."""
+    """One run of the server, from the bound port to the exit code. Making one looks at all that the options say."""
 
     def __init__(self, args: argparse.Namespace, listener: socket.socket, began: float, builder: str):
-        self.args, self.listener, self.began, self.builder = args, listener, began, builder
+        self.args, self.listener, self.began = args, listener, began
         self.signals = 0
         self.stop = asyncio.Event()
+        self.failed: str | None = None  # why this ends although nobody wanted it to
         self.trace: TraceFile | None = None
-
-    def stage(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.began:6.2f} s] {text}", file=sys.stderr, flush=True)
+        self.tls = tls_context(args.ssl_certfile, args.ssl_keyfile)
+        self.client, self.metrics, self.http = self._parts(builder)
 
     async def run(self) -> int:
-        args = self.args
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signal)
         host, port = self.listener.getsockname()[:2]
-        scheme = "https" if args.ssl_certfile else "http"
-        base = f"{scheme}://{host if ':' not in host else f'[{host}]'}:{port}"
-        self.stage(f"listening on {base}")
-        client, metrics, http = self._parts()
-        await client.start()
-        serving = asyncio.create_task(http.serve(sockets=[self.listener]))
-        background = [asyncio.create_task(self._loaded(client, base))]
-        if args.stats_interval > 0:
+        base = f"{'http' if self.tls is None else 'https'}://{host if ':' not in host else f'[{host}]'}:{port}"
+        logger.info("listening on %s", base)
+        await self.client.start()
+        serving = self._task(self.http.serve(sockets=[self.listener]), "the HTTP server", vital=True)
+        background = [self._task(self._loaded(base), "the message that the model is loaded")]
+        if self.args.stats_interval > 0:
             from headrace.metrics.log_line import StatsLine
 
-            background.append(asyncio.create_task(StatsLine(client, metrics).run(args.stats_interval, self.stage)))
-        stopping = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        failed = await self._end(client, http, serving, background)
-        if failed is not None:
-            print(f"headrace: the engine has ended: {failed}", file=sys.stderr, flush=True)
-        self.stage("ended")
-        if self.signals > 1:
-            os._exit(0 if failed is None else 1)  # at once: not even threads that still work are waited for
-        http.force_exit = True
-        await asyncio.wait({serving}, timeout=1.0)
-        return 0 if failed is None else 1
+            lines = StatsLine(self.client, self.metrics).run(self.args.stats_interval, logger.info)
+            background.append(self._task(lines, "the line of statistics"))
+        await self.stop.wait()
+        await self._end(serving, background)
+        if self.failed is not None:
+            logger.error("%s", self.failed)
+        logger.info("ended")
+        code = 0 if self.failed is None else 1
+        if self.signals:
+            os._exit(code)  # threads that still work are not waited for, and one more signal changes nothing
+        return code
 
-    def _parts(self):
+    def _task(self, work: Coroutine[Any, Any, Any], what: str, vital: bool = False) -> asyncio.Task[Any]:
+        """A task whose end is looked at; without a `vital` one there is no server."""
+        task = asyncio.create_task(work)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                logger.error("%s failed", what, exc_info=error)
+            if vital and not self.stop.is_set():
+                self.failed = f"{what} has ended" + (f": {type(error).__name__}: {error}" if error is not None else "")
+                self.stop.set()
+
+        task.add_done_callback(ended)
+        return task
+
+    def _gave_up(self, why: str) -> None:
+        self.failed = f"the engine has ended: {why}"
+        self.stop.set()
+
+    def _parts(self, builder: str):
         """The client of the engine, its metrics and the HTTP server, put together and not started."""
         import uvicorn
 
@@ -223,42 +245,51 @@ class Server:
                 heartbeat_timeout=args.heartbeat_timeout, step_timeout=args.step_timeout, max_restarts=args.max_restarts,
                 standby=args.standby,
             ),
-            builder=self.builder, log_level=args.log_level.upper(), on_give_up=lambda why: self.stop.set(),
+            builder=builder, log_level=args.log_level, log_format=args.log_format, on_give_up=self._gave_up,
             traced=args.trace is not None,
         )  # fmt: skip
         client.generation_defaults |= defaults
-        self.stage(f"{client.model_name}: tokenizer and configuration read")
+        logger.info("%s: tokenizer and configuration read", client.model_name)
         metrics = PrometheusMetrics(client, args.metrics_prefix, (config.served_model_names or (client.model_name,))[0])
         client.observers.append(metrics)
         if args.trace is not None:
             self.trace = TraceFile(args.trace)
             client.observers.append(self.trace)
         app = create_app(client, config, metrics)
-        http = uvicorn.Server(
-            uvicorn.Config(
-                app, log_level=args.log_level, access_log=False, lifespan="on", timeout_keep_alive=75,
-                ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile, server_header=False,
-            )
+        options = uvicorn.Config(
+            app, log_config=None, log_level=args.log_level, access_log=False, lifespan="on", timeout_keep_alive=75,
+            server_header=False,
         )  # fmt: skip
+        options.load()
+        options.ssl = self.tls
+        http = uvicorn.Server(options)
         http.capture_signals = contextlib.nullcontext  # type: ignore  # ours drain first
         return client, metrics, http
 
-    async def _end(self, client, http, serving: asyncio.Task[None], background: list[asyncio.Task[None]]) -> str | None:
-        """Let what runs finish, as far as the time goes. Returns why the engine had ended before, if it had."""
-        timeout = self.args.drain_timeout
+    async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
+        """Let what runs finish, as far as the time goes; who is cut off is told so."""
+        timeout, client = self.args.drain_timeout, self.client
         end = time.monotonic() + timeout
-        if client.dead is None:
-            self.stage(f"draining for at most {timeout:g} s")
+        if self.failed is None:
+            count = client.num_requests
+            logger.info(
+                "draining: %s; a second signal (Ctrl-C) ends it at once",
+                f"{count} requests run, for at most {timeout:g} s" if count else "no request runs",
+            )
             await self._unless_signalled(client.drain(timeout))
-        failed = client.dead
         for task in background:
             task.cancel()
-        http.should_exit = True  # closes the port; what has been generated is still written to those who read it
+        self.http.should_exit = True  # closes the port; what has been generated is still written to those who read it
         await self._unless_signalled(asyncio.wait({serving}, timeout=max(1.0, end - time.monotonic())))
+        if count := client.num_requests:
+            logger.warning("%d requests are cut off", count)
         await client.close(0.0 if self.signals > 1 else 2.0)
+        await asyncio.wait({serving}, timeout=1.0)  # their streams' last words
+        if self.signals < 2:
+            self.http.force_exit = True
+            await asyncio.wait({serving}, timeout=1.0)
         if self.trace is not None:
             self.trace.close()
-        return failed
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, Any]) -> None:
         """Wait for `work`, but not after a second signal."""
@@ -267,22 +298,23 @@ class Server:
             await asyncio.wait({task}, timeout=0.05)
         task.cancel()
 
-    async def _loaded(self, client, base: str) -> None:
+    async def _loaded(self, base: str) -> None:
+        client = self.client
         with contextlib.suppress(EngineDeadError):
             info = await client.wait_loaded()
-            self.stage(
-                f"model loaded on {info.device} in {info.dtype} ({info.load_seconds:.2f} s): context {info.max_model_len}, "
-                f"{info.num_blocks} KV blocks of {info.block_size} tokens"
-            )
+            logger.info(
+                "ready after %.2f s: model loaded on %s in %s (%.2f s), context %d, %d KV blocks of %d tokens",
+                time.perf_counter() - self.began, info.device, info.dtype.removeprefix("torch."), info.load_seconds,
+                info.max_model_len, info.num_blocks, info.block_size,
+            )  # fmt: skip
             name = (self.args.served_model_name or [client.model_name])[0]
-            print(
-                f"\nReady. Try:\n  curl {base}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-                f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Where does the water go?"}}], '
-                f'"max_tokens": 64}}\'\n',
-                file=sys.stderr,
-                flush=True,
-            )
+            question = {"role": "user", "content": "Where does the water go?"}
+            body = json.dumps({"model": name, "messages": [question], "max_tokens": 64})
+            kind = "Content-Type: application/json"
+            logger.info("try:\n  curl %s/v1/chat/completions -H '%s' \\\n    -d '%s'", base, kind, body)
 
     def _signal(self) -> None:
         self.signals += 1
+        if self.signals > 2:
+            os._exit(0 if self.failed is None else 1)  # the core ends with its parent
         self.stop.set()

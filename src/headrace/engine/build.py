@@ -19,6 +19,7 @@ from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
 from headrace.engine.inputs import end_token_ids
+from headrace.engine.options import check_options
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.batch import ForwardBatch
@@ -80,10 +81,9 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     """Load the checkpoint and make an engine of it. Raises CheckpointError, CapacityError, ParameterError, EngineDeadError."""
     claim_process()
     began = time.perf_counter()
-    if config.tensor_parallel_size != 1:
-        raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, "1 (more is not supported yet)")
     checkpoint = checkpoint or resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
+    check_options(config, checkpoint, model)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, model, device)
     asked, config = config, resolve(config, model, device)
@@ -256,8 +256,6 @@ def fit_context(config: EngineConfig, asked: EngineConfig, num_blocks: int) -> E
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
     """`config` with every None decided that has a meaning."""
     max_model_len = config.max_model_len or model.max_position
-    if max_model_len > model.max_position:
-        raise ParameterError("max_model_len", max_model_len, f"at most {model.max_position}, the model's context")
     block_size = config.block_size or (64 if device.type == "cuda" else 16)
     batched = config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048)
     if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:

@@ -22,6 +22,7 @@ from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.inputs import end_token_ids
 from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready
+from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
 from headrace.engine.streams import DrainRate, Observers, Stream
 from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
@@ -63,7 +64,8 @@ class EngineClient:
         *,
         checkpoint: Checkpoint | None = None,
         builder: str = "headrace.engine.build:build_engine",
-        log_level: str = "WARNING",
+        log_level: str = "warning",
+        log_format: str = "text",
         on_give_up: Callable[[str], None] | None = None,
         traced: bool = False,
     ):
@@ -74,6 +76,7 @@ class EngineClient:
         self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
         self.generation_defaults = dict(self.checkpoint.generation_defaults)
         model_config = model_config_from_hf(self.checkpoint.config)
+        check_options(config, self.checkpoint, model_config)
         self.model_config = replace(model_config, eos_token_ids=end_token_ids(self.checkpoint, self.tokenizer))
         self.info: Ready | None = None
         self.stats = CoreStats()  # of the present core
@@ -89,7 +92,7 @@ class EngineClient:
         self._waiting_tokens = 0  # prompts of streams without any output
         self._probation = Probation(self._submit)  # type: ignore[arg-type]
         self._context = zmq.asyncio.Context()
-        supply = CoreSupply(self._context, builder, log_level, traced)
+        supply = CoreSupply(self._context, builder, log_level, log_format, traced)
         self._supervisor = Supervisor(config, self.supervision, supply, self)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()
@@ -134,6 +137,11 @@ class EngineClient:
             self._end_all("it was closed")
         await self._supervisor.end(grace)
         self._context.destroy(linger=0)
+
+    @property
+    def num_requests(self) -> int:
+        """In flight: waiting, running, or interrupted by the death of a core."""
+        return len(self._streams)
 
     def status(self) -> EngineStatus:
         core = self._core

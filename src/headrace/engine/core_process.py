@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.messages import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore, to_wire
+from headrace.errors import HeadraceError
 
 PREFIX = "headrace-"
 STALE_SECONDS = 600.0
@@ -43,25 +45,27 @@ class CoreProcess:
         self.fatal: Fatal | None = None
 
     @classmethod
-    async def spawn(cls, context: zmq.asyncio.Context, builder: str, log_level: str, traced: bool) -> CoreProcess:
+    async def spawn(
+        cls, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool
+    ) -> CoreProcess:
         """Start a process. It connects, removes the directory of the sockets and imports; `begin` gives it its task."""
-        home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))  # mode 0700
         inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
+        home = None
         try:
             for socket in (inbox, outbox):
                 socket.set_hwm(0)
                 socket.linger = 0
-            addresses = [f"ipc://{home}/in", f"ipc://{home}/out"]
-            inbox.bind(addresses[0])
-            outbox.bind(addresses[1])
+            home = bind_pair(inbox, outbox)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "headrace.engine.process", *addresses, str(os.getpid()), builder, log_level,
-                str(int(traced)), stdin=asyncio.subprocess.DEVNULL,
+                sys.executable, "-m", "headrace.engine.process", *_addresses(home), str(os.getpid()), builder, log_level,
+                log_format, str(int(traced)), stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl-C is for the parent: it drains first
             )  # fmt: skip
         except BaseException:
             inbox.close(linger=0)
             outbox.close(linger=0)
-            shutil.rmtree(home, ignore_errors=True)
+            if home is not None:
+                shutil.rmtree(home, ignore_errors=True)
             raise
         core = cls(process, inbox, outbox, home)
         core._inbox.send(b"")  # it knows by this that its sockets are connected
@@ -148,9 +152,60 @@ class CoreProcess:
         shutil.rmtree(self.home, ignore_errors=True)
 
 
+def places() -> list[str]:
+    """Where the directory of the sockets may be: where temporary files go, or what nearly every system has beside."""
+    found = []
+    with contextlib.suppress(OSError):  # nothing can be written to, TMPDIR, /tmp and the current directory included
+        found.append(tempfile.gettempdir())
+    return list(dict.fromkeys([*found, "/tmp", "/var/tmp", "/dev/shm"]))
+
+
+def _addresses(home: Path) -> tuple[str, str]:
+    return f"ipc://{home}/in", f"ipc://{home}/out"
+
+
+def bind_pair(inbox: zmq.Socket, outbox: zmq.Socket) -> Path:
+    """Bind both in a new directory that only this user can read; returns it.
+
+    A place does not do if its name is long (an address has 107 bytes), it is read-only or full, or its file system has no
+    sockets. Raises HeadraceError when none does, OSError when the fault is not the place's.
+    """
+    problems = []
+    for place in places():
+        try:
+            return _bind_in(place, inbox, outbox)
+        except (OSError, zmq.ZMQError, ValueError) as e:  # ValueError: a name that is not UTF-8
+            number = getattr(e, "errno", None)
+            if number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                raise OSError(number, os.strerror(number)) from None
+            problems.append(f"{place} ({getattr(e, 'strerror', None) or e})")
+    tried = ", ".join(problems)
+    raise HeadraceError(f"no place for the sockets between the server and its engine (TMPDIR names one); tried {tried}")
+
+
+def _bind_in(place: str, inbox: zmq.Socket, outbox: zmq.Socket) -> Path:
+    home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))  # mode 0700
+    first, second = _addresses(home)
+    try:
+        inbox.bind(first)
+        try:
+            outbox.bind(second)
+        except BaseException:
+            inbox.unbind(first)
+            raise
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+    return home
+
+
 def remove_stale_directories() -> None:
     """Of processes that were killed before their core had connected and removed it itself."""
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+    found: list[Path] = []
+    for place in places():
+        with contextlib.suppress(OSError):
+            found += Path(place).glob(f"{PREFIX}*-*")
+    for path in found:
         pid = path.name.removeprefix(PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
             state = path.lstat()

@@ -1,8 +1,8 @@
 """The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
 
-Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL TRACED`. The first
-message is empty, the second the EngineConfig; between them everything is imported, so that a process can wait there until
-it is needed. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
+Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL LOGFORMAT TRACED`. The
+first message is empty, the second the EngineConfig; between them everything is imported, so that a process can wait there
+until it is needed. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +41,7 @@ from headrace.engine.messages import (
     from_wire,
 )  # fmt: skip
 from headrace.errors import HeadraceError
+from headrace.logs import configure
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
@@ -185,7 +185,7 @@ def connect(context: zmq.Context, inbox_address: str, outbox_address: str, paren
 
 
 def main(inbox_address: str, outbox_address: str, parent: int, builder: str, traced: bool) -> int:
-    # the terminal's Ctrl-C and a group's SIGTERM are for the parent: it drains first and then says Shutdown
+    # signals are for the parent: it drains first and then says Shutdown
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     prepare_threads()
@@ -226,7 +226,7 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
         send(Fatal(str(e), permanent=loop is None))
         return 2
     except Exception as e:
-        traceback.print_exc()
+        logger.exception("the engine core fails")
         send(Fatal(f"{type(e).__name__}: {e}", permanent=False))
         return 3
     finally:
@@ -234,8 +234,8 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=sys.argv[5], format="%(asctime)s %(levelname)s core: %(message)s")
-    code = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[6] == "1")
+    configure("core", *sys.argv[5:7])
+    code = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)  # taking an interpreter with torch in it to pieces takes a second or more, and nobody needs that

@@ -90,8 +90,8 @@ class Deaths:
 class CoreSupply:
     """Processes for cores: a new one each time, or the standby that has imported everything."""
 
-    def __init__(self, context: zmq.asyncio.Context, builder: str, log_level: str, traced: bool):
-        self._arguments = (context, builder, log_level, traced)
+    def __init__(self, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool):
+        self._arguments = (context, builder, log_level, log_format, traced)
         self._standby: asyncio.Task[CoreProcess | None] | None = None
 
     async def take(self) -> CoreProcess:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
 from headrace.errors import CheckpointError, ParameterError
-from headrace.model.embedded import embedded_model_path
+from headrace.model.embedded import NAME, embedded_model_path
 from headrace.model.gguf import GgufFile, read_gguf
 from headrace.model.gguf_model import end_token_ids, hf_config, hf_tensors
 from headrace.model.safetensors_file import find_tensors, read_json
@@ -59,7 +59,7 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
     path = embedded_model_path() if name is None else _locate(name, config, _HUB_FILES)
     gguf_path = _gguf_file(path, config.load_format)
     if gguf_path is not None:
-        checkpoint = _from_gguf(name or gguf_path.stem, gguf_path, config)
+        checkpoint = _from_gguf(name or NAME, gguf_path, config)
     else:
         checkpoint = _from_directory(str(name), path, config)
     if config.tokenizer is None:

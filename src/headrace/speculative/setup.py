@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +12,11 @@ from headrace.attention import AttentionBackend
 from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
-from headrace.errors import ParameterError
 from headrace.model.batch import ForwardBatch
-from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
 from headrace.speculative.eagle import EagleHead, EagleWeights, load_eagle, tapped_layers
 from headrace.speculative.ngram import NGramProposer
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 # of one more row in a step of few rows, relative to the step: a GPU waits for the weights, a CPU computes as well (measured)
 VERIFY_COST = {"cuda": 0.03, "cpu": 0.15}
-PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: models pad them to round numbers
 
 
 @dataclass(slots=True)
@@ -109,20 +106,13 @@ def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, de
     """The draft model or head, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
     if config.speculative_model is None:
         return None
-    checkpoint = resolve_checkpoint(replace(config, model=config.speculative_model, revision=None, tokenizer=None))
+    checkpoint, model = draft_checkpoint(config, target)
     if config.speculative_method == "eagle3":
-        # the head's layer is Llama's, whatever it is called
-        like_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
-        model = model_config_from_hf(checkpoint.config | like_llama)
         attention, _ = select_attention(config.attention_backend, model, device)
         taps = tapped_layers(checkpoint.config, target.num_layers)
         assert config.max_model_len
         tables = 4 * config.max_model_len * model.head_dim  # a cosine and a sine for each pair, float32
         return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps, tables)
-    model = model_config_from_hf(checkpoint.config)
-    if abs(model.vocab_size - target.vocab_size) > PADDING:
-        allowed = f"a model with the vocabulary of the target ({target.vocab_size} tokens, not {model.vocab_size})"
-        raise ParameterError("speculative_model", config.speculative_model, allowed)
     weights = load_model(checkpoint, model, dtype, device, progress=False)
     attention, _ = select_attention(config.attention_backend, model, device)
     decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)

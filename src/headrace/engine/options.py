@@ -1,0 +1,60 @@
+"""What can be known to be wrong with the options before anything is loaded: from the checkpoint's headers, without torch.
+
+The server asks this before it says that it listens, the builder of an engine before it loads. What only the device knows is
+found there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from headrace.config import EngineConfig
+from headrace.errors import CapacityError, ParameterError
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.config import ModelConfig
+from headrace.speculative.checkpoint import draft_checkpoint
+
+
+def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Raises ParameterError, CapacityError or CheckpointError if no device could make an engine of these."""
+    if config.tensor_parallel_size != 1:
+        raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, "1 (more is not supported yet)")
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")
+    driver = _has_cuda_driver()
+    if config.device == "cuda" and not driver:
+        raise ParameterError("device", config.device, "auto or cpu here: there is no NVIDIA driver")
+    if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
+        raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
+    _check_cache(config, model, driver)
+    if config.load_format != "dummy":
+        checkpoint.tensors()  # whether all files are there and whole, as far as their headers say
+    if config.speculative_model is not None:
+        draft_checkpoint(config, model)
+
+
+def _check_cache(config: EngineConfig, model: ModelConfig, driver: bool) -> None:
+    """`kv_cache_bytes` holds the context that was asked for, or a block at least, in the smallest numbers it may be kept in."""
+    if config.kv_cache_bytes is None or config.num_kv_blocks is not None:
+        return
+    on_cpu = config.device == "cpu" or not driver
+    item = 4 if config.dtype == "float32" or (config.dtype == "auto" and on_cpu) else 2
+    block_size = config.block_size or (16 if on_cpu else 64)
+    blocks = config.kv_cache_bytes // (2 * model.num_layers * model.kv_size * item * block_size)
+    if blocks * block_size < (config.max_model_len or 1):
+        raise CapacityError(
+            f"kv_cache_bytes = {config.kv_cache_bytes} holds {blocks * block_size} tokens, in blocks of {block_size}, which "
+            + (f"max_model_len = {config.max_model_len} does not fit into" if blocks else "is not one block")
+        )
+
+
+def _has_cuda_driver() -> bool:
+    """Whether there may be a card; nothing is initialized."""
+    if not sys.platform.startswith(("linux", "win")):
+        return False
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True

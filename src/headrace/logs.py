@@ -1,0 +1,39 @@
+"""What log lines look like, in every process: a text for people, or one JSON object a line for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+FORMATS = ("text", "json")
+TEXT = "%(asctime)s.%(msecs)03d %(levelname)s {part}: %(message)s"
+TIME = "%Y-%m-%d %H:%M:%S"
+
+
+class JsonLines(logging.Formatter):
+    """{"time", "level", "process", "logger", "message"} and, where there is one, {"exception"}."""
+
+    def __init__(self, part: str):
+        super().__init__()
+        self.part = part
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z", "level": record.levelname, "process": self.part,
+            "logger": record.name, "message": record.getMessage(),
+        }  # fmt: skip
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+def configure(part: str, level: str, form: str = "text") -> None:
+    """All loggers of this process, the libraries' too, write to stderr. `part`: what this process calls itself."""
+    if logging.getLogger().handlers:  # whoever runs us in a process of his own has decided
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(part) if form == "json" else logging.Formatter(TEXT.format(part=part), TIME))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)

@@ -1,0 +1,275 @@
+"""What a server looks at before it says that it listens: options against the model, certificates, places for its sockets."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
+
+from headrace.cli import main
+from headrace.cli.tls import tls_context
+from headrace.config import EngineConfig
+from headrace.engine import core_process
+from headrace.engine.build import build_engine
+from headrace.engine.core_process import PREFIX, bind_pair
+from headrace.errors import CapacityError, CheckpointError, HeadraceError, ParameterError
+from headrace.logs import JsonLines
+from server_process import SRC, ServerProcess
+from tiny_models import VOCAB, write_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """Of another vocabulary."""
+    return write_tiny("llama", tmp_path_factory.mktemp("other"), vocab_size=VOCAB + 2000)
+
+
+@pytest.fixture
+def never_starts(monkeypatch):
+    """A command that comes as far as to start its core fails."""
+    def start(self):
+        raise AssertionError("it would have listened")
+
+    monkeypatch.setattr("headrace.engine.client.EngineClient.start", start)
+
+
+# ---------------------------------------------------------------- options
+
+WRONG = [  # options, what the error begins with, the same for the library
+    (["--max-model-len", "99999"], "--max-model-len: got 99999, allowed: at most 256", {"max_model_len": 99999}),
+    (["--tensor-parallel-size", "2"], "--tensor-parallel-size: got 2, allowed: 1", {"tensor_parallel_size": 2}),
+    (["--attention-backend", "fa3", "--device", "cpu"], "--attention-backend: got 'fa3', allowed: auto or torch",
+     {"attention_backend": "fa3", "device": "cpu"}),
+    (["--attention-backend", "best"], "--attention-backend: got 'best', allowed: one of auto", {"attention_backend": "best"}),
+    (["--kv-cache-bytes", "100"], "kv_cache_bytes = 100 holds 0 tokens", {"kv_cache_bytes": 100}),
+    (["--kv-cache-bytes", "40000", "--max-model-len", "256"], "kv_cache_bytes = 40000 holds", {"kv_cache_bytes": 40000, "max_model_len": 256}),
+    (["--speculative-method", "draft_model", "--speculative-model", "OTHER"], "--speculative-model: got",
+     {"speculative_method": "draft_model", "speculative_model": "OTHER"}),
+    (["--speculative-method", "eagle3", "--speculative-model", "./nowhere"], "directory nowhere does not exist",
+     {"speculative_method": "eagle3", "speculative_model": "./nowhere"}),
+    (["--num-speculative-tokens", "3"], "--num-speculative-tokens: got 3", {"num_speculative_tokens": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message", "fields"), WRONG, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_options_that_cannot_work_are_refused_before_it_listens(model, other, never_starts, capsys, caplog, options, message, fields):
+    options = [str(other) if o == "OTHER" else o for o in options]
+    with caplog.at_level(logging.INFO):
+        assert main(["serve", str(model), "--port", "0", *options]) == 1
+    assert capsys.readouterr().err.startswith(f"headrace: {message}")
+    assert "listening" not in caplog.text
+    # and the library says the same
+    fields = {k: str(other) if v == "OTHER" else v for k, v in fields.items()}
+    with pytest.raises((ParameterError, CapacityError, CheckpointError)):
+        build_engine(EngineConfig(model=str(model), **fields))
+
+
+def test_a_card_that_is_not_there_is_refused(model, never_starts, capsys, monkeypatch):
+    monkeypatch.setattr("headrace.engine.options._has_cuda_driver", lambda: False)
+    assert main(["serve", str(model), "--port", "0", "--device", "cuda"]) == 1
+    assert capsys.readouterr().err.startswith("headrace: --device: got 'cuda', allowed: auto or cpu here")
+
+
+def test_weights_that_are_not_there_are_found_before_it_listens(tmp_path, never_starts, capsys, caplog):
+    path = write_tiny("llama", tmp_path)
+    next(path.glob("*.safetensors")).unlink()
+    with caplog.at_level(logging.INFO):
+        assert main(["serve", str(path), "--port", "0"]) == 1
+    assert str(path) in capsys.readouterr().err and "listening" not in caplog.text
+
+
+def test_the_check_needs_no_torch(model):
+    code = "import sys; import headrace.engine.client; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, check=True, timeout=60)
+
+
+def test_the_embedded_model_has_one_name(smollm2):
+    from headrace.cli.chat_backends import EMBEDDED
+    from headrace.model.checkpoint import resolve_checkpoint
+
+    assert resolve_checkpoint(EngineConfig()).name == EMBEDDED == "SmolLM2-135M-Instruct"
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def write_key(path: Path, password: bytes | None = None, key=None):
+    key = key or ec.generate_private_key(ec.SECP256R1())
+    how = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how))
+    return key
+
+
+def write_certificate(path: Path, key) -> None:
+    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]), datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    made = made.not_valid_before(now - day).not_valid_after(now + day)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    path.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> Path:
+    """A directory of certificates and keys, good and bad."""
+    path = tmp_path_factory.mktemp("tls")
+    key = write_key(path / "key")
+    write_certificate(path / "cert", key)
+    write_key(path / "another-key")
+    write_key(path / "locked-key", b"secret", key)
+    small = write_key(path / "small-key", key=rsa.generate_private_key(65537, 1024))
+    write_certificate(path / "small-cert", small)
+    (path / "both").write_bytes((path / "cert").read_bytes() + (path / "key").read_bytes())
+    (path / "both-locked").write_bytes((path / "cert").read_bytes() + (path / "locked-key").read_bytes())
+    (path / "text").write_text("no certificate")
+    (path / "empty").touch()
+    (path / "directory").mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "option", "words"),
+    [
+        ("text", "key", "--ssl-certfile", "PEM form"), ("empty", "key", "--ssl-certfile", "PEM form"),
+        ("key", "key", "--ssl-certfile", "PEM form"), ("missing", "key", "--ssl-certfile", "No such file"),
+        ("directory", "key", "--ssl-certfile", "Is a directory"),
+        ("small-cert", "small-key", "--ssl-certfile", "too small"), ("both-locked", None, "--ssl-certfile", "without a password"),
+        ("cert", "text", "--ssl-keyfile", "PEM form"), ("cert", "empty", "--ssl-keyfile", "PEM form"),
+        ("cert", "cert", "--ssl-keyfile", "PEM form"), ("cert", "missing", "--ssl-keyfile", "No such file"),
+        ("cert", "directory", "--ssl-keyfile", "Is a directory"),
+        ("cert", "another-key", "--ssl-keyfile", "which is another"), ("cert", "locked-key", "--ssl-keyfile", "without a password"),
+        ("cert", None, "--ssl-keyfile", "holds none"), (None, "key", "--ssl-keyfile", "nothing without --ssl-certfile"),
+    ],
+)  # fmt: skip
+def test_a_certificate_that_cannot_serve_is_refused_at_once(model, tls, never_starts, capsys, caplog, certificate, key, option, words):
+    given = ["--ssl-certfile", str(tls / certificate)] if certificate is not None else []
+    given += ["--ssl-keyfile", str(tls / key)] if key is not None else []
+    with caplog.at_level(logging.INFO):
+        assert main(["serve", str(model), "--port", "0", *given]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"headrace: {option}: got ") and words in error and error.count("\n") == 1
+    assert "listening" not in caplog.text
+
+
+def test_a_file_without_permission_is_named(tls, monkeypatch):
+    def refuse(self, *_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("headrace.cli.tls._check_readable", lambda option, path: None)
+    monkeypatch.setattr("ssl.SSLContext.load_cert_chain", refuse)
+    with pytest.raises(ParameterError, match="--ssl-"):
+        tls_context(str(tls / "cert"), str(tls / "key"))
+
+
+@pytest.mark.parametrize("files", [("cert", "key"), ("both",)])
+def test_https(model, tls, tmp_path, files):
+    """A real handshake, the certificate checked by the client; plain HTTP at the same port gets nothing."""
+    options = [o for pair in zip(("--ssl-certfile", "--ssl-keyfile"), files, strict=False) for o in (pair[0], str(tls / pair[1]))]
+    with ServerProcess(model, "--host", "localhost", "--log-format", "json", *options, tmp=tmp_path) as server:
+        port = server.url.rpartition(":")[2]
+        with httpx.Client(base_url=f"https://localhost:{port}", verify=str(tls / "cert"), timeout=30) as client:
+            assert client.get("/health").status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{port}/health", timeout=10)
+        with pytest.raises(httpx.ConnectError):  # signed by nobody that this machine trusts
+            httpx.get(f"https://localhost:{port}/health", timeout=10)
+        assert server.terminate() == 0
+        lines = [json.loads(line) for line in server.log().splitlines()]  # every line, the libraries' too
+    assert {"listening on", "ended"} <= {" ".join(line["message"].split()[:2]) for line in lines}
+    assert all(line["level"] == "INFO" and line["process"] == "server" for line in lines)
+
+
+# ---------------------------------------------------------------- places for the sockets
+
+
+def bound() -> Path:
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    try:
+        return bind_pair(inbox, outbox)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_long_tmpdir_does_whatever_its_length(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        for length in (*range(60, 110), 130, 250):
+            place = Path(base) / ("x" * (length - len(base) - 1))
+            place.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(place))
+            home = bound()
+            assert home.stat().st_mode & 0o777 == 0o700 and len(os.fsencode(home / "out")) <= 107
+            assert not [p for p in place.iterdir() if p != home]  # no remains where it failed
+            shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("place", ["/proc", "/no/such/place", "/dev/null"])
+def test_a_tmpdir_that_cannot_be_used(monkeypatch, place):
+    monkeypatch.setattr(tempfile, "tempdir", place)
+    home = bound()
+    assert home.parent in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+    shutil.rmtree(home)
+
+
+def test_no_place_at_all_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(core_process, "places", lambda: ["/proc", "/no/such/place"])
+    with pytest.raises(HeadraceError, match=r"no place for the sockets .*TMPDIR.*/proc .*, /no/such/place \(No such file"):
+        bound()
+
+
+def test_a_server_with_a_long_tmpdir(model, tmp_path):
+    place = tmp_path / ("x" * 130)
+    place.mkdir()
+    with ServerProcess(model, tmp=place) as server:
+        server.wait_ready()
+        assert server.terminate() == 0
+        assert "Traceback" not in server.log() and not list(place.glob(f"{PREFIX}*"))
+
+
+# ---------------------------------------------------------------- the log
+
+
+def test_json_lines_hold_whatever_is_logged():
+    try:
+        raise ValueError('two\nlines "quoted" \ud800')
+    except ValueError:
+        record = logging.LogRecord("a.b", logging.ERROR, "", 0, "%s\nfailed", ("x",), sys.exc_info())
+    line = JsonLines("core").format(record)
+    fields = json.loads(line)
+    assert "\n" not in line and fields["message"] == "x\nfailed" and fields["process"] == "core" and fields["logger"] == "a.b"
+    assert "ValueError" in fields["exception"] and fields["level"] == "ERROR" and fields["time"].endswith("Z")
+
+
+def test_one_form_of_lines_and_probes_only_when_debugging(model, tmp_path):
+    with ServerProcess(model, "--log-level", "info", tmp=tmp_path) as server:
+        server.wait_ready()
+        server.http.get("/metrics")
+        body = {"model": str(model), "prompt": "x", "max_tokens": 2}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        assert server.terminate() == 0
+        lines = server.log().splitlines()
+    stamped = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR) (server|core): "
+    odd = [line for line in lines if not re.match(stamped, line) and not line.startswith(" ")]
+    assert not odd and any(" core: " in line for line in lines)
+    assert sum(" POST /v1/completions 200 " in line for line in lines) == 1
+    assert not any("/ready" in line or "/metrics" in line or "/health" in line for line in lines)
