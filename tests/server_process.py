@@ -20,15 +20,19 @@ HERE = Path(__file__).parent
 
 
 class ServerProcess:
-    """`options` are the command line's; `builder` is module:function of an engine for this test, importable from tests/."""
+    """`options` are the command line's; `builder` is module:function of an engine for this test, importable from tests/.
 
-    def __init__(self, model: str | Path, *options: str, builder: str | None = None, tmp: Path | None = None):
+    `before` is Python that the server's process runs first.
+    """
+
+    def __init__(self, model: str | Path, *options: str, builder: str | None = None, tmp: Path | None = None, before: str = ""):
         code = "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))"
         if builder is not None:
             code = (
                 "import argparse, sys; from headrace.cli import serve; p = argparse.ArgumentParser(); serve.add_arguments(p); "
                 f"sys.exit(serve.run(p.parse_args(sys.argv[2:]), builder={builder!r}))"
             )
+        code = before + code
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SRC}:{HERE}"}
         if tmp is not None:
             environment["TMPDIR"] = str(tmp)

@@ -26,8 +26,8 @@ def model(tmp_path_factory) -> Path:
     return write_tiny("llama", tmp_path_factory.mktemp("model"))
 
 
-def start(model: Path, tmp: Path, *options: str, builder: str | None = None) -> ServerProcess:
-    return ServerProcess(model, "--served-model-name", "tiny", *options, builder=builder, tmp=tmp)
+def start(model: Path, tmp: Path, *options: str, **more) -> ServerProcess:
+    return ServerProcess(model, "--served-model-name", "tiny", *options, tmp=tmp, **more)
 
 
 def leftovers(tmp: Path) -> list[Path]:
@@ -173,6 +173,43 @@ def test_an_engine_that_cannot_start_ends_the_server(model, tmp_path):
     with start(model, tmp_path, builder="broken_builder:mistaken") as server:
         assert server.process.wait(60) == 1  # a mistake: not tried again
         assert "a card of another kind" in server.log() and "starts in a row" not in server.log()
+
+
+ONE_SPAWN = """
+from headrace.engine.core_process import CoreProcess
+spawn, count = CoreProcess.spawn, []
+async def once(*args):
+    count.append(1)
+    if len(count) > 1:
+        raise OSError(11, "Resource temporarily unavailable")
+    return await spawn(*args)
+CoreProcess.spawn = once
+"""
+HTTP_FAILS = """
+import asyncio, uvicorn
+async def serve(self, sockets=None):
+    raise RuntimeError("no sockets today")
+uvicorn.Server.serve = serve
+"""
+
+
+def test_a_core_that_cannot_be_replaced_ends_the_server(model, tmp_path):
+    with start(model, tmp_path, "--no-standby", before=ONE_SPAWN) as server:
+        server.wait_ready()
+        reader = Reader(server)
+        os.kill(server.core(), signal.SIGKILL)
+        assert server.process.wait(30) == 1
+        reader.join(5)
+        assert '"code":"engine_dead"' in reader.text and reader.error is None
+        assert "3 starts in a row failed" in server.log() and "Resource temporarily unavailable" in server.log()
+        assert "Traceback" not in server.log() and not leftovers(tmp_path)
+
+
+def test_an_http_server_that_fails_ends_the_server(model, tmp_path):
+    with start(model, tmp_path, before=HTTP_FAILS) as server:
+        assert server.process.wait(30) == 1
+        assert "the HTTP server has ended: RuntimeError: no sockets today" in server.log()
+        assert not server.children() and not leftovers(tmp_path)
 
 
 def test_a_busy_port_is_an_error_at_once(model):
