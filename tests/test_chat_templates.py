@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headrace.api.chat import ChatTemplate, check_messages
-from headrace.api.tool_prompt import with_tools
+from headrace.api.tool_prompt import shown_to, with_tools
 from headrace.errors import ParameterError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -480,6 +480,15 @@ def test_tools_and_calls_are_spelled_for_templates_that_know_none(system):
 def test_tools_in_another_shape_are_not_shown_to_a_template():
     """Command R's template wants `name` and `parameter_definitions` at the top of a tool, and fails without them."""
     cohere = "{% for t in tools or [] %}{{ t.name + t.parameter_definitions }}{% endfor %}{{ messages[0].content }}"
-    assert not ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": cohere}).shows_tools()
-    assert not ChatTemplate("{# tools #}{{ messages[0].content }}").shows_tools()
-    assert ChatTemplate(HERMES).shows_tools() and ChatTemplate(MISTRAL).shows_tools()
+    assert not ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": cohere}).shows_tools
+    assert not ChatTemplate("{# tools #}{{ messages[0].content }}").shows_tools
+    assert ChatTemplate(HERMES).shows_tools and ChatTemplate(MISTRAL).shows_tools
+
+
+def test_a_template_is_given_what_it_would_drop_as_text():
+    for source, tools, spelled in ((HERMES, [TOOL], False), (HERMES, None, False), (CHATML, [TOOL], True), (CHATML, None, True)):
+        template = ChatTemplate(source, TOKENS)
+        text = template.render(*(shown := shown_to(template, answered(CALLED), tools))[:1], tools=shown[1])
+        assert '"look_up", "arguments": {"q": "CITY"}' in text and "SUNNY" in text
+        assert (tools is None) or '"description": "é < & \'"' in text
+        assert (shown[1] is None) if spelled else shown == (answered(CALLED), tools)

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace.api.answer import special_id
 from headrace.api.tool_grammar import forced_calls, free_calls
@@ -17,6 +17,7 @@ from headrace.model.tokenizer import Tokenizer as OurTokenizer
 from headrace.model.tokenizer import TokenizerExtras
 from headrace.structured_output.llguidance_backend import LLGuidance, Matcher
 from headrace.structured_output.params import StructuredOutputsParams
+from headrace.structured_output.vocabulary import GrammarVocabulary
 from structured_driver import EOS, tokenizer
 from test_structured_tools import SCHEMAS, TOOLS, read
 
@@ -211,3 +212,16 @@ def test_what_is_forced_is_its_very_text_with_any_tokenizer(prefix, flags):
             assert forced.accept([token])
             out += ours.token_bytes(token)
         assert out.decode() == text
+
+
+def test_a_prefix_for_the_beginning_of_a_text_is_not_put_into_its_middle():
+    """The tokens are those that the tokenizer itself would have there, not the longest that fit."""
+    plain, prefixing = sentencepiece(False, []), sentencepiece(True, [])
+    text = "a  ab"
+    own = plain.encode(text, add_special_tokens=False).ids
+    vocabulary = GrammarVocabulary(prefixing.to_str(), 300, [2])
+    assert vocabulary(text) == own != vocabulary.engine.greedy_tokenize(text)
+    backend = Tokenizer.from_str(prefixing.to_str())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="always", split=False)])
+    assert GrammarVocabulary(backend.to_str(), 300, [2])(text) == own

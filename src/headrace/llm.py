@@ -190,12 +190,17 @@ class LLM:
         scores = score_in_core(self._shared, [(ids, salt) for _, ids, salt in texts], self.config.max_model_len or 0, stride)
         return [ScoreOutput(text, ids, found) for (text, ids, _), found in zip(texts, scores, strict=True)]
 
-    def chat_prompt(self, messages: list[dict[str, Any]], **template_options: Any) -> dict[str, Any]:
+    def chat_prompt(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
+    ) -> dict[str, Any]:
         """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
         from headrace.api.chat import ChatTemplate
+        from headrace.api.tool_prompt import shown_to
 
         tokenizer = self.get_tokenizer()
-        text = ChatTemplate.from_tokenizer(tokenizer).render(messages, **template_options)
+        template = ChatTemplate.from_tokenizer(tokenizer)
+        shown, known_tools = shown_to(template, messages, tools)
+        text = template.render(shown, tools=known_tools, **template_options)
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     # ---------------------------------------------------------------- how prompts become requests, and news answers

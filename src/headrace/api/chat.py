@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -71,6 +72,12 @@ class ChatTemplate:
         """The text of the template that is used with or without tools."""
         return self._select(tools).source
 
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether the template that is used without tools shows earlier calls."""
+        return "tool_calls" in self.source()
+
+    @cached_property
     def shows_tools(self) -> bool:
         """Whether tools as OpenAI's API describes them come out: there are templates of other shapes."""
         function = {"name": PROBE, "description": "d", "parameters": {"type": "object", "properties": {}}}

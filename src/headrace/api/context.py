@@ -87,19 +87,11 @@ class ApiContext:
             tools = "hermes"  # the format of tool_prompt
         return AnswerFormat.choose(template, config.reasoning_parser, tools)
 
-    @cached_property
+    @property
     def template_knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model; if not, tool_prompt does."""
         try:
-            return self.chat_template.shows_tools()
-        except ParameterError:
-            return False
-
-    @cached_property
-    def template_knows_calls(self) -> bool:
-        """Whether the chat template that is used without tools shows earlier calls."""
-        try:
-            return "tool_calls" in self.chat_template.source()
+            return self.chat_template.shows_tools
         except ParameterError:
             return False
 

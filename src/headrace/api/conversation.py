@@ -12,7 +12,7 @@ from headrace.api.chat import ROLES
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import NamedTool, Tool
-from headrace.api.tool_prompt import with_tools
+from headrace.api.tool_prompt import shown_to
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -66,9 +66,7 @@ async def prompt_of(ctx: ApiContext, conversation: Conversation) -> tuple[list[i
 
 
 def _prompt_of(ctx: ApiContext, c: Conversation) -> tuple[list[int], str]:
-    messages, tools = c.messages, _without_nulls(c.tools) if c.tools else None
-    if not (ctx.template_knows_tools if tools else ctx.template_knows_calls):
-        messages, tools = with_tools(messages, tools or []), None
+    messages, tools = shown_to(ctx.chat_template, c.messages, _without_nulls(c.tools) if c.tools else None)
     if not ctx.template_knows_developers:  # many would drop such a message silently
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
     text = ctx.chat_template.render(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.api.chat import check_messages
+from headrace.api.chat import ChatTemplate, check_messages
 
 INTRODUCTION = """# Tools
 
@@ -25,6 +25,14 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+
+
+def shown_to(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]:
+    """Messages and tools as `template` is to be given them: what it would drop is spelled out."""
+    knows = template.shows_tools if tools else template.shows_calls
+    return (messages, tools) if knows else (with_tools(messages, tools or []), None)
 
 
 def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

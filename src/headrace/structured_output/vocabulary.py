@@ -34,9 +34,8 @@ class GrammarVocabulary:
         for i in nameless:
             self.tokens[i] = b"<[%d]>" % i
         added = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if i < vocab_size}
-        special = tokenizer.special_ids.union(eos_token_ids) & added.keys()
-        self.special_token_ids = sorted(special.union(nameless, eos_token_ids))
-        self.special = {added[i]: i for i in special}  # text -> id, of the added tokens that are no text
+        self.special_token_ids = sorted(tokenizer.special_ids.intersection(added).union(nameless, eos_token_ids))
+        self.special = {added[i]: i for i in self.special_token_ids if i in added}  # text -> id, of those that are no text
         self.added = {text: i for i, text in added.items()}
         _without_prefix(backend)
         backend.encode_special_tokens = True  # as texts: they would not be what the grammar forces
