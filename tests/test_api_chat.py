@@ -170,7 +170,8 @@ def test_continued_message(api):
 def test_template_switches_reach_the_template():
     engine = FakeEngine()
     engine.tokenizer.chat_templates = {
-        "default": "{{ messages[0].content }}|{{ enable_thinking }}|{{ reasoning_effort }}|{{ tools is none }}"
+        "default": "{{ messages[0].content }}|{{ enable_thinking }}|{{ reasoning_effort }}|"
+        "{{ tools is none or tools[0].function.name }}"
     }
     api = Api(engine, tool_parser="hermes")
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -178,7 +179,7 @@ def test_template_switches_reach_the_template():
         ({"chat_template_kwargs": {"enable_thinking": False}}, "hi|False||True"),
         ({"reasoning_effort": "low"}, "hi|True|low|True"),
         ({"reasoning_effort": "none"}, "hi|False|none|True"),
-        ({"tools": tools}, "hi|||False"),
+        ({"tools": tools}, "hi|||f"),
         ({"tools": tools, "tool_choice": "none"}, "hi|||True"),
     ):
         api.ok(PATH, {"messages": HI, **body})
