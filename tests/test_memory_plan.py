@@ -15,7 +15,7 @@ from headrace.errors import CapacityError, ParameterError
 from headrace.machine import available_memory, usable_cores
 from headrace.model.config import ModelConfig
 from headrace.worker import memory_plan
-from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, plan_memory, row_elements
+from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes, plan_memory, row_elements
 from model_harness import load_tiny
 from tiny_models import write_tiny
 
@@ -38,7 +38,7 @@ def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, **option
 
 @pytest.fixture
 def free(monkeypatch):
-    """Says what is free where the weights are already."""
+    """Says what is free where the weights are already loaded."""
     return lambda count: monkeypatch.setattr(memory_plan, "available_memory", lambda: count)
 
 
@@ -80,8 +80,9 @@ def test_terms_add_up_and_each_grows_with_what_it_is_of(model, free):
     base = plan(model, max_num_seqs=16)
     assert base.activations == 2048 * row_elements(model) * 4
     assert plan(model, max_num_seqs=16, max_num_batched_tokens=4096).activations == 2 * base.activations
-    assert plan(model, max_num_seqs=32).logits == 2 * base.logits
-    assert plan(model, max_num_seqs=16, speculative_max_rows=16).logits == 2 * base.logits
+    assert base.logits == logits_bytes(16, 2048, 512, 4) == max(16 * 512 * (28 + 32), 4 * 4 * 2048 * 512)
+    assert plan(model, max_num_seqs=2048).logits == 2048 * 512 * 28 + 8 * 4 * 2048 * 512
+    assert plan(model, max_num_seqs=2047, speculative_max_rows=1025).logits == 3072 * 512 * 60
     assert base.graphs == base.reserve == 0, "a CPU captures nothing"
     assert plan(model, kv_cache_bytes=100_000_000).kv <= 100_000_000
     assert plan(model, num_kv_blocks=7).num_blocks == 7

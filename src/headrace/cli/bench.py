@@ -51,14 +51,17 @@ def run(args: argparse.Namespace) -> int:
         options |= {"model": shape_directory(args.config), "load_format": "dummy"}
     if args.what == "startup":
         return report(args, [shown(startup(args, options))], {})
-    from headrace.llm import LLM
+    from headrace import LLM
     from headrace.metrics.roofline import Limits, measure_limits
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
     with LLM(**options) as llm:
         assert llm.engine is not None
-        limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(llm.engine.device, llm.engine.dtype))
+        measured = measure_limits(llm.engine.device, llm.engine.dtype)
+        for doubt in measured.warnings():
+            print(f"headrace: warning: {doubt}", file=sys.stderr)
+        limits = Limits(llm.engine.model, llm.engine.dtype, measured)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []
         for temperature in args.temperature:
@@ -225,7 +228,7 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
 
 def first_token(options: dict[str, Any]) -> None:
     prewarm(options.get("device", "auto"))
-    from headrace.llm import LLM
+    from headrace import LLM
     from headrace.sampling.params import SamplingParams
 
     options.setdefault("skip_tokenizer_init", True)

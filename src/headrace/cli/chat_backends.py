@@ -46,9 +46,9 @@ class EngineBackend:
     interrupt_between_steps = True
 
     def __init__(self, options: dict[str, Any], progress: bool):
+        from headrace import LLM
         from headrace.api.answer import AnswerFormat
         from headrace.api.chat import ChatTemplate
-        from headrace.llm import LLM
 
         self._llm = LLM(progress=progress, **options)
         try:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)  # a bad value is reported before the model is loaded
     options = engine_options(args)
     prewarm(options.get("device", "auto"))
-    from headrace.llm import LLM
+    from headrace import LLM
 
     with LLM(progress=sys.stderr.isatty(), **options) as llm:
         inputs: list[Any] = list(prompts)

@@ -208,10 +208,15 @@ def decode_graphs(
         return None
     from headrace.worker.cuda_graphs import DecodeGraphs
 
+    # logits of all sizes lie in one place: those of each size's own would stay allocated for ever
+    most, covered = max_decode_rows(config), 0 if fast is None else fast.max_rows
+    shape = (most if most > covered else 0, decoder.config.vocab_size)
+    logits = torch.empty(shape, dtype=decoder.embedding.dtype, device=state.device)
+
     def forward(batch: ForwardBatch, cache: KVCache) -> Tensor:
         if fast is not None and batch.num_rows <= fast.max_rows:
             return fast.forward(batch, cache)
-        return decoder.logits(decoder.forward(batch, cache))
+        return decoder.logits(decoder.forward(batch, cache), logits[: batch.num_rows])
 
     assert config.max_model_len
     return DecodeGraphs(forward, kv, state, config.max_num_seqs, config.max_model_len, config.max_draft_rows)

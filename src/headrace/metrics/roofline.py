@@ -7,11 +7,15 @@ lower triangle of attention. Embedding rows, norms and logits of single rows are
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from headrace.model.config import ModelConfig
+
+ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
+DISAGREE = 0.03  # rounds that differ by more than this share measured something else as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,40 +23,55 @@ class Machine:
     name: str
     bandwidth: float  # bytes per second: read plus written by a copy on a GPU, read by a sum on a CPU
     flops: float  # operations per second of a large matrix product in the model's dtype
+    bandwidth_spread: float = 0.0  # how far the slowest round lies below the best, as a share of it
+    flops_spread: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
+    def warnings(self) -> list[str]:
+        """What makes the limits doubtful: a machine that was busy, or does not keep its clock."""
+        return [
+            f"measurements of the machine's {what} differ by {100 * spread:.0f} %: the best one counts as the limit"
+            for what, spread in (("bandwidth", self.bandwidth_spread), ("arithmetic", self.flops_spread))
+            if spread > DISAGREE
+        ]
+
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure this machine; takes about a second."""
+    """Measure this machine, in some rounds of which the best one counts; takes a few seconds."""
     if device.type == "cuda":
-        source = torch.empty(2**30, dtype=torch.uint8, device=device).random_()
+        name, size, width = torch.cuda.get_device_name(device), 2**30, 8192
+        source = torch.empty(size, dtype=torch.uint8, device=device).random_()
         target = torch.empty_like(source)
-        copy = _seconds(lambda: target.copy_(source), device)
-        a = torch.randn(8192, 8192, device=device, dtype=dtype)
-        product = _seconds(lambda: a @ a, device)
-        return Machine(torch.cuda.get_device_name(device), 2 * source.numel() / copy, 2 * 8192**3 / product)
-    numbers = torch.zeros(2**26, dtype=torch.int64).random_()
-    read = _seconds(lambda: numbers.max(), device)
-    a = torch.randn(1024, 1024, dtype=dtype)
-    product = _seconds(lambda: a @ a, device)
-    return Machine(f"CPU, {torch.get_num_threads()} threads", 8 * numbers.numel() / read, 2 * 1024**3 / product)
+        moved, move = 2 * size, lambda: target.copy_(source)
+    else:
+        name, size, width = f"CPU, {torch.get_num_threads()} threads", 2**29, 1024
+        numbers = torch.zeros(size // 8, dtype=torch.int64).random_()
+        moved, move = size, lambda: numbers.max()
+    a = torch.randn(width, width, device=device, dtype=dtype)
+    rounds = [(_seconds(move, device), _seconds(lambda: a @ a, device)) for _ in range(ROUNDS)]
+    (moving, move_spread), (product, product_spread) = (best_and_spread(times) for times in zip(*rounds, strict=True))
+    return Machine(name, moved / moving, 2 * width**3 / product, move_spread, product_spread)
 
 
-def _seconds(f, device: torch.device, repeats: int = 12) -> float:
-    """Median time of f()."""
+def best_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
+    """The shortest time, and the share of the best rate that the longest one misses."""
+    return min(seconds), 1.0 - min(seconds) / max(seconds)
+
+
+def _seconds(f: Callable[[], object], device: torch.device) -> float:
+    """Median time of f() in one round, after one call that does not count."""
     times = []
-    for i in range(repeats + 2):
+    for _ in range(ROUND_RUNS + 1):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
         f()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if i >= 2:
-            times.append(time.perf_counter() - began)
-    return sorted(times)[repeats // 2]
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[ROUND_RUNS // 2]
 
 
 class Limits:

@@ -186,9 +186,12 @@ class Decoder:
         """Of the rope tables."""
         return sum(t.numel() * t.itemsize for pair in self.rope.values() for t in pair)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> logits [R, V]: float32 on the CPU, the model's dtype elsewhere."""
-        logits = self.lm_head(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [R, H] -> logits [R, V], in `out` if it is given: float32 on the CPU, the model's dtype elsewhere."""
+        if out is not None and isinstance(self.lm_head, MatrixLinear):
+            logits = self.lm_head.into(out, hidden)
+        else:
+            logits = self.lm_head(hidden)
         if not logits.is_cuda:
             logits = logits.float()
         if self.config.logit_scale != 1.0:

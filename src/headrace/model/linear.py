@@ -37,6 +37,10 @@ class MatrixLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.transposed)
 
+    def into(self, out: Tensor, x: Tensor) -> Tensor:
+        """`out` [T, out], which gets x @ weight.T."""
+        return torch.mm(x, self.transposed, out=out)
+
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """total [T, out] += x @ weight.T, in place; a norm after it then reads and writes half of what it does with the sum."""
         total.addmm_(x, self.transposed)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_BYTES = 64 << 20
+# of float32 logits at a time: those of prompts are computed chunk by chunk, and few rows would be slow; the others are there
+PROMPT_CHUNK_BYTES, SAMPLED_CHUNK_BYTES = 64 << 20, 16 << 20
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Logprobs:
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Tensor, request: LogprobsRequest, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    logits: Tensor, token_ids: Tensor, request: LogprobsRequest, chunk_bytes: int = SAMPLED_CHUNK_BYTES
 ) -> Logprobs:
     """Logprobs of `token_ids` [R] under `logits` [R, V], for the rows asked; memory as of `prompt_logprobs`."""
     rows = rows_per_chunk(logits.shape[1], chunk_bytes)
@@ -56,7 +57,7 @@ def prompt_logprobs(
     to_logits: Callable[[Tensor], Tensor],
     num_top: int,
     vocab_size: int,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    chunk_bytes: int = PROMPT_CHUNK_BYTES,
 ) -> Logprobs:
     """Logprobs of next_ids [T], each under the logits of its row of hidden [T, H] (the token after that position).
 
@@ -79,6 +80,6 @@ def joined(parts: list[Logprobs]) -> Logprobs:
     return Logprobs(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Logprobs)))
 
 
-def rows_per_chunk(vocab_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> int:
+def rows_per_chunk(vocab_size: int, chunk_bytes: int = PROMPT_CHUNK_BYTES) -> int:
     """Rows of float32 logits that fit into `chunk_bytes`; never less than one."""
     return max(1, chunk_bytes // (4 * vocab_size))

@@ -86,7 +86,7 @@ def apply_edits(logits: Tensor, edits: LogitsEdits) -> None:
     if edits.bad_words is not None:
         apply_bad_words(logits, edits.bad_words)
     if edits.banned is not None:
-        logits[edits.banned] = NEG_INF
+        logits.index_put_(edits.banned, logits.new_full((), NEG_INF))  # assigning the number itself would wait for the device
     if edits.bias is not None:
         rows, tokens, values = edits.bias
         logits.index_put_((rows, tokens), values, accumulate=True)

@@ -40,7 +40,8 @@ MIB = 1 << 20
 FEW_ROWS = 16  # up to here how far attention is split decides about a step's time, and short contexts have graphs of their own
 # tokens of the first context buckets for so few rows, and for more; 256 is what the tile tables' short attention holds
 FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)
-DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]  # one row per sequence -> logits [R, V]
+# one row per sequence -> logits [R, V], for Tail.LOGITS in memory that stays (the next call may overwrite it)
+DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]
 
 
 class Key(NamedTuple):
@@ -99,7 +100,6 @@ class DecodeGraphs:
         self._graphs: dict[Key, Captured] = {}  # the last used one comes last
         self._todo: list[Key] = []
         self._wanted: set[tuple[int, Tail, bool]] = set()  # a context bucket for many rows, and the rest of a Key
-        self._logits: Tensor | None = None
 
     def size_for(self, rows: int) -> int:
         return self.sizes[bisect_left(self.sizes, rows)]
@@ -194,10 +194,7 @@ class DecodeGraphs:
         )  # fmt: skip
         logits = self.forward(batch, self.kv)
         if tail is Tail.LOGITS:
-            if self._logits is None:
-                self._logits = torch.empty((self.sizes[-1], logits.shape[1]), dtype=logits.dtype, device=logits.device)
-            # one buffer for all sizes: a graph's own output would stay allocated for ever
-            return self._logits[:size].copy_(logits)
+            return logits
         token_ids, failed = sample_rows(
             logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
             purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
