@@ -1,0 +1,143 @@
+"""`headrace bench`: real runs of a tiny shape on the CPU, and the arithmetic of the limits that stand beside its figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.cli import main
+from headrace.metrics import roofline
+from headrace.metrics.roofline import Limits, Machine, best_and_spread, measure_limits
+from model_harness import load_tiny
+from tiny_models import write_shape, write_tiny
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("shape")
+    write_shape(directory, **SMALL)
+    return str(directory / "config.json")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One round of each measurement of the machine."""
+    monkeypatch.setattr(roofline, "ROUNDS", 1)
+    monkeypatch.setattr(roofline, "ROUND_RUNS", 1)
+
+
+def bench(*arguments: str, out=None) -> dict:
+    argv = ["bench", *arguments, "--device", "cpu"] + ([] if out is None else ["--out", str(out)])
+    assert main(argv) == 0
+    return {} if out is None else json.loads(out.read_text())
+
+
+def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys):
+    sizes = ["--batch", "1", "3", "--input-len", "9", "--output-len", "6", "--num-prompts", "2", "--prefill-prompts", "2"]
+    found = bench(
+        "all", "--config", shape, *sizes, "--prefill-len", "40", "--temperature", "0", "0.8", "--max-num-seqs", "4",
+        "--max-model-len", "2100", out=tmp_path / "out.json",
+    )  # fmt: skip
+    assert found["model"] == shape and found["torch"] == torch.__version__
+    machine = found["machine"]
+    assert machine["bandwidth"] > 1e8 and machine["flops"] > 1e8
+    assert machine["bandwidth_spread"] == machine["flops_spread"] == 0.0, "of a single round"
+    names = [(r["workload"], r["temperature"]) for r in found["results"]]
+    each = ["offline-random", "batch 1", "batch 3"]
+    assert names == [(n, t) for t in (0.0, 0.8) for n in each] + [("prefill 2 x 40", 0.0)]
+    for r in found["results"]:
+        assert r["value"] > 0 and r["limit"] > 0 and r["percent_of_limit"] > 0
+        share = r["limit"] / r["value"] if r["unit"] == "ms" else r["value"] / r["limit"]
+        assert math.isclose(r["percent_of_limit"], 100 * share)
+    offline, latency = found["results"][0], found["results"][1]
+    assert offline["unit"] == "tok/s" and offline["num_prompts"] == 2 and offline["seconds"] > 0
+    assert latency["unit"] == "ms" and (latency["input_len"], latency["output_len"]) == (9, 6)
+    assert latency["host_ms_per_step"] > 0 and latency["gigabytes_per_second"] > 0
+    printed = capsys.readouterr().out
+    assert printed.count("% of the limit") == len(names) and "batch 3" in printed
+
+
+def test_the_profile_names_operations(shape, quick, capsys):
+    bench(
+        "latency", "--config", shape, "--batch", "1", "--input-len", "4", "--output-len", "2", "--profile", "--max-num-seqs", "2",
+        "--max-model-len", "700",
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "-- prefill, batch 1" in printed and "-- prefill and 16 decode steps, batch 1" in printed and "aten::" in printed
+
+
+def test_startup_is_that_of_a_fresh_process(shape, tmp_path, capsys):
+    found = bench("startup", "--config", shape, "--max-model-len", "256", out=tmp_path / "out.json")
+    (result,) = found["results"]
+    assert result["workload"] == "startup" and result["unit"] == "s" and result["all"] == [result["value"]]
+    assert result["value"] > 0.1 and "first token [" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["latency", "--output-len", "1"], "--output-len: got 1, allowed: at least 2"),
+    (["all", "--batch", "4", "0"], "--batch: got [4, 0]"), (["throughput", "--repeat", "0"], "--repeat: got 0"),
+    (["latency", "--config", "no/such/file"], "--config"), (["latency", "--out", "no/such/directory/x.json"], "--out: got"),
+])  # fmt: skip
+def test_mistakes_are_named(capsys, arguments, words):
+    assert main(["bench", *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_limit_is_the_best_round_and_rounds_that_differ_are_told():
+    assert best_and_spread([2.0, 1.0, 1.6]) == (1.0, 0.5)
+    assert best_and_spread([3.0]) == (3.0, 0.0)
+    assert Machine("m", 1.0, 1.0, 0.03, 0.02).warnings() == []
+    doubts = Machine("m", 1.0, 1.0, 0.07, 0.2).warnings()
+    assert len(doubts) == 2 and "bandwidth differ by 7 %" in doubts[0] and "arithmetic differ by 20 %" in doubts[1]
+
+
+def test_a_slow_measurement_does_not_become_the_limit(monkeypatch):
+    """One of five rounds sees a machine that is 7 % slower: the limit is that of the others."""
+    times = iter([1.07, 2.0, 1.0, 2.0, 1.02, 2.2, 1.0, 2.0, 1.0, 2.0])
+    monkeypatch.setattr(roofline, "_seconds", lambda f, device: next(times))
+    machine = measure_limits(torch.device("cpu"), torch.float32)
+    assert machine.bandwidth == 2**29 and machine.flops == 1024**3
+    assert math.isclose(machine.bandwidth_spread, 1 - 1 / 1.07) and math.isclose(machine.flops_spread, 1 - 2 / 2.2)
+    assert len(machine.warnings()) == 2
+
+
+def test_limits_count_bytes_and_operations(tmp_path):
+    """Against the weights of a real checkpoint, and a batch that is added up step by step."""
+    config, weights = load_tiny(write_tiny("llama", tmp_path))
+    limits = Limits(config, torch.float32, Machine("m", 1e9, 1e12))
+    matrices = [t for layer in weights.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    assert limits.dense == sum(t.numel() for t in matrices)
+    assert limits.read == limits.dense + weights.lm_head.numel()
+    assert limits.kv_bytes == 2 * config.num_layers * config.kv_size * 4
+    assert limits.decode_bytes(10) == 4 * limits.read + 10 * limits.kv_bytes
+    assert math.isclose(limits.decode_seconds(1, 10), limits.decode_bytes(10) / 1e9)
+    slow = Limits(config, torch.float32, Machine("m", 1e15, 1e6))
+    assert math.isclose(slow.decode_seconds(7, 0), 2 * slow.read * 7 / 1e6), "then the products are what takes the time"
+    assert limits.prefill_flops(8) == 2 * limits.dense * 8 + 2 * 64 * config.q_size * config.num_layers
+    assert limits.prefill_seconds(8) == limits.prefill_flops(8) / 1e12
+    step = [limits.decode_seconds(2, 5 + 1 + 9 + 1), limits.decode_seconds(1, 9 + 2)]
+    assert math.isclose(limits.offline([5, 9], [2, 3]), limits.prefill_seconds(5) + limits.prefill_seconds(9) + sum(step))
+    assert limits.offline([5], [1]) == limits.prefill_seconds(5)
+
+
+def test_host_times_are_the_median_of_steps():
+    from headrace.cli.bench import HostTimes
+
+    core = SimpleNamespace(times=SimpleNamespace(schedule=0.0, launch=0.0, settle=0.0), step=lambda: "news")
+    host = HostTimes(core)
+    assert host.milliseconds_per_step() == 0.0
+    for schedule in (0.001, 0.003, 0.1):
+        core.times.schedule, core.times.launch, core.times.settle = schedule, 0.001, 0.001
+        assert core.step() == "news"
+    assert math.isclose(host.milliseconds_per_step(), 5.0)
+    host.reset()
+    assert host.milliseconds_per_step() == 0.0
