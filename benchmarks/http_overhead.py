@@ -157,7 +157,7 @@ def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     common = {"model": "m", "stream": True, "ignore_eos": True, "temperature": 0.0}
     fake_command = serve_command("fake_model:build_fake", *options)
-    with Process(fake_command, "Ready") as ours, Process(bare_command, "running on") as bare:
+    with Process(fake_command, "ready after") as ours, Process(bare_command, "running on") as bare:
         for streams in args.streams:
             each = max(64, min(1500, args.tokens // streams))
             runs: dict[str, list[dict[str, Any]]] = {"bare": []}
@@ -205,7 +205,7 @@ def model_run(args: argparse.Namespace) -> list[dict[str, Any]]:
         rate, seconds = map(float, done.stdout.split()[-2:])
         rates["offline"].append(rate)
         cpu["offline"].append(seconds)
-        with Process(serve_command(None, *options), "Ready") as server:
+        with Process(serve_command(None, *options), "ready after") as server:
             server.measure(requests[:2], 2 * args.each)  # as the offline API
             result = server.measure(requests, args.clients * args.each)
         rates["http"].append(result["tokens_per_second"])

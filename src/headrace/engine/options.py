@@ -28,10 +28,12 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
     _check_cache(config, model, driver)
-    if config.load_format != "dummy":
-        checkpoint.tensors()  # whether all files are there and whole, as far as their headers say
+    needed = [checkpoint]
     if config.speculative_model is not None:
-        draft_checkpoint(config, model)
+        needed.append(draft_checkpoint(config, model)[0])
+    if config.load_format != "dummy":
+        for found in needed:
+            found.tensors()  # whether all files are there and whole, as far as their headers say
 
 
 def _check_cache(config: EngineConfig, model: ModelConfig, driver: bool) -> None:
