@@ -33,7 +33,9 @@ class ByteTokenizer:
 
     byte_level = True
     byte_fallback: dict[int, int] = {}  # noqa: RUF012
-    special_ids = frozenset(range(256, 256 + len(SPECIALS)))
+    special_ids = added_ids = frozenset(range(256, 256 + len(SPECIALS)))
+    special_texts = dict(zip(SPECIALS, range(256, 256 + len(SPECIALS)), strict=True))  # noqa: RUF012
+    bos_token_id = BOS
     vocab_size = 256 + len(SPECIALS)
     bos_token, eos_token, pad_token, unk_token = "<bos>", "<eos>", "<pad>", None
     chat_template = TEMPLATE

@@ -17,6 +17,17 @@ PARTS = {
 }  # fmt: skip
 
 
+def rewritten(source: str | Path, target: Path, integers: dict[str, int]) -> Path:
+    """A copy of a GGUF file with other values for some uint32 entries of its metadata."""
+    data = bytearray(Path(source).read_bytes())
+    for key, value in integers.items():
+        at = data.index(len(key).to_bytes(8, "little") + key.encode()) + 8 + len(key)
+        assert int.from_bytes(data[at : at + 4], "little") == 4  # the type uint32
+        data[at + 4 : at + 8] = value.to_bytes(4, "little")
+    target.write_bytes(data)
+    return target
+
+
 def load_llama(path: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A llama GGUF with tied embeddings as LlamaForCausalLM on the CPU."""
     reader = GGUFReader(path)

@@ -20,6 +20,7 @@ from headrace.beam_search import BeamSearchParams
 from headrace.cli import main
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.worker.model_runner import StepHandle
+from test_tokenizer_json import write_metaspace_tokenizer
 from tiny_models import write_tiny, write_tokenizer
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "debug_checks": True, "max_model_len": 128}
@@ -438,3 +439,38 @@ def test_closed_engines_leave_no_memory_behind(tmp_path, dtype):
     loaded, closed = sizes[::2], sizes[1::2]
     assert loaded[0] - closed[0] > 60, "there was nothing to give back"
     assert max(closed) - closed[0] < 40 and max(loaded) - loaded[0] < 60, sizes
+
+
+def test_the_first_word_of_a_completion_keeps_its_space(path, tmp_path):
+    """With a SentencePiece-like tokenizer, whole, streamed, with logprobs and in beams: the text is what it adds to the
+    prompt's."""
+    write_metaspace_tokenizer(tmp_path / "spm")
+    with LLM(path, tokenizer=str(tmp_path / "spm"), **OPTIONS) as llm:
+        world = llm.tokenizer.encode(" world", add_special_tokens=False)[-1]
+        forced = {"allowed_token_ids": [world], "max_tokens": 2, "ignore_eos": True}
+        for params in (SamplingParams(**forced, n=2), SamplingParams(**forced, logprobs=1), SamplingParams(**forced, stop="x")):
+            for sample in llm.generate("hello", params, use_tqdm=False)[0].outputs:
+                assert sample.text == " world world"
+        assert "".join(d.text for _, _, d, _ in llm.stream("hello", SamplingParams(**forced))) == " world world"
+        ids = llm.tokenizer.encode("hello")
+        for sequence in llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=4))[0].sequences:
+            shown = sequence.token_ids[:-1] if sequence.finish_reason == "stop" else sequence.token_ids
+            assert "hello" + sequence.text == llm.tokenizer.decode(ids + shown)
+
+
+def test_a_stop_string_that_is_a_special_token(llm):
+    """One more stop id, whatever the text shows; ignore_eos leaves it alone, min_tokens holds it off."""
+    special = llm.tokenizer.special_texts["<|user|>"]
+    params = {"logit_bias": {special: 100.0}, "max_tokens": 9, "stop": ["never", "<|user|>"], "temperature": 0.0, "ignore_eos": True}
+    for more, text in (({}, ""), ({"n": 2}, ""), ({"include_stop_str_in_output": True}, "<|user|>"), ({"skip_special_tokens": False}, "")):
+        for sample in llm.generate("The", SamplingParams(**params | more), use_tqdm=False)[0].outputs:
+            assert (sample.finish_reason, sample.stop_reason, sample.text) == ("stop", "<|user|>", text)
+            assert sample.token_ids == [special]
+        parts = [d for _, k, d, _ in llm.stream("The", SamplingParams(**params | more)) if k == 0]
+        assert "".join(d.text for d in parts) == text and parts[-1].stop_reason == "<|user|>"
+    later = llm.generate("The", SamplingParams(**params, min_tokens=4), use_tqdm=False)[0].outputs[0]
+    assert len(later.token_ids) == 5 and later.token_ids[-1] == special
+    end = SamplingParams(max_tokens=9, stop=["</s>"], logit_bias={2: 100.0}, temperature=0.0)
+    assert llm.generate("The", end, use_tqdm=False)[0].outputs[0].stop_reason == "</s>"
+    among = SamplingParams(**params | {"stop": ["<|user|><|user|>"]})
+    assert llm.generate("The", among, use_tqdm=False)[0].outputs[0].token_ids == [special] * 2

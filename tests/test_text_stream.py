@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace.engine.text import MAX_BYTE_RUN, Markers, MarkerScanner, TextStream
+from headrace.engine.text import MAX_BYTE_RUN, MAX_OPEN, Markers, MarkerScanner, TextOffsets, TextStream, continuation
 
 CORPUS = ["the theme of the thesis", "naïve café 😀😀🎉", "aab aaab ab", "日本語のテキスト", "\n\n  indented\n"]
 
@@ -27,6 +27,7 @@ class Adapter:
         self.backend, self.byte_level, self.num_decoded = backend, byte_level, 0
         self.byte_map = gpt2_byte_map()
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.special_texts = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
         byte_tokens = {b: backend.token_to_id(f"<0x{b:02X}>") for b in range(256)}
         self.byte_fallback = {i: b for b, i in byte_tokens.items() if i is not None}
 
@@ -149,6 +150,103 @@ def test_joined_deltas_are_decode_of_the_ids(case, skip, data):
         deltas.append(delta.text)
     deltas.append(stream.finish())
     assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=600, deadline=None)
+@given(tokenizer_and_ids(), st.data(), st.booleans())
+def test_behind_a_prompt_the_text_is_what_it_adds_to_the_prompts(case, data, skip):
+    """Where the prompt's own text stands in that of the whole; offsets are those of the text so far."""
+    tokenizer, ids = case
+    cut = data.draw(st.integers(0, len(ids)))
+    prompt, output = ids[:cut], ids[cut:]
+    stream, offsets = TextStream(tokenizer, [], False, skip, prompt), TextOffsets(tokenizer, skip, prompt)
+    pieces, places = [], []
+    for part in split(data.draw, output):
+        pieces.append(stream.push(part).text)
+        places += map(offsets.push, part)
+    text = "".join([*pieces, stream.finish()])
+    before, whole = (tokenizer.decode(some, skip_special_tokens=skip) for some in (prompt, ids))
+    if whole.startswith(before):
+        assert text == whole[len(before) :]
+    if not any(i in tokenizer.byte_fallback for i in ids):  # a blank as a byte may be stripped
+        assert places == sorted(places) and all(0 <= place <= len(text) for place in places)
+    for n, place in enumerate(places):
+        known = tokenizer.decode(ids[: cut + n], skip_special_tokens=skip)
+        in_run = ids[cut + n - 1 : cut + n + 1] and any(i in tokenizer.byte_fallback for i in ids[cut + n - 1 : cut + n + 1])
+        if whole.startswith(before) and whole.startswith(known) and not in_run:  # what a run of bytes is, its end decides
+            assert place == len(known) - len(before)
+
+
+BEHIND = {  # prompt, output -> text: the characters that begin in the output
+    "a word": (["▁the"], ["▁a", "▁a"], " a a"),
+    "after a blank": (["▁the", "▁"], ["a"], "a"),
+    "behind special tokens": (["▁the", "</s>"], ["▁a"], " a"),
+    "only special tokens": (["<s>"], ["▁a"], "a"),
+    "the end of a character": (["▁a", "<0xE6>"], ["<0x97>", "<0xA5>", "▁a"], " a"),
+    "the end of one and another": (["▁a", "<0xE6>", "<0x97>"], ["<0xA5>", "<0xE6>", "<0x97>", "<0xA5>"], "日"),
+    "what is no character": (["▁a", "<0xE6>"], ["<0xFF>", "a"], "�a"),
+    "a character that only the output spoils": (["▁a", "<0xC3>", "<0xA9>"], ["<0xFF>", "▁a"], "� a"),
+}
+
+
+@pytest.mark.parametrize("case", BEHIND)
+def test_the_first_word_behind_a_prompt(case):
+    tokenizer = TOKENIZERS["llama"]
+    prompt, output, text = BEHIND[case]
+    ids = [[tokenizer.backend.token_to_id(t) for t in tokens] for tokens in (prompt, output)]
+    assert continuation(tokenizer, *ids) == text
+
+
+def test_a_character_that_began_in_a_prompt_of_bytes():
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("日本")
+    for cut in range(1, len(ids)):
+        begun = sum(byte & 0xC0 != 0x80 for i in ids[:cut] for byte in tokenizer.token_bytes(i))
+        assert continuation(tokenizer, ids[:cut], ids[cut:]) == "日本"[begun:]
+
+
+def specials_of(tokenizer) -> list[str]:
+    return sorted(tokenizer.special_texts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tokenizer_and_ids(), st.booleans(), st.booleans(), st.data())
+def test_a_stop_string_may_hold_special_tokens(case, include, skip, data):
+    """Shown or not, a special token is found by its text; what is shown is cut there."""
+    tokenizer, ids = case
+    specials = specials_of(tokenizer)
+    ids = [i for i in ids if i not in tokenizer.special_ids]
+    some = data.draw(st.sampled_from(specials)) if specials else None
+    if some is None:
+        return
+    at = data.draw(st.integers(0, len(ids)))
+    ids.insert(at, tokenizer.special_texts[some])
+    stream = TextStream(tokenizer, [some, "never seen"], include, skip)
+    deltas, taken = [], 0
+    for part in split(data.draw, ids):
+        delta = stream.push(part)
+        deltas.append(delta.text)
+        taken += delta.num_ids
+    deltas.append(stream.finish())
+    assert stream.stop_hit == some and taken == at + 1
+    if skip or tokenizer.byte_level:
+        assert "".join(deltas).removesuffix(some).rstrip("�") == tokenizer.decode(ids[:at]).rstrip("�")
+    assert "".join(deltas).endswith(some) is include
+
+
+def test_special_tokens_among_text_in_a_stop_string():
+    tokenizer = TOKENIZERS["byte_level"]
+    end, other = tokenizer.special_texts["<|end|>"], tokenizer.special_texts["<|im start|>"]
+    ids = [*tokenizer.encode("a b"), end, *tokenizer.encode("c"), other, *tokenizer.encode("d")]
+    for stop, cut, taken in (("b<|end|>c", "a ", 5), ("<|end|>c<|im start|>", "a b", 6), ("<|end|><|im start|>", None, 7)):
+        for include in (False, True):
+            stream = TextStream(tokenizer, [stop], include)
+            delta = stream.push(ids)
+            assert (delta.stop_hit, delta.num_ids) == ((stop, taken) if cut is not None else (None, 7))
+            text = delta.text + stream.finish()
+            assert text == ("a bcd" if cut is None else cut + stop * include)
+    written = tokenizer.encode("x<|end")
+    assert TextStream(tokenizer, ["<|end|>"]).push([*written, *tokenizer.encode("|>")]).stop_hit == "<|end|>"
 
 
 @settings(max_examples=400, deadline=None)

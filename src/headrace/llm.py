@@ -15,6 +15,7 @@ from headrace.engine.build import Engine, build_engine
 from headrace.engine.inputs import InputProcessor, end_token_ids
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
+from headrace.engine.text import continuation
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import ParameterError
 from headrace.model.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ class LLM:
             output.sequences = search.results()
             for sequence in output.sequences if self.tokenizer is not None else ():
                 shown = sequence.token_ids[:-1] if sequence.finish_reason == "stop" else sequence.token_ids
-                sequence.text = self.tokenizer.decode(shown)  # type: ignore[union-attr]
+                sequence.text = continuation(self.tokenizer, output.prompt_token_ids, shown)  # type: ignore[arg-type]
         return outputs
 
     def score(self, prompts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[ScoreOutput]:
@@ -237,7 +238,7 @@ class LLM:
             hold = not (live or complete.stop or complete.logprobs is not None)
             for k in range(complete.n):
                 one = msgspec.structs.replace(complete, sample_index=k) if k else complete
-                item.streams.append(SampleStream(self.tokenizer, one))
+                item.streams.append(SampleStream(self.tokenizer, one, packed))
                 name, rank = f"{request_id}.{k}", priority[i] if priority else 0
                 reader.add(EngineRequest(name, packed, one, one.seed, rank, salt), (item, k), hold=hold)
             running.append(item)

@@ -95,7 +95,7 @@ class CompletionAnswer:
         echo = ""
         if body.echo:
             whole = isinstance(prompt, str) and params.truncate_prompt_tokens is None
-            echo = prompt if whole else ctx.engine.tokenizer.decode(ids)  # type: ignore[assignment]
+            echo = prompt if whole else ctx.engine.tokenizer.decode(ids, params.skip_special_tokens)  # type: ignore[assignment]
         for index in range(params.n):
             own = for_sample(params, index)
             choice = CompletionChoice(self, len(self.choices), own, ids, echo)
@@ -139,7 +139,7 @@ class CompletionChoice:
             as_ids=bool(body.return_tokens_as_token_ids), skip_special_tokens=params.skip_special_tokens,
         )  # fmt: skip
         self.form = form
-        self.logprobs = CompletionLogprobs(form) if body.logprobs is not None else None
+        self.logprobs = CompletionLogprobs(form, () if body.echo else prompt_ids) if body.logprobs is not None else None
         self.texts: list[str] = []
         self.ids: list[int] = []
         self.finish: tuple[str | None, int | str | None] = (None, None)
@@ -173,7 +173,7 @@ class CompletionChoice:
         if not self.with_echo:
             return ""
         if self.logprobs is not None:
-            self.logprobs.add_prompt(self.prompt_ids, self.sample.text.prompt_logprobs or [])
+            self.logprobs.add_prompt(self.prompt_ids, self.sample.text.prompt_logprobs or [], len(self.echo))
         return self.echo
 
     def _fields(self, text: str) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from headrace.api.answer import AnswerFormat
 from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
+from headrace.api.chat_end import end_token_ids
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.interface import AsyncEngine
@@ -58,8 +59,10 @@ class ApiContext:
     @cached_property
     def inputs(self) -> InputProcessor:
         e = self.engine
-        vocab = e.model_config.vocab_size
-        return InputProcessor(e.tokenizer, e.generation_defaults, e.model_config.eos_token_ids, vocab, e.max_model_len)
+        ends = e.model_config.eos_token_ids
+        if self.config.chat_template is not None:  # the operator's own may end a turn in another way
+            ends = tuple(dict.fromkeys([*ends, *sorted(end_token_ids(e.tokenizer, self.config.chat_template))]))
+        return InputProcessor(e.tokenizer, e.generation_defaults, ends, e.model_config.vocab_size, e.max_model_len)
 
     @cached_property
     def longest_token(self) -> int:

@@ -52,7 +52,7 @@ class GenerateAnswer:
         self.usage = Usage(self.samples, len(ids))
         for index in range(params.n):
             own = for_sample(params, index)
-            output = GenerateOutput(ctx, body, index, own)
+            output = GenerateOutput(ctx, body, index, own, ids)
             name = f"{self.id}-{index}"
             self.samples.append(
                 Sample(ctx, name, ids, own, output, priority=body.priority or 0, cache_salt=body.cache_salt or "")
@@ -71,13 +71,13 @@ class GenerateAnswer:
 
 
 class GenerateOutput:
-    def __init__(self, ctx: ApiContext, body: GenerateRequest, index: int, params: SamplingParams):
+    def __init__(self, ctx: ApiContext, body: GenerateRequest, index: int, params: SamplingParams, prompt_ids: array):
         self.index, self.streaming = index, bool(body.stream)
         self.texts: list[str] = []
         self.ids: list[int] = []
         self.finish: tuple[str | None, int | str | None] = (None, None)
         form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self.logprobs = CompletionLogprobs(form) if body.logprobs is not None else None
+        self.logprobs = CompletionLogprobs(form, prompt_ids) if body.logprobs is not None else None
 
     def push(self, delta: Delta) -> bytes:
         self.ids.extend(delta.token_ids)

@@ -57,7 +57,7 @@ class Sample:
     ):  # fmt: skip
         self.request_id, self.prompt_ids, self.params, self.choice = request_id, prompt_ids, params, choice
         self.priority, self.cache_salt = priority, cache_salt
-        self.text = SampleStream(ctx.engine.tokenizer, params)
+        self.text = SampleStream(ctx.engine.tokenizer, params, prompt_ids)
 
     @property
     def num_cached(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.engine.output import Logprob
+from headrace.engine.text import TextOffsets
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -20,8 +21,7 @@ class LogprobFormat:
     """How tokens are shown: by text, or as `token_id:N` when the client asked for that."""
 
     def __init__(self, tokenizer: Any, *, as_ids: bool = False, skip_special_tokens: bool = True):
-        self.tokenizer, self.as_ids = tokenizer, as_ids
-        self.hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self.tokenizer, self.as_ids, self.skip_special_tokens = tokenizer, as_ids, skip_special_tokens
 
     def token(self, token_id: int, logprob: Logprob) -> str:
         if self.as_ids:
@@ -29,19 +29,14 @@ class LogprobFormat:
         text = logprob.decoded_token
         return self.tokenizer.token_to_text(token_id) if text is None else text
 
-    def num_chars(self, token_id: int) -> int:
-        """Characters that begin in this token: so offsets are right in the middle of a character too."""
-        if token_id in self.hidden:
-            return 0
-        return sum(byte & 0xC0 != 0x80 for byte in self.tokenizer.token_bytes(token_id))
-
 
 class CompletionLogprobs:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}`, collected until taken."""
+    """`{tokens, token_logprobs, top_logprobs, text_offset}`, collected until taken. The text is that behind `prompt_ids`,
+    unless the prompt is echoed: then it is part of the text."""
 
-    def __init__(self, form: LogprobFormat):
+    def __init__(self, form: LogprobFormat, prompt_ids: Sequence[int] = ()):
         self.form = form
-        self.offset = 0
+        self._text = TextOffsets(form.tokenizer, form.skip_special_tokens, prompt_ids)
         self._clear()
 
     def _clear(self) -> None:
@@ -60,8 +55,8 @@ class CompletionLogprobs:
                 top.setdefault(form.token(token_id, p), _value(p.logprob))
             self._tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
 
-    def add_prompt(self, ids: Sequence[int], entries: Sequence[Entry | None]) -> None:
-        """The prompt's tokens; the first has no logprob."""
+    def add_prompt(self, ids: Sequence[int], entries: Sequence[Entry | None], num_chars: int) -> None:
+        """The tokens of an echoed prompt, sent as text of `num_chars`; the first has no logprob."""
         for token_id, entry in zip(ids, entries, strict=False):
             if entry is None:
                 unknown = Logprob(0.0, None, None)
@@ -69,12 +64,13 @@ class CompletionLogprobs:
                 self._tops.append(None)
             else:
                 self.add([entry])
+        self._text = TextOffsets(self.form.tokenizer, self.form.skip_special_tokens, ids)
+        self._text.num_out = num_chars
 
     def _append(self, token_id: int, text: str, value: float | None) -> None:
         self._tokens.append(text)
         self._values.append(value)
-        self._offsets.append(self.offset)
-        self.offset += self.form.num_chars(token_id)
+        self._offsets.append(self._text.push(token_id))
 
     def take(self) -> dict[str, list[Any]]:
         taken: dict[str, list[Any]] = {

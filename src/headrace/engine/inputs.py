@@ -21,9 +21,14 @@ Ids = TypeVar("Ids", list[int], array)
 
 
 def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """All ids that end a text: of the configs, and the tokenizer's own where they name none."""
-    own = None if tokenizer is None or checkpoint.eos_token_ids else tokenizer.eos_token_id
-    return tuple(checkpoint.eos_token_ids) if own is None else (own,)
+    """All ids that end a text: what the configs or the GGUF metadata, the tokenizer and its chat template know. Each of
+    them may be silent, or name only what ended the base model's texts."""
+    found = list(checkpoint.eos_token_ids)
+    if tokenizer is not None:
+        from headrace.api.chat_end import end_token_ids as ends_of_chat  # renders the template: no import for ids alone
+
+        found += [*tokenizer.end_token_ids, *sorted(ends_of_chat(tokenizer))]
+    return tuple(dict.fromkeys(found))
 
 
 def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt", valid: np.ndarray | None = None) -> array:
@@ -104,9 +109,18 @@ class InputProcessor:
             params.resolved(self.defaults),
             detokenize=params.detokenize and self.tokenizer is not None,
             max_tokens=max_tokens,
+            stop_token_ids=self._stop_token_ids(params),
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words or []),
         )
+
+    def _stop_token_ids(self, params: SamplingParams) -> list[int] | None:
+        """With those of stop strings that are just a special token, which the text does not show."""
+        if self.tokenizer is None or not (params.stop and params.skip_special_tokens):
+            return params.stop_token_ids
+        found = (self.tokenizer.special_texts.get(s) for s in params.stop)
+        ids = [*(params.stop_token_ids or []), *(i for i in found if i is not None and i < self.vocab_size)]
+        return list(dict.fromkeys(ids)) or None
 
     def max_tokens(self, params: SamplingParams, prompt_len: int) -> int:
         """As many as are asked for, and what fits if that is left open. Raises ParameterError if these do not fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ class Delta:
 class SampleStream:
     """News of one sample in, deltas out. The deltas' texts joined are the sample's text, however the news was cut."""
 
-    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams):
+    def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int] = ()):
         self.tokenizer, self.params = tokenizer, params
         self.done = False
         self.num_cached_tokens = 0
@@ -88,7 +89,7 @@ class SampleStream:
         self.times: RequestTimes | None = None
         stops = params.stop if isinstance(params.stop, list) else []
         self._text = (
-            TextStream(tokenizer, stops, params.include_stop_str_in_output, params.skip_special_tokens)
+            TextStream(tokenizer, stops, params.include_stop_str_in_output, params.skip_special_tokens, prompt_ids)
             if params.detokenize and tokenizer is not None
             else None
         )
@@ -118,7 +119,7 @@ class SampleStream:
         ids = news.token_ids
         # the token that ended the sample is not part of its text unless asked for
         hidden = bool(ids) and news.finish_reason == "stop" and not self.params.include_stop_str_in_output
-        shown = ids[:-1] if hidden else ids
+        shown = ids[:-1] if hidden and not self._text.may_stop_at(ids[-1]) else ids
         result = self._text.push(shown)
         delta.text = result.text
         if result.stop_hit is not None:

@@ -8,6 +8,7 @@ One automaton over text (`MarkerScanner`) finds stop strings here and the marker
 from __future__ import annotations
 
 import codecs
+import itertools
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ class TextTokenizer(Protocol):
 
     byte_level: bool  # decode(ids) is the UTF-8 text of all token_bytes, invalid bytes replaced
     special_ids: frozenset[int]  # dropped by decode() when skip_special_tokens
+    special_texts: dict[str, int]  # how they are written -> id
     byte_fallback: dict[int, int]  # id -> byte, of the <0xNN> tokens of a decoder that joins runs of them
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -149,37 +151,71 @@ class MarkerScanner:
 class ByteDetokenizer:
     """For tokenizers whose tokens are bytes (byte-level BPE): one incremental UTF-8 decoder."""
 
-    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool):
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()):
         self._bytes_of = tokenizer.token_bytes
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in _tail(prompt_ids, self._skip, MAX_OPEN):
+            self._decoder.decode(self._bytes_of(token_id))
+        self._begun = self._is_open  # the prompt's last character is not whole: what comes of it stands in the prompt
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    @property
+    def num_open(self) -> int:
+        """Characters that have begun and are not out."""
+        return int(self._is_open and not self._begun)
 
     def push(self, token_id: int) -> str:
-        return "" if token_id in self._skip else self._decoder.decode(self._bytes_of(token_id))
+        return "" if token_id in self._skip else self._own(self._decoder.decode(self._bytes_of(token_id)))
+
+    def _own(self, text: str) -> str:
+        if text and self._begun:
+            self._begun = False
+            return text[1:]
+        return text
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        return self._own(self._decoder.decode(b"", final=True))
 
 
 class WindowDetokenizer:
     """For every other tokenizer: decodes a small window, the last token as context and what has no text yet.
 
-    The context makes the decoder treat what follows as not being the first (no leading space is dropped, words are
-    joined as in the middle of a text). Byte-fallback tokens are decoded when their run has ended, because decode()
-    replaces all bytes of a run that is not valid UTF-8 as a whole. A run longer than MAX_BYTE_RUN is released
-    character by character; only there the text may differ from decode(), and only where the run is not valid UTF-8.
+    The context, at first the end of the prompt, makes the decoder treat what follows as not being the first (no leading
+    space is dropped, words are joined as in the middle of a text). Byte-fallback tokens are decoded when their run has
+    ended, because decode() replaces all bytes of a run that is not valid UTF-8 as a whole. A run longer than MAX_BYTE_RUN
+    is released character by character; only there the text may differ from decode(), and only where the run is not valid.
+    Of a run that began in the prompt, the characters that begin there are the prompt's.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool):
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._byte_of = tokenizer.byte_fallback
-        self._context: list[int] = []  # tokens whose text is out
-        self._baseline = ""  # the decoded context
+        self._context = self._context_of(_tail(prompt_ids, self._skip, MAX_BYTE_RUN))  # tokens whose text is out
+        self._shown = len(self._decode(self._context))  # how much of the decoded context and pending tokens is out
+        run = itertools.takewhile(lambda byte: byte is not None, map(self._byte_of.get, reversed(self._context)))
+        self._prompt_run = bytes(run)[::-1]  # type: ignore[arg-type]
         self._pending: list[int] = []  # tokens whose text is not out
+        self._num_held = 0  # characters of those before the run
         self._run = bytearray()  # bytes of the run that `_pending` ends with
         self._long_run: codecs.IncrementalDecoder | None = None  # set while in a run that was released
+
+    def _context_of(self, tail: list[int]) -> list[int]:
+        """The end of it: back to a token that has a text and is not of a run of bytes."""
+        for start in range(len(tail) - 1, -1, -1):
+            if tail[start] not in self._byte_of and self._decode(tail[start:]):
+                return tail[start:]
+        return tail
+
+    @property
+    def num_open(self) -> int:
+        """Characters that have begun and are not out."""
+        return self._num_held + _num_begun(self._run)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
@@ -191,29 +227,42 @@ class WindowDetokenizer:
         if byte is not None:
             return self._push_byte(token_id, byte)
         head = self._end_long_run()
+        self._end_prompt_run(self._run)
         self._run.clear()
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         if text.endswith("�") and len(self._pending) < MAX_OPEN:
+            self._num_held = max(0, len(text) - self._shown)
             return head  # bytes of a character, perhaps, though this decoder is not known to make such
-        if len(text) > len(self._baseline):
-            delta = text[len(self._baseline) :]
-            self._advance([token_id])
+        if len(text) > self._shown:
+            delta = text[self._shown :]
+            self._advance(self._context_of(self._context + self._pending))
             return head + delta
-        if self._without_text(token_id):
+        if not self._context:
+            self._advance(self._pending)  # without text, it is the first all the same
+        elif self._without_text(token_id):
             self._pending.pop()  # kept, it would only make the window grow
         return head
 
     def _without_text(self, token_id: int) -> bool:
         """Whether the last pending token has no text now and none when others follow."""
-        if not self._context:
-            return not self._decode([token_id, token_id])
         before, after = self._context + self._pending[:-1], self._context
         return self._decode([*before, token_id, *after]) == self._decode(before + after)
 
     def _advance(self, context: list[int]) -> None:
-        self._context, self._pending = context, []
-        self._baseline = self._decode(context)
+        self._context, self._pending, self._num_held = context, [], 0
+        self._shown = len(self._decode(context))
+
+    def _end_prompt_run(self, run: bytes | bytearray) -> None:
+        """`_pending` is `run` and goes on with one that the prompt ends with: let `_shown` be what is the prompt's."""
+        if self._prompt_run and run:
+            try:
+                (self._prompt_run + run).decode()
+                num_own = _num_begun(run)
+            except UnicodeDecodeError:
+                num_own = len(run)
+            self._shown = len(self._decode(self._context + self._pending[: len(run)])) - num_own
+        self._prompt_run = b""
 
     def _push_byte(self, token_id: int, byte: int) -> str:
         if self._long_run is not None:
@@ -225,13 +274,15 @@ class WindowDetokenizer:
     def _release_run(self) -> str:
         """Let the run go, but for an incomplete last character; what follows of it is decoded as plain UTF-8."""
         tail = 0
+        whole = self._prompt_run + self._run
         try:
-            self._run.decode()
+            whole.decode()
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
-                tail = len(self._run) - error.start
+                tail = len(whole) - error.start
         split = len(self._pending) - tail
-        delta = self._decode(self._context + self._pending[:split])[len(self._baseline) :]
+        self._end_prompt_run(self._run[: len(self._run) - tail])
+        delta = self._decode(self._context + self._pending[:split])[self._shown :]
         self._long_run = codecs.getincrementaldecoder("utf-8")("replace")
         self._long_run.decode(bytes(self._run[len(self._run) - tail :]))
         self._advance(self._pending[-1:])
@@ -246,10 +297,42 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         text = self._end_long_run()
+        self._end_prompt_run(self._run)
         if self._pending:
-            text += self._decode(self._context + self._pending)[len(self._baseline) :]
+            text += self._decode(self._context + self._pending)[self._shown :]
         self._pending, self._run = [], bytearray()
         return text
+
+
+def _tail(prompt_ids: Sequence[int], skip: frozenset[int], count: int) -> list[int]:
+    """The last `count` ids of a prompt that have a text."""
+    return list(itertools.islice((i for i in reversed(prompt_ids) if i not in skip), count))[::-1]
+
+
+def _num_begun(data: bytes | bytearray) -> int:
+    """Characters that begin in UTF-8 bytes."""
+    return sum(byte & 0xC0 != 0x80 for byte in data)
+
+
+def detokenizer(
+    tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()
+) -> ByteDetokenizer | WindowDetokenizer:
+    """For what follows `prompt_ids`: its text is decode(prompt + output) behind decode(prompt)."""
+    kind = ByteDetokenizer if tokenizer.byte_level else WindowDetokenizer
+    return kind(tokenizer, skip_special_tokens, prompt_ids)
+
+
+class TextOffsets:
+    """Where in the text each token begins: behind all characters that begin in the tokens before it."""
+
+    def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()):
+        self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_ids)
+        self.num_out = 0  # characters
+
+    def push(self, token_id: int) -> int:
+        offset = self.num_out + self._detokenizer.num_open
+        self.num_out += len(self._detokenizer.push(token_id))
+        return offset
 
 
 class TextDelta(NamedTuple):
@@ -261,25 +344,32 @@ class TextDelta(NamedTuple):
 class TextStream:
     """The text of one output, from its token ids: push() as they come, finish() at the end.
 
-    Joined, the deltas are tokenizer.decode(all ids), cut at the first stop string: the one that ends first, and of
-    those that end together the longest. With `include_stop` the text ends with the stop string, else just before it.
-    No delta holds a part of a character or of a stop string that a later one would complete. Work is linear in the
-    number of ids.
+    Joined, the deltas are what tokenizer.decode(prompt + output) has behind decode(prompt), cut at the first stop string:
+    the one that ends first, and of those that end together the longest. With `include_stop` the text ends with the stop
+    string, else just before it. No delta holds a part of a character or of a stop string that a later one would complete.
+    Special tokens that are dropped from the text still complete the stop strings that hold them: to the scanner each is
+    one surrogate, which no decoded text contains. Work is linear in the number of ids.
     """
 
-    __slots__ = ("_detokenizer", "_include_stop", "_scanner", "stop_hit")
+    __slots__ = ("_detokenizer", "_include_stop", "_marks", "_scanner", "_written", "stop_hit")
 
     def __init__(
         self,
         tokenizer: TextTokenizer,
-        stop: Sequence[str] | Markers = (),
+        stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
     ):
-        kind: type[ByteDetokenizer | WindowDetokenizer]
-        kind = ByteDetokenizer if tokenizer.byte_level else WindowDetokenizer
-        self._detokenizer = kind(tokenizer, skip_special_tokens)
-        self._scanner = MarkerScanner(stop)
+        self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_ids)
+        specials = tokenizer.special_texts if stop and skip_special_tokens else {}
+        held = sorted((text for text in specials if any(text in s for s in stop)), key=len, reverse=True)
+        marks = {text: chr(0xD800 + i) for i, text in enumerate(held[:1024])}
+        self._marks = {specials[text]: mark for text, mark in marks.items()}
+        self._written = {s: s for s in stop}  # as the scanner sees it -> as it was asked for
+        for s in stop if marks else ():
+            self._written[re.sub("|".join(map(re.escape, marks)), lambda m: marks[m[0]], s)] = s
+        self._scanner = MarkerScanner(self._written)
         self._include_stop = include_stop
         self.stop_hit: str | None = None
 
@@ -289,17 +379,31 @@ class TextStream:
             return TextDelta("", self.stop_hit, 0)
         parts: list[str] = []
         for i, token_id in enumerate(ids):
-            piece = self._detokenizer.push(token_id)
+            piece = self._marks.get(token_id) or self._detokenizer.push(token_id)
             if piece and self._scan(piece, parts):
                 return TextDelta("".join(parts), self.stop_hit, i + 1)
         return TextDelta("".join(parts), None, len(ids))
 
+    def may_stop_at(self, token_id: int) -> bool:
+        """Whether the token, which is not shown, is in a stop string."""
+        return token_id in self._marks
+
     def _scan(self, piece: str, parts: list[str]) -> bool:
-        text, self.stop_hit, _ = self._scanner.push(piece)
-        parts.append(text)
-        if self.stop_hit is not None and self._include_stop:
+        text, hit, _ = self._scanner.push(piece)
+        parts.append(self._shown(text))
+        if hit is None:
+            return False
+        self.stop_hit = self._written[hit]
+        if piece in self._marks.values():  # nothing after it completes what waits for its end
+            parts.append(self._detokenizer.finish())
+        if self._include_stop:
             parts.append(self.stop_hit)
-        return self.stop_hit is not None
+        return True
+
+    def _shown(self, text: str) -> str:
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
+        return text
 
     def finish(self) -> str:
         """What was held: an unfinished character (as U+FFFD) and what could have begun a stop string.
@@ -310,5 +414,11 @@ class TextStream:
             return ""
         parts: list[str] = []
         if not self._scan(self._detokenizer.finish(), parts):
-            parts.append(self._scanner.flush())
+            parts.append(self._shown(self._scanner.flush()))
         return "".join(parts)
+
+
+def continuation(tokenizer: TextTokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+    """The text that `ids` add to that of a prompt."""
+    stream = TextStream(tokenizer, prompt_ids=prompt_ids)
+    return stream.push(ids).text + stream.finish()

@@ -68,7 +68,8 @@ def tokenizer_parts(path: Path, metadata: dict[str, Any]) -> tuple[tokenizers.To
     else:
         raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported (gpt2 and llama are)")
     build_backend(path, lambda: _add_tokens(backend, vocabulary))
-    names = (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding"), ("unk_token", "unknown"))
+    names = (("bos_token", "bos"), ("eos_token", "eos"), ("eot_token", "eot"), ("eom_token", "eom"), ("pad_token", "padding"),
+             ("unk_token", "unknown"))  # fmt: skip
     known = {role: token for role, name in names if (token := vocabulary.role(name)) is not None}
     ends = [
         (vocabulary.index[known[role]],) if role in known and vocabulary.flag(flag, default) else ()

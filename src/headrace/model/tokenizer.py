@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_ENDS = ("eos_token", "eot_token", "eom_token")  # of a text, a turn, a message that is not the turn's last
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class TokenizerExtras:
     `prefix` and `suffix` are the special tokens put around a text; None leaves that to the backend's post-processor.
     """
 
-    roles: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, pad_token, unk_token -> text
+    roles: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, eot_token ... -> text
     chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; the usual one is "default"
     prefix: tuple[int, ...] | None = None
     suffix: tuple[int, ...] = ()
@@ -43,12 +44,16 @@ class Tokenizer:
         self.backend = backend
         self.chat_templates = dict(extras.chat_templates)
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = (extras.roles.get(role) for role in _ROLES)
+        ends = (backend.token_to_id(extras.roles[role]) for role in _ENDS if role in extras.roles)
+        self.end_token_ids = tuple(dict.fromkeys(i for i in ends if i is not None))
         self._prefix, self._suffix = extras.prefix, extras.suffix
-        ends = backend.encode("", add_special_tokens=True).ids if extras.prefix is None else list(extras.prefix)
-        self._adds_bos = self.bos_token_id is not None and ends[:1] == [self.bos_token_id]
+        around = backend.encode("", add_special_tokens=True).ids if extras.prefix is None else list(extras.prefix)
+        self._adds_bos = self.bos_token_id is not None and around[:1] == [self.bos_token_id]
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = {token.content: i for i, token in added.items() if token.special and token.content}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids are below it; some may be unused
         decoders = _decoder_kinds(backend)
@@ -218,7 +223,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _roles(config: dict[str, Any]) -> dict[str, str]:
     """bos_token and so on: each a string, or an object with a content."""
     found = {role: config[role]["content"] if isinstance(config.get(role), dict) and "content" in config[role]
-             else config.get(role) for role in _ROLES}  # fmt: skip
+             else config.get(role) for role in dict.fromkeys(_ROLES + _ENDS)}  # fmt: skip
     return {role: token for role, token in found.items() if isinstance(token, str)}
 
 
