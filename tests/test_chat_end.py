@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_engine import BOS, EOS, IM_END, IM_START, ByteTokenizer
+from fake_engine import BOS, EOS, IM_END, ByteTokenizer
 from gguf_reference import rewritten
 from headrace import LLM, SamplingParams
 from headrace.api.chat_end import SECONDS, end_token_ids

@@ -15,8 +15,8 @@ from headrace.engine.build import Engine, build_engine
 from headrace.engine.inputs import InputProcessor, end_token_ids
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
-from headrace.engine.text import continuation
 from headrace.engine.sharing import Reader, SharedCore
+from headrace.engine.text import continuation
 from headrace.errors import ParameterError
 from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
@@ -46,8 +46,8 @@ class TemplateProbe:
             return None
         if tail.strip() == header.strip():  # the next turn is opened whatever the template is told
             token = tokens[0] if len(tokens) > 1 else None
-        elif shared := commonprefix([tokens, closers]):
-            token = shared[-1]
+        elif shared := list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, closers, strict=False))):
+            token = shared[-1][0]
         else:
             token = closers[0] if closers and closers[0] in tokens else tokens[0]
         text = self._render({"content": ANSWER, "reasoning_content": THOUGHT}).rpartition(ANSWER)[0]
