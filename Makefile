@@ -3,7 +3,8 @@
 # make test         own venv, install, lint, types, all tests
 # make test-gpu     the tests that need a card, on a machine that has one
 # make bench-gpu    the benchmarks of the README on a card
-# make conformance  the judges of the HTTP surface, real tokenizers, a real model (fetched when it runs)
+# make conformance  all judges of the HTTP surface, real tokenizers, a real model (fetched when it runs); `make test` runs the quick ones
+# make mutation     changes one place of the source at a time: do the tests notice? (an hour on two cores)
 PYTHON ?= python3
 VENV   ?= .venv
 # The build of torch: on a machine with a GPU any recent one is kept (TORCH=torch takes the newest CUDA build).
@@ -11,7 +12,7 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
-.PHONY: run generate test lint test-gpu bench-gpu conformance clean
+.PHONY: run generate test lint test-gpu bench-gpu conformance mutation clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +60,10 @@ bench-gpu: $(VENV)/.run
 
 conformance: $(VENV)/.test
 	VENV=$(abspath $(VENV)) bash tests/conformance/run.sh
+
+SAMPLE ?= 60
+mutation: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py --sample $(SAMPLE)
 
 clean:
 	rm -rf $(VENV)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,14 +24,27 @@ LOGS = ("logger", "log", "warnings")
 @dataclass(frozen=True)
 class Mutant:
     module: str  # path of the file, relative to the tree
+    source: bytes
     lines: tuple[int, int]  # its own, and the first of its statement
     kind: str
     start: int  # the bytes of the file that are replaced
     end: int
     text: str
 
-    def apply(self, source: bytes) -> bytes:
-        return source[: self.start] + self.text.encode() + source[self.end :]
+    @property
+    def mutated(self) -> bytes:
+        return self.source[: self.start] + self.text.encode() + self.source[self.end :]
+
+    @property
+    def key(self) -> str:
+        """The same while the place and what stands around it are the same."""
+        near = self.source[max(0, self.start - 200) : self.end + 200]
+        return hashlib.sha256(near + f"{self.module}{self.kind}{self.text}".encode()).hexdigest()[:16]
+
+    @property
+    def diff(self) -> str:
+        before, after = self.source.decode().splitlines(), self.mutated.decode().splitlines()
+        return "\n".join(difflib.unified_diff(before, after, self.module, self.kind, n=1, lineterm=""))
 
 
 def mutants(module: str, source: bytes) -> list[Mutant]:
@@ -39,7 +54,7 @@ def mutants(module: str, source: bytes) -> list[Mutant]:
     found = []
     for node, statement, kind, text in _Finder().find(ast.parse(source), 1):
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-        found.append(Mutant(module, (node.lineno, statement), kind, start, end, text))
+        found.append(Mutant(module, source, (node.lineno, statement), kind, start, end, text))
     return found
 
 

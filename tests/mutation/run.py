@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,24 +31,12 @@ from mutants import Mutant, mutants
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PARTS = ("engine", "cache", "api", "sampling")
+PARTS = ("scheduler", "cache", "engine", "sampling", "api")
 # of other parts, or minutes long
-LEFT_OUT = (
-    "kernels",
-    "gpu",
-    "loader",
-    "model_",
-    "tokenizer",
-    "cuda",
-    "fast_decode",
-    "attention",
-    "plot",
-    "smollm2",
-    "cli_chat",
-    "chaos",
-)
+LEFT_OUT = re.compile("kernels|gpu|loader|model_|tokenizer|cuda|fast_decode|attention|plot|smollm2|chat_screen|cli_chat|chaos")
 LIBRARIES = "numpy torch tokenizers jinja2 msgspec hypothesis pytest httpx starlette uvicorn prometheus_client llguidance transformers jsonschema"
 BUDGET = 90.0  # seconds of tests for one mutant; what is left over is reported as cut
+VERDICTS = {0: "survived", 1: "killed", 2: "killed on import", None: "killed by time"}  # by pytest's exit code
 INCLUDED = [f"*/headrace/{part}/*" for part in PARTS]
 
 
@@ -71,10 +59,10 @@ def copy_tree(to: Path) -> Path:
     return to
 
 
-def digest(paths: Iterable[Path]) -> str:
+def digest(tree: Path, paths: Iterable[Path]) -> str:
     sums = hashlib.sha256()
     for path in sorted(paths):
-        sums.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+        sums.update(str(path.relative_to(tree)).encode() + path.read_bytes())
     return sums.hexdigest()
 
 
@@ -87,8 +75,9 @@ def forked(tree: Path, work: Callable[[], int], log: Path) -> int:
         os.setsid()
         os.chdir(tree)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(out, 2)
-        os.environ["PYTHONPATH"] = f"{tree / 'src'}"
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["PYTHONPATH"] = str(tree / "src")
         sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
         sys.dont_write_bytecode = True
         code = work()
@@ -187,14 +176,14 @@ def traced(test_file: str, out: Path) -> int:
     return code
 
 
-def coverage_map(pool: Pool, kept: Path) -> Coverage:
-    """Of all test files that are not left out."""
+def coverage_map(pool: Pool, tree: Path, kept: Path, tests: str) -> Coverage:
+    """Of all test files that match `tests` and are not left out."""
     kept.mkdir(parents=True, exist_ok=True)
-    sources = digest(ROOT.glob("src/**/*.py"))
-    support = digest(p for p in ROOT.glob("tests/*.py") if not p.name.startswith("test_"))
+    sources = digest(tree, tree.glob("src/headrace/**/*.py"))
+    support = digest(tree, [p for p in tree.glob("tests/*.py") if not p.name.startswith("test_")])
     outs = []
-    for path in sorted(ROOT.glob("tests/test_*.py")):
-        if any(word in path.name for word in LEFT_OUT):
+    for path in sorted(tree.glob("tests/test_*.py")):
+        if LEFT_OUT.search(path.name) or not re.search(tests, path.name):
             continue
         key = hashlib.sha256((sources + support).encode() + path.read_bytes()).hexdigest()[:16]
         out = kept / f"{path.stem}-{key}.json"
@@ -207,11 +196,15 @@ def coverage_map(pool: Pool, kept: Path) -> Coverage:
 
             pool.start(lambda name=name, out=out: traced(name, out), 3600, done)
     pool.finish()
-    return Coverage([json.loads(out.read_text())["tests"] for out in outs])
+    return Coverage(
+        [json.loads(out.read_text())["tests"] for out in outs],
+        hashlib.sha256(str([o.name for o in outs]).encode()).hexdigest()[:16],
+    )
 
 
 class Coverage:
-    def __init__(self, files: list[dict[str, dict]]):
+    def __init__(self, files: list[dict[str, dict]], digest: str):
+        self.digest = digest  # of the tests
         self.seconds = {test: fields["seconds"] for file in files for test, fields in file.items() if test}
         self.imported: dict[str, set[int]] = defaultdict(set)
         self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
@@ -246,69 +239,52 @@ class Coverage:
 # ---- the mutants
 
 
-def sampled(parts: list[str], count: int, seed: int) -> list[Mutant]:
+def sampled(tree: Path, parts: list[str], count: int, seed: int) -> list[Mutant]:
     """`count` mutants of each part at most, in a random order that a larger count only extends."""
     chosen = []
     for part in parts:
-        path = ROOT / "src/headrace" / part
+        path = tree / "src/headrace" / part
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-        found = [m for f in files for m in mutants(str(f.relative_to(ROOT)), f.read_bytes())]
+        found = [m for f in files for m in mutants(str(f.relative_to(tree)), f.read_bytes())]
         random.Random(f"{seed}/{part}").shuffle(found)
         chosen += found[:count]
     return chosen
 
 
-def key_of(mutant: Mutant) -> str:
-    """The same while the place and the source around it are the same."""
-    source = (ROOT / mutant.module).read_bytes()
-    near = source[max(0, mutant.start - 200) : mutant.end + 200]
-    return hashlib.sha256(near + f"{mutant.module}{mutant.kind}{mutant.text}".encode()).hexdigest()[:16]
-
-
-def diff_of(mutant: Mutant) -> str:
-    source = (ROOT / mutant.module).read_bytes()
-    before, after = source.decode().splitlines(), mutant.apply(source).decode().splitlines()
-    return "\n".join(difflib.unified_diff(before, after, mutant.module, mutant.kind, n=1, lineterm=""))
-
-
 def judged(mutants: list[Mutant], pool: Pool, seen: Coverage, results: dict[str, dict], save: Callable[[], None]) -> None:
-    """Fill `results` with the verdict on each mutant that has none yet."""
+    """Fill `results` with the verdict on each mutant that has none yet, or that other tests have not noticed."""
     for n, mutant in enumerate(mutants):
-        key = key_of(mutant)
-        if key in results:
-            continue
         chosen, cut = seen.tests(mutant)
-        source = (ROOT / mutant.module).read_bytes()
-
-        def done(tree: Path, code: int | None, mutant=mutant, key=key, cut=cut, chosen=chosen, source=source, n=n) -> None:
-            (tree / mutant.module).write_bytes(source)
-            verdict = {0: "survived", None: "killed by time"}.get(code, "killed")
-            if code not in (0, 1, 2, None):
-                verdict = f"failed to run: exit code {code}"
-            results[key] = {"verdict": verdict, "module": mutant.module, "line": mutant.lines[0], "kind": mutant.kind,
-                            "tests": len(chosen), "cut": cut, "diff": diff_of(mutant)}  # fmt: skip
-            save()
-            print(f"{n + 1}/{len(mutants)} {verdict:<14} {mutant.module}:{mutant.lines[0]} {mutant.kind}", flush=True)
-
-        if not chosen:
-            results[key] = {"verdict": "no test", "module": mutant.module, "line": mutant.lines[0], "kind": mutant.kind,
-                            "tests": 0, "cut": False, "diff": diff_of(mutant)}  # fmt: skip
+        known = results.get(mutant.key, {"verdict": ""})
+        if known["verdict"].startswith("killed") or known.get("tests") == seen.digest:
             continue
-        limit = 30 + 5 * sum(seen.seconds[t] for t in chosen)
 
-        def prepare(tree: Path, mutant=mutant, source=source) -> None:
-            (tree / mutant.module).write_bytes(mutant.apply(source))
+        def judge(verdict: str, mutant=mutant, cut=cut, n=n) -> None:
+            place = f"{mutant.module}:{mutant.lines[0]}"
+            results[mutant.key] = {"verdict": verdict, "place": place, "diff": mutant.diff, "cut": cut, "tests": seen.digest}
+            save()
+            print(f"{n + 1}/{len(mutants)} {verdict:<14} {place} {mutant.kind}", flush=True)
 
-        pool.start(lambda chosen=chosen: pytest_main("-x", "--timeout=60", *chosen), limit, done, prepare)
+        def prepare(tree: Path, mutant=mutant) -> None:
+            (tree / mutant.module).write_bytes(mutant.mutated)
+
+        def done(tree: Path, code: int | None, mutant=mutant, judge=judge) -> None:
+            (tree / mutant.module).write_bytes(mutant.source)
+            judge(VERDICTS.get(code, f"exit code {code}"))
+
+        if chosen:
+            limit = 30 + 5 * sum(seen.seconds[t] for t in chosen)
+            pool.start(lambda chosen=chosen: pytest_main("-x", "--timeout=60", *chosen), limit, done, prepare)
+        else:
+            judge("no test")
     pool.finish()
-    save()
 
 
 def report(mutants: list[Mutant], results: dict[str, dict], equivalent: dict[str, str]) -> float:
     """Print the survivors and the score of each part; the score of all."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for mutant in mutants:
-        result = results[key_of(mutant)]
+        result = results[mutant.key]
         verdict = "killed" if result["verdict"].startswith("killed") else "survived"
         if verdict == "survived":
             reason = equivalent.get(changed(result["diff"]))
@@ -340,6 +316,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="*", default=PARTS, help="parts or modules below src/headrace, such as cache engine/scheduler"
     )
+    parser.add_argument("--tests", default="", metavar="PATTERN", help="only test files whose name this matches")
     parser.add_argument("--out", type=Path, default=ROOT / ".mutation/results.json")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -353,13 +330,13 @@ def main() -> int:
     for library in LIBRARIES.split():
         with contextlib.suppress(ImportError):
             __import__(library)
-    chosen = sampled(list(args.only), args.sample, args.seed)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        first = copy_tree(Path(folder) / "0")
-        trees = [first, *(Path(shutil.copytree(first, Path(folder) / str(i))) for i in range(1, args.workers))]
+        tree = copy_tree(Path(folder) / "tree")  # as it was when this began
+        chosen = sampled(tree, list(args.only), args.sample, args.seed)
+        trees = [Path(shutil.copytree(tree, Path(folder) / str(i))) for i in range(args.workers)]
         pool = Pool(trees)
         try:
-            seen = coverage_map(pool, args.out.parent / "coverage")
+            seen = coverage_map(pool, tree, args.out.parent / "coverage", args.tests)
             judged(chosen, pool, seen, results, lambda: args.out.write_text(json.dumps(results, indent=1)))
         finally:
             for child in pool.busy:
