@@ -29,12 +29,13 @@ for provider in ("openai", "hosted_vllm"):
     whole = litellm.completion(messages=HI, **common)
     text = whole.choices[0].message.content
     chunks = list(litellm.completion(messages=HI, stream=True, stream_options={"include_usage": True}, **common))
-    assert text and "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert text or MODEL == "tiny"  # whose weights are random
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     assert litellm.stream_chunk_builder(chunks).usage.completion_tokens == whole.usage.completion_tokens
     call = litellm.completion(messages=HI, tools=TOOLS, tool_choice="required", **common).choices[0].message.tool_calls[0]
     assert "city" in json.loads(call.function.arguments)
     completed = litellm.text_completion(prompt="Once", **{**common, "model": f"text-completion-openai/{MODEL}"})
-    assert completed.choices[0].text
+    assert completed.choices[0].text or MODEL == "tiny"
     vectors = litellm.embedding(
         model=f"{provider}/{MODEL}", input=["a", "b"], api_base=URL, api_key="x", encoding_format="float"
     ).data  # fmt: skip
