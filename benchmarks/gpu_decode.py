@@ -41,6 +41,7 @@ from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decode_tiles import ROW_STEPS, StepTiles
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.fast_decode import FastDecode, has_copy_engine
+from headrace.model.linear import Weight
 from headrace.model.tile_store import SHIPPED, tile_file_name
 
 BF16 = torch.bfloat16
@@ -81,13 +82,14 @@ def random_weights(config: ModelConfig, tied: bool, device: torch.device) -> Dec
 
     def layer() -> LayerWeights:
         return LayerWeights(
-            qkv=draw(q + 2 * kv, hidden), o=draw(hidden, q), gate_up=draw(2 * inner, hidden), down=draw(hidden, inner),
+            qkv=Weight(draw(q + 2 * kv, hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
+            down=Weight(draw(hidden, inner)),
             input_norm=norm(hidden), mlp_norm=norm(hidden), q_norm=norm(config.head_dim), k_norm=norm(config.head_dim),
         )  # fmt: skip
 
     layers = [layer() for _ in range(config.num_layers)]
     embedding = draw(config.vocab_size, hidden)
-    return DecoderWeights(embedding, layers, norm(hidden), embedding if tied else draw(config.vocab_size, hidden))
+    return DecoderWeights(embedding, layers, norm(hidden), Weight(embedding if tied else draw(config.vocab_size, hidden)))
 
 
 class Cache(KVCache):
@@ -95,7 +97,6 @@ class Cache(KVCache):
 
     def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, BLOCK
-        self.keep_rows, self.rows = False, None
         shape = (num_blocks, BLOCK, config.num_kv_heads, config.head_dim)
         self.k, self.v = ([torch.empty(shape, dtype=BF16, device=device) for _ in range(config.num_layers)] for _ in range(2))
         if device.type != "meta":
@@ -152,7 +153,7 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
     hidden = weights.embedding[batch.token_ids.long()].float()
     keys = []
     for index, layer in enumerate(weights.layers):
-        x = F.linear(rms(hidden, layer.input_norm), layer.qkv.float()).view(rows, -1, dim)
+        x = F.linear(rms(hidden, layer.input_norm), layer.qkv.data.float()).view(rows, -1, dim)
         q, k = rope(rms(x[:, :heads], layer.q_norm)), rope(rms(x[:, heads : heads + kv_heads], layer.k_norm))
         v = x[:, heads + kv_heads :]
         keys.append(k)
@@ -164,11 +165,11 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
                 all_k, all_v = torch.cat((old_k, k[b : b + 1])), torch.cat((old_v, v[b : b + 1]))
                 scores = torch.einsum("kgd,tkd->kgt", q[b].view(kv_heads, -1, dim), all_k) * config.attn_scale
                 out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), all_v).reshape(heads, dim)
-        hidden = hidden + F.linear(out.flatten(1), layer.o.float())
-        gate, up = F.linear(rms(hidden, layer.mlp_norm), layer.gate_up.float()).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, layer.down.float())
+        hidden = hidden + F.linear(out.flatten(1), layer.o.data.float())
+        gate, up = F.linear(rms(hidden, layer.mlp_norm), layer.gate_up.data.float()).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down.data.float())
     final = rms(hidden, weights.final_norm)
-    logits = torch.cat([F.linear(final, part.float()) for part in weights.lm_head.split(32768)], -1)
+    logits = torch.cat([F.linear(final, part.float()) for part in weights.lm_head.data.split(32768)], -1)
     return logits, keys
 
 

@@ -121,11 +121,11 @@ def bench_fused(report: Report, name: str, hidden: int, heads: int, inner: int) 
         ids = torch.randint(0, 151936, (rows,), dtype=torch.int32, device=DEVICE)
         slots = torch.randperm(256 * BLOCK, device=DEVICE)[:rows]
         for keep in (False, True) if rows == 8192 else (False,):
-            kv = SimpleNamespace(k=cache[:1], v=cache[1:], keep_rows=keep, rows=None)
+            kv = SimpleNamespace(k=cache[:1], v=cache[1:])
             micros = graph_micros([
                 partial(
                     qkv_rope_write, x, ids % 40960, cos, sin, kv, 0, slots, num_heads=heads, num_kv_heads=KV_HEADS,
-                    head_dim=DIM, q_norm=head_weight, k_norm=head_weight, eps=1e-6, norm_offset=0.0,
+                    head_dim=DIM, q_norm=head_weight, k_norm=head_weight, eps=1e-6, norm_offset=0.0, keep=keep,
                 )
                 for x in xs
             ])  # fmt: skip
@@ -159,13 +159,13 @@ def bench_rows(report: Report, name: str, hidden: int, heads: int, inner: int, r
     angle, slots = torch.rand((4096, DIM // 2), device=DEVICE), torch.randperm(256 * BLOCK, device=DEVICE)[:rows]
     cos, sin = angle.cos(), angle.sin()
     k, v = (torch.zeros((256, BLOCK, KV_HEADS, DIM), dtype=BF16, device=DEVICE) for _ in range(2))
-    kv = SimpleNamespace(k=[k], v=[v], keep_rows=True, rows=None)
+    kv = SimpleNamespace(k=[k], v=[v])
     wide = [torch.randn((rows, width), dtype=BF16, device=DEVICE) for _ in range(rotation(rows * 2 * width))]
     for qkv in (qkv_tile(heads, DIM), QkvTile(4, 1), QkvTile(8, 1), QkvTile(8, 4), QkvTile(16, 4)):
         launches = [
             partial(
                 qkv_rope_write_triton, x, positions, cos, sin, kv, 0, slots, num_heads=heads, num_kv_heads=KV_HEADS,
-                head_dim=DIM, q_norm=head_weight, k_norm=head_weight, eps=1e-6, norm_offset=0.0, tile=qkv,
+                head_dim=DIM, q_norm=head_weight, k_norm=head_weight, eps=1e-6, norm_offset=0.0, keep=True, tile=qkv,
             )
             for x in wide
         ]  # fmt: skip

@@ -12,6 +12,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import DecoderWeights, LayerWeights
+from headrace.model.linear import Weight
 
 PLAIN = ModelConfig(
     family="llama", vocab_size=90, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -42,7 +43,8 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
 
     def layer() -> LayerWeights:
         return LayerWeights(
-            qkv=draw(q + 2 * kv, hidden), o=draw(hidden, q), gate_up=draw(2 * inner, hidden), down=draw(hidden, inner),
+            qkv=Weight(draw(q + 2 * kv, hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
+            down=Weight(draw(hidden, inner)),
             input_norm=norm(hidden), mlp_norm=norm(hidden),
             q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
@@ -52,7 +54,7 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
 
     return DecoderWeights(
         embedding=draw(config.vocab_size, hidden, scale=1.0), layers=[layer() for _ in range(config.num_layers)],
-        final_norm=norm(hidden), lm_head=draw(config.vocab_size, hidden), norm_offset=config.norm_offset,
+        final_norm=norm(hidden), lm_head=Weight(draw(config.vocab_size, hidden)), norm_offset=config.norm_offset,
     )  # fmt: skip
 
 

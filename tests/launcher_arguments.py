@@ -54,12 +54,12 @@ def main() -> None:
     x, weight, gate_up = torch.zeros(6, 64, dtype=bf16), torch.zeros(64, dtype=bf16), torch.zeros(6, 256, dtype=bf16)
     odd = torch.zeros(6 * 64 + 1, dtype=bf16)[1:].view(6, 64)  # not aligned
     cache, table, places = torch.zeros(4, 16, 2, 32, dtype=bf16), torch.zeros(40, 16), torch.arange(6)
-    kv = SimpleNamespace(k=[cache], v=[cache], keep_rows=True, rows=None)
+    kv = SimpleNamespace(k=[cache], v=[cache])
 
     def qkv(norm: torch.Tensor | None) -> None:
         qkv_rope_write_triton(
             gate_up, places.int(), table, table, kv, 0, places, num_heads=4, num_kv_heads=2, head_dim=32,
-            q_norm=norm, k_norm=norm, eps=1e-6, norm_offset=0.0,
+            q_norm=norm, k_norm=norm, eps=1e-6, norm_offset=0.0, keep=True,
         )  # fmt: skip
 
     for call in (

@@ -31,9 +31,8 @@ def model(**options) -> ModelConfig:
 def attend(backend, case: PagedCase, window: int = 0) -> torch.Tensor:
     batch, kv = batch_of(case), cache_of(case)
     backend.begin(batch, kv)
-    if not kv.keep_rows:
-        kv.rows = None
-    return backend.attend(case.q, 0, kv, batch, scale=SCALE, window=window, softcap=0.0)
+    own = kv.rows if backend.keeps_own else None
+    return backend.attend(case.q, 0, kv, batch, scale=SCALE, window=window, softcap=0.0, own=own)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> None:

@@ -69,7 +69,7 @@ def test_equals_the_decoder(name: str, table: str) -> None:
     fast = FastDecode(config, weights, 4, CPU, TABLES[table])
     streams: dict[object, list[tuple[int, Tensor]]] = {decoder: [], fast: []}
     for path, seen in streams.items():
-        path.tap = lambda layer, residual, batch, seen=seen: seen.append((layer, residual.clone()))
+        path.hidden_state_hook = lambda layer, residual, batch, seen=seen: seen.append((layer, residual.clone()))
     expected = decoder.logits(decoder.forward(batch, kv_expected))
     assert_close(fast.forward(batch, kv), expected)
     for (layer, ours), (layer_expected, theirs) in zip(*(streams[path] for path in (fast, decoder)), strict=True):

@@ -80,7 +80,7 @@ def dense_llama(path, ids: Tensor) -> tuple[Tensor, Tensor]:
 
     x = weights.embedding.to(device)[ids]
     for layer in weights.layers:
-        qkv = norm(x, layer.input_norm) @ layer.qkv.to(device).T
+        qkv = norm(x, layer.input_norm) @ layer.qkv.data.to(device).T
         q, k, v = (part.unflatten(1, (-1, dim)) for part in qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], 1))
         q, k = rotated(q), rotated(k)
         out = torch.empty_like(q)
@@ -91,10 +91,10 @@ def dense_llama(path, ids: Tensor) -> tuple[Tensor, Tensor]:
             late = torch.arange(stop, device=device)[None] > torch.arange(row, stop, device=device)[:, None]
             weight = scores.masked_fill_(late, float("-inf")).softmax(-1)
             out[row:stop] = torch.einsum("kgqs,skd->qkgd", weight, v[:stop]).flatten(1, 2)
-        x = x + out.flatten(1) @ layer.o.to(device).T
-        gate, up = (norm(x, layer.mlp_norm) @ layer.gate_up.to(device).T).chunk(2, -1)
-        x = x + (torch.nn.functional.silu(gate) * up) @ layer.down.to(device).T
-    logprobs = (norm(x[:-1], weights.final_norm) @ weights.lm_head.to(device).T).log_softmax(-1)
+        x = x + out.flatten(1) @ layer.o.data.to(device).T
+        gate, up = (norm(x, layer.mlp_norm) @ layer.gate_up.data.to(device).T).chunk(2, -1)
+        x = x + (torch.nn.functional.silu(gate) * up) @ layer.down.data.to(device).T
+    logprobs = (norm(x[:-1], weights.final_norm) @ weights.lm_head.data.to(device).T).log_softmax(-1)
     return logprobs.gather(1, ids[1:, None])[:, 0].cpu(), logprobs.max(-1).values.cpu()
 
 

@@ -156,7 +156,7 @@ def test_caches_past_2_31_elements() -> None:
         blocks = case.block_tables[int(case.seq_slots[s]), : -(-(hi - lo) // 64)].long()
         assert torch.equal(out[lo:hi], cache[blocks].flatten(0, 1)[: hi - lo])
     qkv = torch.randn((2, 32 * 128), device=DEVICE).to(BF16)
-    kv = SimpleNamespace(k=[cache], v=[torch.empty_like(cache)], keep_rows=False, rows=None)
+    kv = SimpleNamespace(k=[cache], v=[torch.empty_like(cache)])
     last = cache.shape[0] * 64 - 1
     angle = torch.zeros((4, 64), device=DEVICE)
     qkv_rope_write(
@@ -212,7 +212,7 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str) -> N
 
     def cache(dtype: torch.dtype) -> SimpleNamespace:
         k, v = (torch.zeros((2, 64, kv_heads, head_dim), dtype=dtype, device=DEVICE) for _ in range(2))
-        kv = SimpleNamespace(k=[k], v=[v], keep_rows=True, rows=None)
+        kv = SimpleNamespace(k=[k], v=[v])
 
         def write(layer, k, v, slots):
             kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v
@@ -222,15 +222,17 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str) -> N
 
     got_kv, want_kv = cache(BF16), cache(torch.float32)
     options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "norm_offset": 0.0}
-    got = qkv_rope_write(qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, q_norm=q_norm, k_norm=k_norm, **options)
-    want = qkv_rope_write_reference(
+    got, own = qkv_rope_write(
+        qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, q_norm=q_norm, k_norm=k_norm, keep=True, **options
+    )
+    want, _ = qkv_rope_write_reference(
         qkv.float(), positions, angle.cos(), angle.sin(), want_kv, 0, slots,
         q_norm=q_norm.float() if q_norm is not None else None, k_norm=k_norm.float() if k_norm is not None else None, **options,
     )  # fmt: skip
     close(got, want)
     close(got_kv.k[0].flatten(0, 1)[slots], want_kv.k[0].flatten(0, 1)[slots])
     assert torch.equal(got_kv.v[0].float(), want_kv.v[0])
-    assert torch.equal(got_kv.rows[0], got_kv.k[0].flatten(0, 1)[slots])
+    assert torch.equal(own[0], got_kv.k[0].flatten(0, 1)[slots])
 
 
 def test_graph_serves_every_length_mix_and_replays_are_identical() -> None:
@@ -261,7 +263,7 @@ def test_chained_launches_under_pdl_are_identical() -> None:
     heads, kv_heads, dim, hidden = 16, 8, 128, 2048
     lens = [i * 97 + 1 for i in range(16)]
     case = paged_case([1] * 16, lens, heads, kv_heads, dim, 64, dtype=BF16, device="cuda", poison=False)
-    kv = SimpleNamespace(k=[case.k_cache], v=[case.v_cache], keep_rows=False, rows=None)
+    kv = SimpleNamespace(k=[case.k_cache], v=[case.v_cache])
     position = case.seq_lens - 1
     block = case.block_tables[case.seq_slots.long()].gather(1, (position // 64).long()[:, None])[:, 0]
     slots = block.long() * 64 + position % 64
@@ -277,7 +279,7 @@ def test_chained_launches_under_pdl_are_identical() -> None:
         y = x
         for _ in range(4):
             y, _ = add_rms_norm(x, y, weight, 1e-6)
-            q = qkv_rope_write(
+            q, _ = qkv_rope_write(
                 y, position, cos, sin, kv, 0, slots, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
                 q_norm=weight[:dim], k_norm=weight[:dim], eps=1e-6, norm_offset=0.0,
             )  # fmt: skip

@@ -87,7 +87,7 @@ def test_embed() -> None:
 def cache(num_blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> SimpleNamespace:
     """Like KVCache, filled with a number that no kernel writes."""
     k, v = (torch.full((num_blocks, block, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2))
-    kv = SimpleNamespace(k=[k], v=[v], keep_rows=False, rows=None)
+    kv = SimpleNamespace(k=[k], v=[v])
 
     def write(layer, k, v, slots):
         kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v
@@ -110,18 +110,18 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep
     sizes = {"none": (0, 0), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
     q_norm, k_norm = (torch.randn(n) if n else None for n in sizes)
     got_kv, want_kv = cache(3, block, kv_heads, head_dim), cache(3, block, kv_heads, head_dim)
-    got_kv.keep_rows = keep
     options = {
         "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
         "q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6, "norm_offset": 0.5,
     }  # fmt: skip
-    got = qkv_rope_write_triton(qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, **options)
-    want = qkv_rope_write_reference(qkv, positions, angle.cos(), angle.sin(), want_kv, 0, slots, **options)
+    got, own = qkv_rope_write_triton(qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, keep=keep, **options)
+    want, _ = qkv_rope_write_reference(qkv, positions, angle.cos(), angle.sin(), want_kv, 0, slots, **options)
     close(got, want)
     close(got_kv.k[0], want_kv.k[0])
     close(got_kv.v[0], want_kv.v[0])
-    if keep:
-        for kept, cached in zip(got_kv.rows, (got_kv.k[0], got_kv.v[0]), strict=True):
+    assert (own is not None) == keep
+    if own is not None:
+        for kept, cached in zip(own, (got_kv.k[0], got_kv.v[0]), strict=True):
             assert torch.equal(kept, cached.flatten(0, 1)[slots])
 
 
@@ -157,7 +157,7 @@ def test_decoder_on_kernels(family: str, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     run = Sequences(
         config, weights, max_len=64, block_size=16, attention=TritonAttention(config, torch.device("cpu")),
-        make=lambda weight, bias: MatrixLinear(weight) if bias is None else make_linear(weight, bias),
+        make=lambda weight, bias: MatrixLinear(weight.data) if bias is None else make_linear(weight, bias),
     )  # fmt: skip
     got = [logits for work, wanted in steps for logits in run.step(work, wanted)]
     close(torch.cat(got), torch.cat(want), 1e-4)

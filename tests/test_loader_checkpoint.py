@@ -191,8 +191,8 @@ def test_a_directory_with_one_gguf_means_that_file(tmp_path: Path):
 def test_a_gguf_file_gives_dummy_weights_too(tmp_path: Path):
     checkpoint = resolve(files.write_llama_gguf(tmp_path / "a.gguf"), load_format="dummy")
     weights = load_model(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, torch.device("cpu"))
-    assert weights.layers[0].qkv.shape == (128, 64)
-    assert weights.lm_head is weights.embedding
+    assert weights.layers[0].qkv.data.shape == (128, 64)
+    assert weights.lm_head.data is weights.embedding
 
 
 def test_nothing_of_a_directory_is_executed(tmp_path: Path):
@@ -234,7 +234,7 @@ def test_the_embedded_model_loads_and_knows_its_text():
         file.seek(entry.offset)
         raw = torch.frombuffer(bytearray(file.read(entry.num_bytes)), dtype=torch.uint8).view(entry.num_rows, -1)
     expected = torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[entry.encoding.name]))
-    assert torch.equal(weights.layers[29].down, expected.to(torch.bfloat16))
+    assert torch.equal(weights.layers[29].down.data, expected.to(torch.bfloat16))
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     assert tokenizer.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
     assert tokenizer.encode("<|im_start|>user\nhi<|im_end|>") == [1, 4093, 198, 6004, 2]

@@ -71,14 +71,14 @@ def test_a_llama_file_loads_into_fused_weights_in_the_order_of_rows_of_hugging_f
     tensors = files.llama_tensors()
     for i, layer in enumerate(weights.layers):
         part = lambda name, i=i: tensors[f"blk.{i}.{name}.weight"]  # noqa: E731
-        np.testing.assert_array_equal(layer.qkv, np.concatenate([part("attn_q"), part("attn_k"), part("attn_v")]))
-        np.testing.assert_array_equal(layer.gate_up, np.concatenate([part("ffn_gate"), part("ffn_up")]))
-        np.testing.assert_array_equal(layer.o, part("attn_output"))
-        np.testing.assert_array_equal(layer.down, part("ffn_down"))
+        np.testing.assert_array_equal(layer.qkv.data, np.concatenate([part("attn_q"), part("attn_k"), part("attn_v")]))
+        np.testing.assert_array_equal(layer.gate_up.data, np.concatenate([part("ffn_gate"), part("ffn_up")]))
+        np.testing.assert_array_equal(layer.o.data, part("attn_output"))
+        np.testing.assert_array_equal(layer.down.data, part("ffn_down"))
         np.testing.assert_array_equal(layer.input_norm, part("attn_norm"))
         np.testing.assert_array_equal(layer.mlp_norm, part("ffn_norm"))
     np.testing.assert_array_equal(weights.embedding, tensors["token_embd.weight"])
-    assert weights.lm_head is weights.embedding
+    assert weights.lm_head.data is weights.embedding
 
 
 def test_chunks_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -96,8 +96,8 @@ def test_an_own_output_matrix_is_not_tied(tmp_path: Path):
     tensors = files.llama_tensors()
     tensors["output.weight"] = tensors["token_embd.weight"] + 1
     weights = load(files.write_gguf(tmp_path / "m.gguf", tensors))
-    np.testing.assert_array_equal(weights.lm_head, tensors["output.weight"])
-    assert not torch.equal(weights.lm_head, weights.embedding)
+    np.testing.assert_array_equal(weights.lm_head.data, tensors["output.weight"])
+    assert not torch.equal(weights.lm_head.data, weights.embedding)
 
 
 def test_qwen2_keeps_rows_and_has_biases(tmp_path: Path):
@@ -107,7 +107,7 @@ def test_qwen2_keeps_rows_and_has_biases(tmp_path: Path):
         for part, rows in (("q", 64), ("k", 32), ("v", 32)):
             tensors[f"blk.{i}.attn_{part}.bias"] = rng.normal(size=rows).astype(np.float32)
     weights = load(files.write_gguf(tmp_path / "m.gguf", tensors, "qwen2"))
-    np.testing.assert_array_equal(weights.layers[0].qkv[:64], tensors["blk.0.attn_q.weight"])
+    np.testing.assert_array_equal(weights.layers[0].qkv.data[:64], tensors["blk.0.attn_q.weight"])
     np.testing.assert_array_equal(weights.layers[1].qkv_bias[64:96], tensors["blk.1.attn_k.bias"])
 
 
@@ -125,7 +125,7 @@ def test_gemma_norms_lose_the_one_that_the_converter_added(tmp_path: Path):
     weights = load(path)
     np.testing.assert_array_equal(weights.final_norm, tensors["output_norm.weight"] - np.float32(1))
     np.testing.assert_array_equal(weights.layers[1].post_mlp_norm, tensors["blk.1.post_ffw_norm.weight"] - np.float32(1))
-    np.testing.assert_array_equal(weights.layers[1].down, tensors["blk.1.ffn_down.weight"])
+    np.testing.assert_array_equal(weights.layers[1].down.data, tensors["blk.1.ffn_down.weight"])
     config = model_config_from_hf(hf_config(read_gguf(path)))
     assert config.windows == (16, 0)
     assert (config.attn_softcap, config.logit_softcap, config.norm_offset) == (50.0, 30.0, 1.0)

@@ -18,6 +18,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CheckpointError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
+from headrace.model.linear import Weight
 from headrace.model.loader import load_model
 from headrace.model.safetensors_file import INDEX_NAME, find_tensors, read_header
 from tiny_models import TINY, write_tiny
@@ -65,11 +66,13 @@ def test_every_family_loads_what_the_file_holds(family: str, tmp_path: Path):
     for spec in weight_plan(config):
         sources = [tensors[name] for name, _ in spec.sources if name in tensors]
         if not sources:
-            assert spec.target == "lm_head" and weights.lm_head is weights.embedding
+            assert spec.target == "lm_head" and weights.lm_head.data is weights.embedding
             continue
         owner, _, name = spec.target.rpartition(".")
         holder = weights.layers[int(owner.split(".")[1])] if owner else weights
-        assert torch.equal(getattr(holder, name), torch.cat(sources)), spec.target
+        held = getattr(holder, name)
+        held = held.data if isinstance(held, Weight) else held
+        assert torch.equal(held, torch.cat(sources)), spec.target
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -79,7 +82,7 @@ def test_dtypes_are_converted(copy: Path, stored: torch.dtype, wanted: torch.dty
     save_file(tensors, copy / "model.safetensors")
     weights = load(copy, wanted)
     assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"].to(wanted))
-    assert weights.layers[0].qkv.dtype == wanted
+    assert weights.layers[0].qkv.data.dtype == wanted
 
 
 def test_shards_give_the_same_weights(tiny: Path, copy: Path):
@@ -102,7 +105,7 @@ def test_tied_embeddings_written_out_twice_are_one_tensor(copy: Path):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, copy / "model.safetensors")
     weights = load(copy)
-    assert weights.lm_head is weights.embedding
+    assert weights.lm_head.data is weights.embedding
 
 
 def edit_config(path: Path, **changes) -> None:
@@ -120,7 +123,7 @@ def test_a_missing_output_matrix_is_tied_unless_the_config_denies_it(copy: Path)
     drop(copy, "lm_head.weight")
     edit_config(copy, tie_word_embeddings=True)
     weights = load(copy)
-    assert weights.lm_head is weights.embedding
+    assert weights.lm_head.data is weights.embedding
     edit_config(copy, tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"'lm_head\.weight' is missing"):
         load(copy)
@@ -267,9 +270,9 @@ def test_corrupt_headers_raise_checkpoint_errors_only(tiny: Path, changes: list[
 def test_dummy_weights_need_a_config_only_and_are_always_the_same(copy: Path):
     (copy / "model.safetensors").unlink()
     one, two = load(copy, load_format="dummy"), load(copy, load_format="dummy")
-    assert torch.equal(one.layers[1].qkv, two.layers[1].qkv)
-    assert not torch.equal(one.layers[0].qkv, one.layers[1].qkv)
-    assert 0.015 < one.layers[0].qkv.std() < 0.025
+    assert torch.equal(one.layers[1].qkv.data, two.layers[1].qkv.data)
+    assert not torch.equal(one.layers[0].qkv.data, one.layers[1].qkv.data)
+    assert 0.015 < one.layers[0].qkv.data.std() < 0.025
     assert 0.9 < one.final_norm.mean() < 1.1
     assert one.lm_head is not one.embedding
     edit_config(copy, tie_word_embeddings=True)

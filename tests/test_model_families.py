@@ -57,11 +57,16 @@ def test_whole_prompt(pair):
     assert_close(ours, reference(theirs, ids))
 
 
+def _split_mlp(run: Sequences, rows: int) -> None:
+    for layer in run.decoder.layers:
+        layer.mlp.max_rows = rows
+
+
 def test_rows_in_parts(pair):
     config, weights, theirs = pair
     ids = tokens(33, seed=8)
     run = Sequences(config, weights, max_len=64)
-    run.decoder.mlp_rows = 16
+    _split_mlp(run, 16)
     assert_close(run.step([(0, ids)])[0], reference(theirs, ids))
 
 
@@ -69,8 +74,8 @@ def test_products_that_add_in_place(pair):
     """The linears of a GPU: a residual is not added twice, nor lost, nor seen by anybody after it was changed."""
     config, weights, theirs = pair
     ids = tokens(40, seed=2)
-    run = Sequences(config, weights, max_len=64, make=lambda w, bias: MatrixLinear(w) if bias is None else make_linear(w, bias))
-    run.decoder.mlp_rows = 8  # four parts of a prompt
+    run = Sequences(config, weights, max_len=64, make=lambda w, bias: MatrixLinear(w.data) if bias is None else make_linear(w, bias))
+    _split_mlp(run, 8)  # four parts of a prompt
     ours = run.step([(0, ids[:30])]) + [run.step([(0, [token])])[0] for token in ids[30:]]
     assert_close(torch.cat(ours), reference(theirs, ids))
 

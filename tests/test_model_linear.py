@@ -7,7 +7,7 @@ import torch
 
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
-from headrace.model.linear import make_linear
+from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
 from model_harness import Sequences, load_tiny
 from test_model_families import tokens
 from tiny_models import write_tiny
@@ -21,7 +21,7 @@ def test_equals_the_product(dtype, shape, with_bias):
     bias = torch.randn(shape[0]).to(dtype) if with_bias else None
     exact_weight = weight.double()
     exact_bias = 0 if bias is None else bias.double()
-    linear = make_linear(weight, bias)
+    linear = make_linear(Weight(weight), bias)
     for rows in (1, 2, 7, 130):
         x = torch.randn(rows, shape[1]).to(dtype)
         exact = x.double() @ exact_weight.T + exact_bias
@@ -30,14 +30,40 @@ def test_equals_the_product(dtype, shape, with_bias):
         assert (got - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
 
 
+@pytest.mark.parametrize("kind", [MatrixLinear, lambda w, reduce=None: make_linear(Weight(w), None, reduce)])
+def test_parts_of_a_matrix_add_up(kind):
+    """Columns split over two, each with half of the input: the sum of their partial products, and nothing is added twice."""
+    weight, x, total = torch.randn(40, 24), torch.randn(5, 24), torch.randn(5, 40)
+    halves: list[Linear] = []
+
+    def reduce(partial: torch.Tensor) -> torch.Tensor:
+        return partial + halves[1].product(x[:, 16:])
+
+    halves += [kind(weight[:, :16].contiguous(), reduce), kind(weight[:, 16:].contiguous())]
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(halves[0](x[:, :16]).double(), exact, rtol=1e-5, atol=1e-5)
+    whole = kind(weight)
+    for linear, given in ((whole, x), (halves[0], x[:, :16])):
+        added = total.clone()
+        linear.add_to(added, given)
+        torch.testing.assert_close(added.double(), total.double() + exact, rtol=1e-5, atol=1e-5)
+    assert not halves[0].fuses_add, "a sum that is still to be reduced must not be formed in the residual"
+
+
+def test_a_kind_without_a_product_is_named():
+    with pytest.raises(ValueError, match="int3"):
+        make_linear(Weight(torch.zeros(2, 2), torch.ones(2), kind="int3"))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "phi3", "gemma2", "gemma3"])
 def test_half_precision_follows_float32(family, dtype, tmp_path):
     config, weights = load_tiny(write_tiny(family, tmp_path))
     targets = {spec.target for spec in weight_plan(config)}
-    tensors = {"embedding": weights.embedding, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
+    tensors = {"embedding": weights.embedding, "final_norm": weights.final_norm, "lm_head": weights.lm_head.data}
     for index, layer in enumerate(weights.layers):
-        tensors |= {t: getattr(layer, t.split(".")[2]) for t in targets if t.startswith(f"layers.{index}.")}
+        named = {t: getattr(layer, t.split(".")[2]) for t in targets if t.startswith(f"layers.{index}.")}
+        tensors |= {t: w.data if isinstance(w, Weight) else w for t, w in named.items()}
     rounded = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     ids = tokens(25)
 

@@ -72,7 +72,7 @@ def streams(model: str, tokens: list[int]) -> tuple[Tensor, Tensor]:
     """The target's residual streams before its three layers [n, 3 H], and its embedding."""
     core = make_core(model)
     seen = []
-    core.runner.decoder.tap = lambda layer, residual, batch: seen.append(residual.clone())
+    core.runner.decoder.hidden_state_hook = lambda layer, residual, batch: seen.append(residual.clone())
     run(core, [EngineRequest("a", tokens, complete(SamplingParams(max_tokens=1)), 1)])
     return torch.cat(seen[:3], -1), core.runner.decoder.embedding
 

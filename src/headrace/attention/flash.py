@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headrace.attention import KeyValues
 from headrace.attention.triton_backend import Run, TritonAttention, join
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.gather_kv import gather_kv
@@ -97,15 +98,16 @@ class CudnnAttention(TritonAttention):
         self.dense, self.others = [], []
         if not self.broken and kv.k[0].dtype in (torch.bfloat16, torch.float16):
             self.dense, self.others = split_dense(self.runs, batch)
-        kv.keep_rows = bool(self.dense)
+        self.keeps_own = bool(self.dense)
 
     def attend(
-        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
-    ) -> Tensor:
-        if not self.dense or self.broken or window or softcap or kv.rows is None:
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
+        own: KeyValues | None = None,
+    ) -> Tensor:  # fmt: skip
+        if not self.dense or self.broken or window or softcap or own is None:
             return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
         try:
-            parts = [self._cudnn(part, q, *kv.rows, scale) for part in self.dense]
+            parts = [self._cudnn(part, q, *own, scale) for part in self.dense]
         except RuntimeError as error:  # no plan for this shape on this card, or too old a cuDNN
             logger.warning("cuDNN attention failed, our own kernels take over: %s", error)
             self.broken = True
@@ -152,14 +154,14 @@ class FlashAttention3(TritonAttention):
         query_lens, context_lens = batch.query_lens[first:], batch.context_lens[first:]
         self.fresh = query_lens == context_lens
         rows, self.keys = sum(query_lens), sum(context_lens)
-        kv.keep_rows, self.part = False, None
+        self.keeps_own, self.part = False, None
         too_much = not self.fresh and self.keys > FA3_GATHER
         if rows < FA3_ROWS or too_much or kv.k[0].dtype != torch.bfloat16:  # the wheel of FlashAttention-3 has bfloat16 only
             return
         self.part = part = Run("varlen", first, seqs - first, first, rows, max(query_lens), max(context_lens))
         query_start = batch.query_start[first:] - first if first else batch.query_start  # decodes have a row each
         if self.fresh:
-            self.key_start, kv.keep_rows = query_start, True
+            self.key_start, self.keeps_own = query_start, True
         else:
             self.key_start = F.pad(batch.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
             if self.gathered is None:
@@ -173,15 +175,16 @@ class FlashAttention3(TritonAttention):
             }  # fmt: skip
 
     def attend(
-        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
-    ) -> Tensor:
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
+        own: KeyValues | None = None,
+    ) -> Tensor:  # fmt: skip
         part = self.part
-        if part is None or window or softcap or (self.fresh and kv.rows is None):
+        if part is None or window or softcap or (self.fresh and own is None):
             return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.fresh:
-            assert kv.rows is not None
-            k, v = kv.rows
+            assert own is not None
+            k, v = own
         else:
             k, v = self._gather(part, layer, kv, batch)
         mine = [q, k, v, out]

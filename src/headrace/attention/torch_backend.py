@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.attention import AttentionBackend
+from headrace.attention import AttentionBackend, KeyValues
 from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 
@@ -66,8 +66,9 @@ class TorchAttention(AttentionBackend):
         self._mask_bytes = 0
 
     def attend(
-        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
-    ) -> Tensor:
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
+        own: KeyValues | None = None,
+    ) -> Tensor:  # fmt: skip
         """See AttentionBackend.attend. `begin` must have been called for this batch."""
         plan = self._plans.get(window)
         if plan is None:

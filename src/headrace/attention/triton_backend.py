@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headrace.attention import AttentionBackend
+from headrace.attention import AttentionBackend, KeyValues
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitWorkspace, max_tokens, split_attention
 from headrace.kernels.attention_prefill import varlen_attention
@@ -96,8 +96,9 @@ class TritonAttention(AttentionBackend):
         self.runs = plan_runs(batch, self.group)
 
     def attend(
-        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float
-    ) -> Tensor:
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
+        own: KeyValues | None = None,
+    ) -> Tensor:  # fmt: skip
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for run in self.runs:
             self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)

@@ -17,10 +17,6 @@ class KVCache:
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.k = [zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self.v = [zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        # the attention backend asks for the rows' own keys and values as well, [T, kv_heads, head_dim] each: prompts that have
-        # no context before them need not gather them from the blocks. Valid from one layer's write to the next.
-        self.keep_rows = False
-        self.rows: tuple[Tensor, Tensor] | None = None
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at slot_mapping [T] (no padding rows: the torch path never pads)."""

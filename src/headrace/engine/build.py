@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
@@ -22,11 +21,11 @@ from headrace.engine.inputs import end_token_ids
 from headrace.engine.options import check_options
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
-from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
+from headrace.model.forward import Forward
 from headrace.model.loader import load_model
 from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
@@ -38,8 +37,7 @@ from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import MemoryPlan, plan_memory
 from headrace.worker.model_runner import ModelRunner
 
-if TYPE_CHECKING:  # these import Triton, which a CPU does not need
-    from headrace.model.fast_decode import FastDecode
+if TYPE_CHECKING:  # it imports Triton, which a CPU does not need
     from headrace.worker.cuda_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
@@ -92,31 +90,26 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
         weights = load_model(checkpoint, model, dtype, device, progress=progress)
     tokenizer = None if reading is None else reading.result()
-    attention, why = select_attention(config.attention_backend, model, device)
-    logger.info("attention: %s", why)
-    decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
-    fast = fast_decode(config, model, weights, dtype, device)
+    forward = make_forward(config, model, weights, max_decode_rows(config))
+    if tokenizer is not None:
+        forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
     weight_bytes = weights.num_bytes
     del weights  # where products are packed, nobody needs them any more
-    draft = load_draft(config, model, dtype, device)
+    draft = load_draft(config, model, dtype, device, make_forward)
     if device.type == "cpu":
         give_memory_back(device)
-    plan = planned(config, decoder, fast, draft, weight_bytes, dtype, device)
+    plan = planned(config, model, forward, draft, weight_bytes, dtype, device)
     config = fit_context(config, asked, plan.num_blocks)
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
     kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
     state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
-    graphs = decode_graphs(config, decoder, fast, kv, state)
+    graphs = decode_graphs(config, forward, kv, state)
     structured = structured_output(config, model, checkpoint, tokenizer)
-    decoder.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device) if tokenizer else None
-    drafter = None if draft is None else draft.drafter(config, decoder, weight_bytes, plan.num_blocks, state)
-    if fast is not None:
-        # an EAGLE-3 head reads the model's inside, whatever runs it
-        fast.tap, fast.tokenless = decoder.tap, decoder.tokenless
+    drafter = None if draft is None else draft.drafter(config, forward, weight_bytes, plan.num_blocks, state)
     speculator = make_speculator(config, structured, drafter, device, graphs)
     core = EngineCore(
         Scheduler(scheduler_config(config, plan.num_blocks)),
-        ModelRunner(decoder, kv, state, graphs, drafter),
+        ModelRunner(forward, kv, state, graphs, drafter),
         vocab_size=model.vocab_size,
         async_scheduling=config.async_scheduling,
         debug_checks=config.debug_checks,
@@ -130,17 +123,16 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
 
 
 def planned(
-    config: EngineConfig, decoder: Decoder, fast: FastDecode | None, draft: Draft | Head | None, weight_bytes: int,
+    config: EngineConfig, model: ModelConfig, forward: Forward, draft: Draft | Head | None, weight_bytes: int,
     dtype: torch.dtype, device: torch.device,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan, with what its parts say that they take."""
     assert config.block_size
-    workspaces = decoder.attention.workspace_bytes(max_decode_rows(config)) * (2 if draft else 1) + decoder.table_bytes
-    workspaces += (fast.num_bytes if fast else 0) + (draft.table_bytes if draft else 0)
+    rows = max_decode_rows(config)
     plan = plan_memory(
-        config, decoder.config, dtype, device,
+        config, model, dtype, device,
         weight_bytes=weight_bytes + (draft.num_bytes if draft else 0),
-        workspace_bytes=workspaces,
+        workspace_bytes=forward.workspace_bytes(rows) + (draft.workspace_bytes(rows) if draft else 0),
         draft=draft.model if draft else None,
         draft_block_bytes=draft.block_bytes(config.block_size, dtype) if draft else 0,
     )  # fmt: skip
@@ -183,43 +175,35 @@ def structured_output(
     return StructuredOutput(backend, model.vocab_size)
 
 
-def fast_decode(
-    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, dtype: torch.dtype, device: torch.device
-) -> FastDecode | None:
-    """The small-batch path, where there is a card and it can run the model."""
-    if device.type != "cuda":
-        return None
-    from headrace.model.fast_decode import MAX_ROWS, FastDecode
+def make_forward(config: EngineConfig, model: ModelConfig, weights: DecoderWeights, decode_rows: int = 0) -> Forward:
+    """What runs a model's steps, of the target and of a draft model: the decoder, and on a card the fused path for decode steps
+    of few rows where it can run the model. `config` is resolved; `decode_rows` as of Decoder."""
+    dtype, device = weights.embedding.dtype, weights.embedding.device
+    attention, why = select_attention(config.attention_backend, model, device)
+    logger.info("attention: %s", why)
+    if device.type != "cuda" or config.enforce_eager:
+        return Decoder(model, weights, attention, max_model_len=config.max_model_len)
+    from headrace.model.fast_decode import MAX_ROWS, FastDecode, FastDecoder
     from headrace.model.tile_store import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
-        return None
+        return Decoder(model, weights, attention, max_model_len=config.max_model_len, decode_rows=decode_rows)
     tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
     rows = min(max_decode_rows(config), MAX_ROWS if tiles is None else max(tiles))
-    return FastDecode(model, weights, rows, device, tiles, max_model_len=config.max_model_len, logits_dtype=dtype)
+    fast = FastDecode(model, weights, rows, device, tiles, max_model_len=config.max_model_len, logits_dtype=dtype)
+    decode_rows = decode_rows if decode_rows > rows else 0
+    return FastDecoder(model, weights, attention, fast, max_model_len=config.max_model_len, decode_rows=decode_rows)
 
 
-def decode_graphs(
-    config: EngineConfig, decoder: Decoder, fast: FastDecode | None, kv: KVCache, state: BatchState
-) -> DecodeGraphs | None:
-    """Captured decode steps: through the fused path as far as its rows go, through the decoder above."""
+def decode_graphs(config: EngineConfig, forward: Forward, kv: KVCache, state: BatchState) -> DecodeGraphs | None:
+    """Captured decode steps."""
     if state.device.type != "cuda" or config.enforce_eager:
         return None
     from headrace.worker.cuda_graphs import DecodeGraphs
 
-    # logits of all sizes lie in one place: those of each size's own would stay allocated for ever
-    most, covered = max_decode_rows(config), 0 if fast is None else fast.max_rows
-    shape = (most if most > covered else 0, decoder.config.vocab_size)
-    logits = torch.empty(shape, dtype=decoder.embedding.dtype, device=state.device)
-
-    def forward(batch: ForwardBatch, cache: KVCache) -> Tensor:
-        if fast is not None and batch.num_rows <= fast.max_rows:
-            return fast.forward(batch, cache)
-        return decoder.logits(decoder.forward(batch, cache), logits[: batch.num_rows])
-
     assert config.max_model_len
-    return DecodeGraphs(forward, kv, state, config.max_num_seqs, config.max_model_len, config.max_draft_rows)
+    return DecodeGraphs(forward.decode, kv, state, config.max_num_seqs, config.max_model_len, config.max_draft_rows)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from headrace.cache.kv_cache import KVCache
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, tl
 from headrace.kernels.launcher import Launcher
 from headrace.kernels.norm import rms_norm_reference, rms_norm_triton
+
+
+class Rotated(NamedTuple):
+    """What `qkv_rope_write` gives: queries [T, num_heads, head_dim] and, where they were to be kept, the rows' own keys and
+    values [T, num_kv_heads, head_dim] each: prompts that have no context before them need not gather them from the blocks."""
+
+    q: Tensor
+    own: tuple[Tensor, Tensor] | None = None
 
 
 def rotation_rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +49,7 @@ def qkv_rope_write_reference(
     qkv: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
     eps: float, norm_offset: float,
-) -> Tensor:  # fmt: skip
+) -> Rotated:  # fmt: skip
     """See `qkv_rope_write`."""
     if positions is not None:
         cos, sin = rotation_rows(cos, sin, positions)
@@ -58,7 +67,7 @@ def qkv_rope_write_reference(
         qk = torch.cat((q, k), 1).view(rows, num_qk, head_dim)
     qk = _rotate(qk, cos, sin)
     kv.write(layer, qk[:, num_heads:], heads[:, num_qk:], slot_mapping)
-    return qk[:, :num_heads]
+    return Rotated(qk[:, :num_heads])
 
 
 @jit
@@ -167,8 +176,8 @@ def default_tile(num_heads: int, head_dim: int) -> QkvTile:
 def qkv_rope_write_triton(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, norm_offset: float, tile: QkvTile | None = None,
-) -> Tensor:  # fmt: skip
+    eps: float, norm_offset: float, keep: bool = False, tile: QkvTile | None = None,
+) -> Rotated:  # fmt: skip
     """See `qkv_rope_write`."""
     rows = qkv.shape[0]
     q, k, v = qkv.split_with_sizes((num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim), 1)
@@ -176,10 +185,10 @@ def qkv_rope_write_triton(
     if weights is not None and weights[0].numel() != head_dim:  # over the whole projection
         q, k = (rms_norm_triton(x, weight, eps, norm_offset) for x, weight in zip((q, k), weights, strict=True))
         weights = None
-    queries = q.view(rows, num_heads, head_dim)
-    kv.rows = (k.view(rows, num_kv_heads, head_dim), v.view(rows, num_kv_heads, head_dim)) if kv.keep_rows else None
+    own = (k.view(rows, num_kv_heads, head_dim), v.view(rows, num_kv_heads, head_dim)) if keep else None
+    rotated = Rotated(q.view(rows, num_heads, head_dim), own)
     if not rows:
-        return queries
+        return rotated
     half = cos.shape[1]
     tile = tile or default_tile(num_heads, head_dim)
     groups = -(-num_heads // tile.heads) + 2 * -(-num_kv_heads // tile.heads)
@@ -190,31 +199,30 @@ def qkv_rope_write_triton(
         (eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1)),
         num_warps=tile.num_warps, HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
         HALF_PAD=next_power_of_2(half), REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads,
-        NORM=weights is not None, KEEP=kv.keep_rows,
+        NORM=weights is not None, KEEP=keep,
     )  # fmt: skip
-    return queries
+    return rotated
 
 
 def qkv_rope_write(
     qkv: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, norm_offset: float,
-) -> Tensor:  # fmt: skip
-    """Split, norm, rotate; write keys and values to the cache; return the queries [T, num_heads, head_dim].
+    eps: float, norm_offset: float, keep: bool = False,
+) -> Rotated:  # fmt: skip
+    """Split, norm, rotate; write keys and values to the cache.
 
     qkv [T, (num_heads + 2 num_kv_heads) * head_dim]; positions [T] int32 index the rows of cos, sin [P, rot/2] float32.
     On the CPU positions may be None: cos and sin are then what `rotation_rows` made of them, once for all layers.
     q_norm, k_norm: RMSNorm weights, [head_dim] (per head) or [num_heads * head_dim], [num_kv_heads * head_dim] (whole
     projection), or None. Only the first rot dimensions of a head are rotated (halves paired). slot_mapping [T] int64:
-    block_id * block_size + offset, -1 writes nothing (the torch path never gets -1). With kv.keep_rows (GPU only) the rows'
-    keys and values are left in kv.rows too, until the next layer's. On a GPU queries (and kept keys) take the place of their
-    projection: `qkv` is used up.
+    block_id * block_size + offset, -1 writes nothing (the torch path never gets -1). `keep` (GPU only): the rows' keys
+    and values are returned too. On a GPU queries (and kept keys) take the place of their projection: `qkv` is used up.
     """
     if on_gpu(qkv):
         assert positions is not None
         return qkv_rope_write_triton(
             qkv, positions, cos, sin, kv, layer, slot_mapping, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset,
+            head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, keep=keep,
         )  # fmt: skip
     return qkv_rope_write_reference(
         qkv, positions, cos, sin, kv, layer, slot_mapping, num_heads=num_heads, num_kv_heads=num_kv_heads,

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.activation import act_mul
 from headrace.kernels.embedding import embed
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.linear import Linear, MatrixLinear, make_linear
+from headrace.model.forward import HiddenStateHook
+from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
+from headrace.model.mlp import DenseMlp, Mlp
 from headrace.model.rope import rope_tables
 from headrace.model.vocabulary import TokenlessIds
 
-# of a gate-up product at once: of an 8B's 16,384 rows two halves are 2 % faster, of a 0.6B's slower (measured on an H100)
-MLP_ELEMENTS = 1 << 28
+MATRICES = ("qkv", "o", "gate_up", "down")  # of LayerWeights
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One layer; the field names are the last part of WeightSpec.target. Matrices are [out, in], fused along out."""
 
-    qkv: Tensor  # [q + 2 kv, H]
-    o: Tensor  # [H, q]
-    gate_up: Tensor  # [2 I, H]
-    down: Tensor  # [H, I]
+    qkv: Weight  # [q + 2 kv, H]
+    o: Weight  # [H, q]
+    gate_up: Weight  # [2 I, H]
+    down: Weight  # [H, I]
     input_norm: Tensor | None = None  # [H], before attention (pre, sandwich)
     post_attn_norm: Tensor | None = None  # [H], on attention's output (post, sandwich)
     mlp_norm: Tensor | None = None  # [H], before the feed-forward part (pre, sandwich)
@@ -47,7 +48,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """All weights as plain tensors; `lm_head` is `embedding` itself where they are tied.
+    """All weights; `lm_head` holds `embedding` itself where they are tied.
 
     `norm_offset` is what remains to be added to every norm weight: the family's offset, or 0 where the loader added it.
     """
@@ -55,58 +56,65 @@ class DecoderWeights:
     embedding: Tensor  # [V, H]
     layers: list[LayerWeights]
     final_norm: Tensor  # [H]
-    lm_head: Tensor  # [V, H]
+    lm_head: Weight  # [V, H]
     norm_offset: float = 0.0
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], config: ModelConfig) -> DecoderWeights:
         """From {WeightSpec.target: tensor}; without "lm_head" the embedding is used."""
-        layers: list[dict[str, Tensor]] = [{} for _ in range(config.num_layers)]
+        layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
         for target, tensor in tensors.items():
             if target.startswith("layers."):
                 _, index, name = target.split(".")
-                layers[int(index)][name] = tensor
+                layers[int(index)][name] = Weight(tensor) if name in MATRICES else tensor
         return cls(
             embedding=tensors["embedding"],
             layers=[LayerWeights(**layer) for layer in layers],
             final_norm=tensors["final_norm"],
-            lm_head=tensors.get("lm_head", tensors["embedding"]),
+            lm_head=Weight(tensors.get("lm_head", tensors["embedding"])),
             norm_offset=config.norm_offset,
         )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all distinct tensors."""
-        tensors = [self.embedding, self.final_norm, self.lm_head]
-        tensors += [t for layer in self.layers for f in fields(layer) if (t := getattr(layer, f.name)) is not None]
+        held = [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
+        tensors = [self.embedding, self.final_norm, *self.lm_head.tensors]
+        for value in held:
+            tensors += value.tensors if isinstance(value, Weight) else [] if value is None else [value]
         return sum({t.data_ptr(): t.numel() * t.itemsize for t in tensors}.values())
+
+
+MakeLinear = Callable[[Weight, Tensor | None], Linear]
 
 
 class _Layer:
     """A layer's weights in the form that they are run in."""
 
-    def __init__(self, w: LayerWeights, make: Callable[[Tensor, Tensor | None], Linear]):
+    def __init__(self, w: LayerWeights, config: ModelConfig, make: MakeLinear):
         self.qkv, self.o = make(w.qkv, w.qkv_bias), make(w.o, w.o_bias)
-        self.gate_up, self.down = make(w.gate_up, w.gate_up_bias), make(w.down, w.down_bias)
+        gate_up, down = make(w.gate_up, w.gate_up_bias), make(w.down, w.down_bias)
+        self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation)
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
         self.q_norm, self.k_norm = w.q_norm, w.k_norm
 
 
 class Decoder:
-    """Runs a model. Keeps no reference to `weights`: where linears are repacked, the caller's copy can be freed.
+    """Runs a model (a `Forward`). Keeps no reference to `weights`: where linears are repacked, the caller's copy can be freed.
 
     `max_model_len` (default: the model's own) is the number of positions; it also fixes the rope tables (see rope.py).
-    `make` turns (weight, bias) into a callable linear: the place of quantized or device-specific ones.
+    `make` turns (weight, bias) into a linear: the place of quantized, split or device-specific ones. `decode_rows`: logits of
+    decode steps of up to so many rows lie in one place; those of each captured size would stay allocated for ever.
     """
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, *,
-        max_model_len: int | None = None, make: Callable[[Tensor, Tensor | None], Linear] = make_linear,
+        max_model_len: int | None = None, decode_rows: int = 0, make: MakeLinear = make_linear,
     ):  # fmt: skip
-        self.config, self.attention = config, attention
+        self.config, self.attention, self.vocab_size = config, attention, config.vocab_size
         self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
-        self.layers = [_Layer(layer, make) for layer in weights.layers]
+        self.layers = [_Layer(layer, config, make) for layer in weights.layers]
         self.lm_head = make(weights.lm_head, None)
         # rounded to the weights' dtype, as the models were trained
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.embedding.dtype).item()
@@ -114,10 +122,9 @@ class Decoder:
         kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
         self.layer_rope = kinds
-        self.mlp_rows = 1 << max(1, MLP_ELEMENTS // (2 * config.intermediate_size)).bit_length() - 1
-        self.tokenless: TokenlessIds | None = None  # ids that no logits are given to
-        # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
-        self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
+        self.tokenless: TokenlessIds | None = None
+        self.hidden_state_hook: HiddenStateHook | None = None
+        self._decoded = torch.empty((decode_rows, config.vocab_size), dtype=self.embedding.dtype, device=device)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.
@@ -136,16 +143,17 @@ class Decoder:
         if layers[0].input_norm is not None:
             normed = rms_norm(residual, layers[0].input_norm, config.norm_eps, self.norm_offset)
         for index, layer in enumerate(layers):
-            if self.tap is not None:
-                self.tap(index, residual, batch)
+            if self.hidden_state_hook is not None:
+                self.hidden_state_hook(index, residual, batch)
             last = wanted if index + 1 == len(layers) else None
-            if last is not None:  # before keys and values are written: what is kept of them is for the attention of all rows
+            if last is not None:  # before keys and values are written: `keeps_own` is for the attention of these rows
                 self.attention.begin(last.batch, kv)
             cos, sin = tables[self.layer_rope[index]]
-            q = qkv_rope_write(
+            q, own = qkv_rope_write(
                 layer.qkv(normed), positions, cos, sin, kv, index, batch.slot_mapping,
                 num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
+                keep=self.attention.keeps_own,
             )  # fmt: skip
             if last is not None:
                 batch, q, residual = last.batch, q[last.index], residual[last.index]
@@ -153,38 +161,37 @@ class Decoder:
                     return residual
             attended = self.attention.attend(
                 q, index, kv, batch,
-                scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap,
+                scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, own=own,
             )  # fmt: skip
-            normed, residual = self._add(layer.o, (attended,), residual, layer.post_attn_norm, layer.mlp_norm)
-            parts = normed.split(self.mlp_rows)
-            inner = (act_mul(layer.gate_up(part), config.activation) for part in parts)
+            normed, residual = self._add(layer.o, attended, residual, layer.post_attn_norm, layer.mlp_norm)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
-            normed, residual = self._add(layer.down, inner, residual, layer.post_mlp_norm, following)
+            normed, residual = self._add(layer.mlp, normed, residual, layer.post_mlp_norm, following)
         return normed
 
-    def _add(self, linear: Linear, parts: Iterable[Tensor], residual: Tensor, post: Tensor | None, following: Tensor | None):
-        """Close a part by its last product, of `parts` of its rows: norm that (`post`), add it to the residual (which may be
-        changed in place), norm the sum for the next part (`following`). Returns (normed, residual)."""
+    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
+        """Close a part of a layer: norm what it gives (`post`), add it to the residual (which may be changed in place), norm
+        the sum for the next part (`following`). Returns (normed, residual)."""
         config = self.config
-        if isinstance(linear, MatrixLinear) and post is None and following is not None and config.residual_scale == 1.0:
-            begin = 0
-            for x in parts:
-                linear.add_to(residual[begin : begin + len(x)], x)
-                begin += len(x)
+        if part.fuses_add and post is None and following is not None and config.residual_scale == 1.0:
+            part.add_to(residual, x)
             return rms_norm(residual, following, config.norm_eps, self.norm_offset), residual
-        products = [linear(x) for x in parts]
-        part = products[0] if len(products) == 1 else torch.cat(products)
+        out = part(x)
         if post is not None:
-            part = rms_norm(part, post, config.norm_eps, self.norm_offset)
+            out = rms_norm(out, post, config.norm_eps, self.norm_offset)
         if following is None:
-            residual = torch.add(residual, part, alpha=config.residual_scale)
+            residual = torch.add(residual, out, alpha=config.residual_scale)
             return residual, residual
-        return add_rms_norm(part, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
+        return add_rms_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
 
-    @property
-    def table_bytes(self) -> int:
-        """Of the rope tables."""
-        return sum(t.numel() * t.itemsize for pair in self.rope.values() for t in pair)
+    def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """See Forward."""
+        rows = batch.num_rows
+        return self.logits(self.forward(batch, kv), self._decoded[:rows] if rows <= len(self._decoded) else None)
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """See Forward: of attention, and the rope tables."""
+        tables = sum(t.numel() * t.itemsize for pair in self.rope.values() for t in pair)
+        return self.attention.workspace_bytes(max_num_seqs) + tables
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [R, H] -> logits [R, V], in `out` if it is given: float32 on the CPU, the model's dtype elsewhere."""

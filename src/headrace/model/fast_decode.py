@@ -10,11 +10,10 @@ the host, so a step can be captured in a CUDA graph. Other steps run through `De
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
 from headrace.kernels.attention_decode_fused import AttentionTile, HeadShape, MergeSpace, decode_attention
@@ -27,9 +26,9 @@ from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decode_tiles import StepTiles, TileTable, default_table, with_attention_in_two
-from headrace.model.decoder import DecoderWeights, LayerWeights
+from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.forward import HiddenStateHook
 from headrace.model.rope import rope_tables
-from headrace.model.vocabulary import TokenlessIds
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
@@ -70,9 +69,6 @@ class FastDecode:
         inner_norms = [w for layer in weights.layers for w in (layer.input_norm, layer.mlp_norm) if w is not None]
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
         assert len(self.norms) == 2 * config.num_layers + 1
-        # as Decoder.tap; the residual stream is in float32
-        self.tap: Callable[[int, Tensor, ForwardBatch], None] | None = None
-        self.tokenless: TokenlessIds | None = None  # as Decoder.tokenless
         self._allocate(dtype, logits_dtype, device, length)
 
     @staticmethod
@@ -143,9 +139,9 @@ class FastDecode:
         step = tiles.attention.keys if isinstance(tiles.attention, SplitTile) else tiles.attention.block_n
         return min(max(fill, needed), max(1, -(-context // step)))
 
-    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
         """Logits [rows, V] of a batch whose sequences have one row each; writes the rows' keys and values to `kv`.
-        Sequences of one slot must be marked `related`.
+        Sequences of one slot must be marked `related`. `hook` gets the residual stream in float32.
 
         A view of a buffer that the next call overwrites. Rows of padding (seq_lens 0, slot_mapping -1) give garbage.
         How far attention is split follows max(batch.context_lens), in a graph the bound that it is captured for.
@@ -176,25 +172,24 @@ class FastDecode:
             scale=self.embed_scale, norm_offset=offset,
         )  # fmt: skip
         for index, layer in enumerate(weights.layers):
-            if self.tap is not None:
-                self.tap(index, total, batch)
-            qkv = self._project(normed, layer.qkv, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
+            if hook is not None:
+                hook(index, total, batch)
+            qkv = self._project(normed, layer.qkv.data, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
             self._attend(qkv, batch, kv, index, layer, splits, attention)
             after, following = norms[2 * index + 1 : 2 * index + 3]
             residual(
-                self.attended[:rows], layer.o, total, normed, sumsq_o, after, tiles.o, space, norm_offset=offset, scale=scale,
-                bias=layer.o_bias,
+                self.attended[:rows], layer.o.data, total, normed, sumsq_o, after, tiles.o, space, norm_offset=offset,
+                scale=scale, bias=layer.o_bias,
             )  # fmt: skip
-            glu(normed, layer.gate_up, inner, tiles.gate_up, sumsq=sumsq_o, eps=eps, activation=config.activation)
+            glu(normed, layer.gate_up.data, inner, tiles.gate_up, sumsq=sumsq_o, eps=eps, activation=config.activation)
             residual(
-                inner, layer.down, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset, scale=scale,
-                bias=layer.down_bias,
+                inner, layer.down.data, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset,
+                scale=scale, bias=layer.down_bias,
             )  # fmt: skip
-        logits = self._project(
-            normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
+        return self._project(
+            normed, weights.lm_head.data, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
-        return logits if self.tokenless is None else self.tokenless.mask(logits)
 
     def _project(
         self, x: Tensor, weight: Tensor, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float
@@ -228,7 +223,7 @@ class FastDecode:
         """`_attend` as one kernel that rotates and writes the cache and one that reads it; qkv [rows, q + 2 kv]."""
         config, rows = self.config, qkv.shape[0]
         cos, sin = self.rope[self.layer_rope[index]]
-        q = qkv_rope_write_triton(
+        q, _ = qkv_rope_write_triton(
             qkv, batch.positions, cos, sin, kv, index, batch.slot_mapping, num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, q_norm=layer.q_norm, k_norm=layer.k_norm,
             eps=config.norm_eps, norm_offset=self.weights.norm_offset,
@@ -238,3 +233,23 @@ class FastDecode:
             batch.seq_lens, self.two_kernels, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
             scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, tile=tile,
         )  # fmt: skip
+
+
+class FastDecoder(Decoder):
+    """The decoder, with decode steps of few rows on the fused path."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, fast: FastDecode, *,
+        max_model_len: int | None = None, decode_rows: int = 0,
+    ):  # fmt: skip
+        super().__init__(config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows)
+        self.fast = fast
+
+    def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        if batch.num_rows > self.fast.max_rows:
+            return super().decode(batch, kv)
+        logits = self.fast.forward(batch, kv, self.hidden_state_hook)
+        return logits if self.tokenless is None else self.tokenless.mask(logits)
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        return super().workspace_bytes(max_num_seqs) + self.fast.num_bytes

@@ -1,52 +1,92 @@
-"""A weight matrix as a callable: where the way to multiply by it is chosen, once, at load time."""
+"""A weight matrix as it is held, and as a product: where the way to multiply by it is chosen, once, at load time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Linear = Callable[[Tensor], Tensor]  # x [T, in] -> [T, out]
 
 # Rows that oneDNN lays the packed weight out for. Eight is right for 1 to 128 (measured); prefill gains nothing elsewhere.
 _PACK_FOR_ROWS = 8
 # float32 is packed only for matrices of so many rows: below, plain sgemm is faster at one row and even at 32.
 _PACK_FLOAT32_ROWS = 16384
 
-
-def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """x @ weight.T + bias for weight [out, in]; on the CPU packed for oneDNN where that is faster."""
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return _packed(weight, bias)
-        if weight.dtype == torch.float32 and weight.shape[0] >= _PACK_FLOAT32_ROWS:
-            return _packed(weight, bias)
-    if weight.is_cuda and bias is None:
-        return MatrixLinear(weight)
-    return lambda x: F.linear(x, weight, bias)
+Reduce = Callable[[Tensor], Tensor]  # partial products [T, out] -> their sum over all who hold a part of the matrix
 
 
-class MatrixLinear:
-    """A product by cuBLAS, which can also add it to what is there: the sum is formed in float32 and rounded once."""
+@dataclass(slots=True)
+class Weight:
+    """A matrix [out, in]. Of kind "float" it is `data` itself; a narrow kind names how `data`, `scales` and `zeros` make it."""
 
-    def __init__(self, weight: Tensor):
-        self.transposed = weight.t()
+    data: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    kind: str = "float"
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.data, self.scales, self.zeros) if t is not None]
+
+
+class Linear:
+    """x [T, in] -> x @ weight.T + bias [T, out].
+
+    With `reduce` the matrix is one of several parts of the input's columns: what all of them give is added up before anybody
+    sees it, and only one of them has the bias.
+    """
+
+    fuses_add = False  # `add_to` is cheaper than the product and an addition apart
+
+    def __init__(self, product: Callable[[Tensor], Tensor], reduce: Reduce | None = None):
+        self.product, self.reduce = product, reduce
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.transposed)
+        return self.product(x) if self.reduce is None else self.reduce(self.product(x))
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """total [T, out] += what a call gives, in place."""
+        total += self(x)
+
+
+class MatrixLinear(Linear):
+    """A product by cuBLAS, which can also add it to what is there: the sum is formed in float32 and rounded once."""
+
+    def __init__(self, weight: Tensor, reduce: Reduce | None = None):
+        self.transposed = weight.t()
+        super().__init__(lambda x: torch.mm(x, self.transposed), reduce)
+        self.fuses_add = reduce is None
 
     def into(self, out: Tensor, x: Tensor) -> Tensor:
         """`out` [T, out], which gets x @ weight.T."""
         return torch.mm(x, self.transposed, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
-        """total [T, out] += x @ weight.T, in place; a norm after it then reads and writes half of what it does with the sum."""
-        total.addmm_(x, self.transposed)
+        """As Linear; a norm after it then reads and writes half of what it does with the sum."""
+        if self.fuses_add:
+            total.addmm_(x, self.transposed)
+        else:
+            super().add_to(total, x)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Linear:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
+def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
+    """The product by `weight`; on the CPU packed for oneDNN where that is faster. Raises ValueError for a kind without one."""
+    if weight.kind != "float":
+        raise ValueError(f"no product for weights of kind {weight.kind!r}")
+    matrix = weight.data
+    if matrix.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        if matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return Linear(_packed(matrix, bias), reduce)
+        if matrix.dtype == torch.float32 and matrix.shape[0] >= _PACK_FLOAT32_ROWS:
+            return Linear(_packed(matrix, bias), reduce)
+    if matrix.is_cuda and bias is None:
+        return MatrixLinear(matrix, reduce)
+    return Linear(lambda x: F.linear(x, matrix, bias), reduce)
+
+
+def _packed(matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACK_FOR_ROWS)
     multiply = torch.ops.mkldnn._linear_pointwise
     return lambda x: multiply(x, packed, bias, "none", [], "")

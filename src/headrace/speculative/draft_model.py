@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.model.decoder import Decoder
+from headrace.model.forward import Forward
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.sampler import SampleInputs, choose
 from headrace.scheduler.plan import Chunk
@@ -33,7 +33,7 @@ class DraftModel:
     """
 
     def __init__(
-        self, decoder: Decoder, kv: KVCache, state: BatchState, cost: float, vocab_size: int, max_num_batched_tokens: int,
+        self, decoder: Forward, kv: KVCache, state: BatchState, cost: float, vocab_size: int, max_num_batched_tokens: int,
         graphs: DecodeGraphs | None = None,
     ):  # fmt: skip
         self.graphs = graphs  # of the draft model: capture forward, sampler and the way to the token table

@@ -32,8 +32,8 @@ from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
-from headrace.model.linear import make_linear
+from headrace.model.forward import Forward
+from headrace.model.linear import Weight, make_linear
 from headrace.model.rope import rope_tables
 from headrace.scheduler.plan import Chunk
 from headrace.speculative.draft_model import DraftModel
@@ -128,22 +128,22 @@ class EagleHead(DraftModel):
     """See Drafter. `taps`: the target's layers before which its residual stream is read."""
 
     def __init__(
-        self, weights: EagleWeights, config: ModelConfig, attention: AttentionBackend, target: Decoder, kv: KVCache,
+        self, weights: EagleWeights, config: ModelConfig, attention: AttentionBackend, target: Forward, kv: KVCache,
         state: BatchState, cost: float, taps: tuple[int, ...], *, max_model_len: int, max_num_batched_tokens: int,
     ):  # fmt: skip
         super().__init__(target, kv, state, cost, len(weights.lm_head), max_num_batched_tokens)
         self.weights, self.config, self.attention, self.taps = weights, config, attention, taps
         self._embedding = weights.embedding if weights.embedding is not None else target.embedding
-        self._parts = [make_linear(w.contiguous(), None) for w in weights.fc.chunk(3, dim=1)]
-        self._qkv, self._o = make_linear(weights.qkv, None), make_linear(weights.o, None)
-        self._gate_up, self._down = make_linear(weights.gate_up, None), make_linear(weights.down, None)
-        self._lm_head = make_linear(weights.lm_head, None)
+        self._parts = [make_linear(Weight(w.contiguous())) for w in weights.fc.chunk(3, dim=1)]
+        self._qkv, self._o = make_linear(Weight(weights.qkv)), make_linear(Weight(weights.o))
+        self._gate_up, self._down = make_linear(Weight(weights.gate_up)), make_linear(Weight(weights.down))
+        self._lm_head = make_linear(Weight(weights.lm_head))
         device, dtype = weights.fc.device, weights.fc.dtype
         self._rope = rope_tables(config.rope, max_model_len, device)
         # one more for the padded rows of captured steps
         self._features = zeros((kv.num_blocks * kv.block_size + 1, config.hidden_size), dtype, device)
         self._fused: Tensor | None = None
-        target.tap = self._read
+        target.hidden_state_hook = self._read
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -192,12 +192,12 @@ class EagleHead(DraftModel):
         cos, sin = self._rope
         if not batch.positions.is_cuda:
             (cos, sin), positions = rotation_rows(cos, sin, batch.positions), None
-        q = qkv_rope_write(
+        q, own = qkv_rope_write(
             self._qkv(both), positions, cos, sin, self.kv, 0, batch.slot_mapping,
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            q_norm=None, k_norm=None, eps=eps, norm_offset=0.0,
+            q_norm=None, k_norm=None, eps=eps, norm_offset=0.0, keep=self.attention.keeps_own,
         )  # fmt: skip
-        attended = self.attention.attend(q, 0, self.kv, batch, scale=config.attn_scale, window=0, softcap=0.0)
+        attended = self.attention.attend(q, 0, self.kv, batch, scale=config.attn_scale, window=0, softcap=0.0, own=own)
         normed, residual = add_rms_norm(self._o(attended), features, w.mlp_norm, eps)
         return residual + self._down(act_mul(self._gate_up(normed), config.activation))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,8 @@ from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
+from headrace.model.decoder import DecoderWeights
+from headrace.model.forward import Forward
 from headrace.model.loader import load_model
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
@@ -38,38 +40,36 @@ class Draft:
     """A draft model that has been loaded; its cache comes when the memory plan is made."""
 
     model: ModelConfig
-    decoder: Decoder
+    forward: Forward
     num_bytes: int  # of the weights
     vocab_size: int  # ids that both models have
-
-    @property
-    def table_bytes(self) -> int:
-        return self.decoder.table_bytes
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         return KVCache.bytes_per_block(self.model, block_size, dtype)
 
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        return self.forward.workspace_bytes(max_num_seqs)
+
     def drafter(
-        self, config: EngineConfig, target: Decoder, target_bytes: int, num_blocks: int, state: BatchState
+        self, config: EngineConfig, target: Forward, target_bytes: int, num_blocks: int, state: BatchState
     ) -> DraftModel:
         """`config` is resolved."""
         assert config.block_size and config.max_num_batched_tokens and config.max_model_len
-        weight = self.decoder.embedding
+        weight = self.forward.embedding
         kv = KVCache(self.model, num_blocks, config.block_size, weight.dtype, weight.device)
         cost = self.num_bytes / target_bytes  # what decoding costs is reading the weights
         if target.tokenless is not None:
-            self.decoder.tokenless = target.tokenless.cut(self.model.vocab_size)
+            self.forward.tokenless = target.tokenless.cut(self.model.vocab_size)
         graphs = None
         if state.device.type == "cuda" and not config.enforce_eager:
             from headrace.worker.cuda_graphs import DecodeGraphs
 
             rows = min(config.max_num_seqs, DRAFT_GRAPH_ROWS)
-            graphs = DecodeGraphs(self._forward, kv, state, rows, config.max_model_len, max_graphs=MAX_GRAPHS // 2)
-        return DraftModel(self.decoder, kv, state, cost, self.vocab_size, config.max_num_batched_tokens, graphs)
+            graphs = DecodeGraphs(self._decode, kv, state, rows, config.max_model_len, max_graphs=MAX_GRAPHS // 2)
+        return DraftModel(self.forward, kv, state, cost, self.vocab_size, config.max_num_batched_tokens, graphs)
 
-    def _forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        logits = self.decoder.logits(self.decoder.forward(batch, kv))
-        return logits[:, : self.vocab_size].contiguous()  # the target has no row for others
+    def _decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        return self.forward.decode(batch, kv)[:, : self.vocab_size].contiguous()  # the target has no row for others
 
 
 @dataclass(slots=True)
@@ -89,8 +89,11 @@ class Head:
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         return EagleHead.bytes_per_block(self.model, block_size, dtype)
 
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        return self.attention.workspace_bytes(max_num_seqs) + self.table_bytes
+
     def drafter(
-        self, config: EngineConfig, target: Decoder, target_bytes: int, num_blocks: int, state: BatchState
+        self, config: EngineConfig, target: Forward, target_bytes: int, num_blocks: int, state: BatchState
     ) -> DraftModel:
         """`config` is resolved."""
         assert config.block_size and config.max_num_batched_tokens and config.max_model_len
@@ -102,7 +105,10 @@ class Head:
         )  # fmt: skip
 
 
-def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> Draft | Head | None:
+def load_draft(
+    config: EngineConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device,
+    make_forward: Callable[[EngineConfig, ModelConfig, DecoderWeights], Forward],
+) -> Draft | Head | None:  # fmt: skip
     """The draft model or head, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
     if config.speculative_model is None:
         return None
@@ -114,9 +120,7 @@ def load_draft(config: EngineConfig, target: ModelConfig, dtype: torch.dtype, de
         tables = 4 * config.max_model_len * model.head_dim  # a cosine and a sine for each pair, float32
         return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps, tables)
     weights = load_model(checkpoint, model, dtype, device, progress=False)
-    attention, _ = select_attention(config.attention_backend, model, device)
-    decoder = Decoder(model, weights, attention, max_model_len=config.max_model_len)
-    return Draft(model, decoder, weights.num_bytes, min(model.vocab_size, target.vocab_size))
+    return Draft(model, make_forward(config, model, weights), weights.num_bytes, min(model.vocab_size, target.vocab_size))
 
 
 def make_speculator(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.model.decoder import Decoder
+from headrace.model.forward import Forward
 from headrace.scheduler.plan import Chunk, StepPlan
 from headrace.speculative.proposer import Drafter
 from headrace.structured_output.manager import GrammarMasks
@@ -58,13 +58,13 @@ class ModelRunner:
     """Runs steps on one device."""
 
     def __init__(
-        self, decoder: Decoder, kv: KVCache, state: BatchState,
+        self, decoder: Forward, kv: KVCache, state: BatchState,
         graphs: DecodeGraphs | None = None, drafter: Drafter | None = None,
     ):  # fmt: skip
         self.drafter = drafter
         self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
         self.device = state.device
-        self.sampler = StepSampler(state, decoder.config.vocab_size)
+        self.sampler = StepSampler(state, decoder.vocab_size)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         if not self._is_captured(plan):

@@ -1,0 +1,40 @@
+"""What the engine asks of whatever runs a model. Which one does is chosen in engine/build.py, for target and draft alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.model.batch import ForwardBatch, WantedRows
+from headrace.model.vocabulary import TokenlessIds
+
+# called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
+HiddenStateHook = Callable[[int, Tensor, ForwardBatch], None]
+
+
+class Forward(Protocol):
+    """Runs the rows of a step; writes their keys and values to the cache. Nothing in it waits for the device."""
+
+    vocab_size: int
+    embedding: Tensor  # [V, H]
+    hidden_state_hook: HiddenStateHook | None
+    tokenless: TokenlessIds | None  # ids that no logits are given to
+
+    def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
+        """Hidden states [T, H] after the final norm; with `wanted` only those rows' [R, H]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> logits [R, V]."""
+        ...
+
+    def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Logits [R, V] of a batch whose sequences have one row each; on a GPU it can be captured."""
+        ...
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Device memory that is kept beside the weights, for the memory plan."""
+        ...

@@ -1,0 +1,46 @@
+"""The feed-forward part of a layer: normed rows in, what is added to the residual stream out."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.activation import act_mul
+from headrace.model.linear import Linear
+
+# of a gate-up product at once: of an 8B's 16,384 rows two halves are 2 % faster, of a 0.6B's slower (measured on an H100)
+MLP_ELEMENTS = 1 << 28
+
+
+class Mlp(Protocol):
+    """As `Linear`: rows [T, H] -> [T, H], or added to a sum in place."""
+
+    fuses_add: bool
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, total: Tensor, x: Tensor) -> None: ...
+
+
+class DenseMlp:
+    """down(activation(gate) * up), so many rows at once that what lies between stays in reach (`max_rows`)."""
+
+    def __init__(
+        self, gate_up: Linear, down: Linear, intermediate_size: int, activation: Literal["silu", "gelu_tanh", "gelu"]
+    ):
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+        self.fuses_add = down.fuses_add
+        self.max_rows = 1 << max(1, MLP_ELEMENTS // (2 * intermediate_size)).bit_length() - 1
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return act_mul(self.gate_up(x), self.activation)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = [self.down(self._inner(part)) for part in x.split(self.max_rows)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        for part, rows in zip(x.split(self.max_rows), total.split(self.max_rows), strict=True):
+            self.down.add_to(rows, self._inner(part))
