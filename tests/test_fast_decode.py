@@ -19,7 +19,7 @@ from headrace.kernels.wide_gemm import WideTile
 from headrace.model import fast_decode
 from headrace.model.decode_tiles import PRODUCTS, StepTiles, default_table, from_json, product_shapes
 from headrace.model.decoder import Decoder
-from headrace.model.fast_decode import FastDecode, has_copy_engine
+from headrace.model.fast_decode import FastDecode, FastDecoder, has_copy_engine
 from headrace.model.tile_store import SHIPPED
 from tile_search import candidates, to_json, tune
 
@@ -67,12 +67,13 @@ def test_equals_the_decoder(name: str, table: str) -> None:
     _, kv_expected = decode_batch(config, LENGTHS, 16)
     decoder = Decoder(config, weights, TorchAttention())
     fast = FastDecode(config, weights, 4, CPU, TABLES[table])
-    streams: dict[object, list[tuple[int, Tensor]]] = {decoder: [], fast: []}
+    both = FastDecoder(config, weights, TorchAttention(), fast)
+    streams: dict[Decoder, list[tuple[int, Tensor]]] = {decoder: [], both: []}
     for path, seen in streams.items():
         path.hidden_state_hook = lambda layer, residual, batch, seen=seen: seen.append((layer, residual.clone()))
-    expected = decoder.logits(decoder.forward(batch, kv_expected))
-    assert_close(fast.forward(batch, kv), expected)
-    for (layer, ours), (layer_expected, theirs) in zip(*(streams[path] for path in (fast, decoder)), strict=True):
+    expected = decoder.decode(batch, kv_expected)
+    assert_close(both.decode(batch, kv), expected)
+    for (layer, ours), (layer_expected, theirs) in zip(*(streams[path] for path in (both, decoder)), strict=True):
         assert layer == layer_expected
         assert_close(ours, theirs)
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
