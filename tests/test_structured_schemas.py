@@ -353,6 +353,14 @@ def test_the_end_of_an_object_is_never_a_dead_end():
     assert matcher.accept(encode('{"b":1,"a":2')) and matcher.valid_prefix(encode(', "c"')) > 0
 
 
+def test_a_declared_key_cannot_be_spelled_otherwise():
+    """Its value would then obey nothing: printable characters are not escaped in undeclared keys either."""
+    matcher = compiled(json=PERSON)
+    assert takes(matcher, '{"name": "Ann", "x\\u0001\\n\\"y": 5}')
+    for key in ("n\\u0069ckname", "\\u006eickname", "x\\u0410", "x\\/"):
+        assert not takes(matcher, f'{{"name": "Ann", "{key}": 5}}')
+
+
 def test_the_order_of_required_keys_is_the_schemas():
     answer = {"type": "object", "properties": {"reasoning": TEXT, "note": TEXT, "answer": TEXT}, "required": ["reasoning", "answer"]}
     matcher = compiled(json=answer)
