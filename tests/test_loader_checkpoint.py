@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.model.tokenizer import Tokenizer
+from tiny_models import write_tokenizer
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 2}
 
@@ -241,3 +243,45 @@ def test_the_embedded_model_loads_and_knows_its_text():
     assert checkpoint.eos_token_ids == (2,)
     assert tokenizer.chat_template is not None
     assert "add_generation_prompt" in tokenizer.chat_template
+
+
+@pytest.mark.parametrize("ref", ["aaa", "aaa\n", "aaa\r\n", " aaa ", "\ufeffaaa\n", None, "zzz\n"])
+def test_a_cache_copied_by_hand_is_found_by_id_offline(ref, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Files instead of links; refs with line breaks, none, or one to a snapshot that is not there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    root = tmp_path / "models--org--name"
+    snapshot = write_directory(root / "snapshots" / "aaa")
+    if ref is not None:
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_bytes(ref.encode())
+        other = write_directory(root / "snapshots" / "bbb")
+        os.utime(other, (1, 1))
+    assert resolve("org/name", local_files_only=True).path == snapshot
+    assert resolve("org/name", local_files_only=True, revision="aaa").path == snapshot
+    with pytest.raises(CheckpointError, match="no snapshot of the revision 'ccc'"):
+        resolve("org/name", local_files_only=True, revision="ccc")
+
+
+def test_json_files_may_begin_with_a_mark(tmp_path: Path):
+    path = write_directory(tmp_path / "marked")
+    write_tokenizer(path)
+    for file in path.glob("*.json"):
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert Tokenizer.from_checkpoint(resolve(path)).encode("The")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "model.gguf"])
+def test_a_git_lfs_pointer_is_called_so(name: str, tmp_path: Path):
+    path = write_directory(tmp_path / "cloned")
+    write_tokenizer(path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 123456\n"
+    (path / name).write_text(pointer)
+    with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
+        checkpoint = resolve(path / name if name.endswith("gguf") else path)
+        Tokenizer.from_checkpoint(checkpoint)
+        checkpoint.tensors()
+
+
+def test_the_embedded_model_samples_as_its_card_says(smollm2: str):
+    assert resolve_checkpoint(EngineConfig()).generation_defaults == {"temperature": 0.2, "top_p": 0.9}
+    assert resolve(smollm2).generation_defaults == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 
 import pytest
@@ -200,3 +201,17 @@ def test_weight_plan_covers_each_tensor_once():
 def test_every_family_has_a_tiny_model():
     assert {f.removesuffix("_text") for f in FAMILIES} == set(TINY)
     assert all(dataclasses.is_dataclass(f) for f in FAMILIES.values())
+
+
+@pytest.mark.parametrize("new", [None, {"rope_type": "default", "rope_theta": 777.0}, {"rope_type": "linear", "factor": 4.0}])
+@pytest.mark.parametrize("old", [None, {"type": "linear", "factor": 2.0}, {"rope_type": "linear", "type": "dynamic", "factor": 3.0}])
+@pytest.mark.parametrize("theta", [None, 999.0])
+def test_both_spellings_of_rope_mean_what_transformers_takes_them_for(new, old, theta):
+    import transformers
+
+    given = {"rope_parameters": new, "rope_scaling": old, "rope_theta": theta}
+    given = {name: value for name, value in given.items() if value is not None}
+    base = {name: value for name, value in LLAMA32.items() if not name.startswith("rope")}
+    rope = model_config_from_hf({**base, **copy.deepcopy(given)}).rope
+    theirs = transformers.LlamaConfig(**{**base, **copy.deepcopy(given)}).rope_parameters
+    assert (rope.kind, rope.theta, rope.param("factor")) == (theirs["rope_type"], theirs["rope_theta"], theirs.get("factor"))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
 from headrace.errors import CheckpointError, ParameterError
-from headrace.model.embedded import NAME, embedded_model_path
+from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
 from headrace.model.gguf import GgufFile, read_gguf
 from headrace.model.gguf_model import end_token_ids, hf_config, hf_tensors
 from headrace.model.safetensors_file import find_tensors, read_json
@@ -21,6 +21,9 @@ from headrace.model.tensor_file import TensorEntry
 # Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_IGNORED = ["original/*", "consolidated*", "*/*"]
+_GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -29,7 +32,7 @@ class Checkpoint:
     """A model on this machine's disk. Everything but the weights' data is read; nothing of it is ever executed.
 
     `config` is the content of `config.json`, or what it would be for a GGUF file. `generation_defaults` holds those of
-    temperature, top_p, top_k, min_p and repetition_penalty that `generation_config.json` sets.
+    temperature, top_p, top_k, min_p and repetition_penalty that `generation_config.json` or a GGUF's metadata set.
     """
 
     name: str  # as the user wrote it
@@ -71,7 +74,9 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
 def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
     gguf = read_gguf(path)
     kind: Literal["gguf", "dummy"] = "dummy" if config.load_format == "dummy" else "gguf"
-    return Checkpoint(name, path, kind, hf_config(gguf), tuple(end_token_ids(gguf)), gguf=gguf)
+    given = {ours: gguf.metadata.get(f"general.sampling.{key}") for key, ours in _GGUF_DEFAULTS.items()}
+    defaults = (EMBEDDED_DEFAULTS if config.model is None else {}) | _generation_defaults(path, given)
+    return Checkpoint(name, path, kind, hf_config(gguf), tuple(end_token_ids(gguf)), defaults, gguf=gguf)
 
 
 def _from_directory(name: str, path: Path, config: EngineConfig) -> Checkpoint:
@@ -83,7 +88,7 @@ def _from_directory(name: str, path: Path, config: EngineConfig) -> Checkpoint:
     sources = [model, text if isinstance(text, dict) else {}, generation]
     eos = sorted({i for source in sources for i in _token_ids(path, source.get("eos_token_id"))})
     kind: Literal["safetensors", "dummy"] = "dummy" if config.load_format == "dummy" else "safetensors"
-    return Checkpoint(name, path, kind, model, tuple(eos), _generation_defaults(path, generation))
+    return Checkpoint(name, path, kind, model, tuple(eos), _generation_defaults(path / "generation_config.json", generation))
 
 
 def _token_ids(path: Path, value: Any) -> list[int]:
@@ -101,7 +106,7 @@ def _generation_defaults(path: Path, generation: dict[str, Any]) -> dict[str, fl
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointError(f"{path / 'generation_config.json'}: {key} is {value!r}, not a finite number")
+            raise CheckpointError(f"{path}: {key} is {value!r}, not a finite number")
         defaults[key] = value
     return defaults
 
@@ -136,15 +141,17 @@ def _locate(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     return _download(name, config, patterns)
 
 
-def _snapshot_of_cache_root(path: Path) -> Path:
+def _snapshot_of_cache_root(path: Path, revision: str | None = None) -> Path:
     """`path`, or the snapshot inside it if it is a `models--org--name` directory of the Hub's cache."""
     snapshots = path / "snapshots"
     if (path / "config.json").exists() or not path.name.startswith("models--") or not snapshots.is_dir():
         return path
-    main = path / "refs" / "main"
-    commit = main.read_text().strip() if main.is_file() else ""
+    ref = path / "refs" / (revision or "main")
+    commit = ref.read_text(encoding="utf-8-sig").strip() if ref.is_file() else revision or ""
     if commit and (snapshots / commit).is_dir():
         return snapshots / commit
+    if revision is not None:
+        raise CheckpointError(f"{snapshots} holds no snapshot of the revision {revision!r}")
     found = sorted((p for p in snapshots.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
     if not found:
         raise CheckpointError(f"{snapshots} holds no snapshot")
@@ -153,10 +160,13 @@ def _snapshot_of_cache_root(path: Path) -> Path:
 
 def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     """The Hub snapshot of `name`; without any network call if told so by the configuration or the environment."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     offline = config.local_files_only or hub_offline()
+    copied = Path(constants.HF_HUB_CACHE) / ("models--" + name.replace("/", "--"))
+    if offline and (copied / "snapshots").is_dir():  # read here: the Hub's client does not find caches copied by hand
+        return _snapshot_of_cache_root(copied, config.revision)
     try:
         found = snapshot_download(
             name,

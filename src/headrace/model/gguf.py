@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
+from headrace.model.safetensors_file import refuse_lfs_pointer
 from headrace.model.tensor_file import Encoding, TensorEntry, num_elements
 
 _STRING, _ARRAY = 8, 9  # value types
@@ -50,6 +51,8 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Header of the GGUF file at `path`. Raises CheckpointError if it is none, is truncated or contradicts itself."""
     try:
+        with path.open("rb") as file:
+            refuse_lfs_pointer(path, file.read(64))
         size = path.stat().st_size
         if size < 24:
             raise CheckpointError(f"{path}: {size} bytes are too few for a GGUF file")

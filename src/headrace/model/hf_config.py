@@ -90,7 +90,7 @@ class HfConfig:
         or `rope_theta` + `rope_scaling` (before; scaling is of the full-attention layers). `theta`: where none is given.
         """
         entries = self._rope_entries(layer_type)
-        kind = entries.get("rope_type") or entries.get("type") or "default"
+        kind = entries.get("rope_type") or "default"
         if kind == "su" or (kind == "yarn" and "short_factor" in entries):  # early names in Phi-3's files
             kind = "longrope"
         if not isinstance(kind, str) or kind not in _ROPE_ENTRIES:
@@ -118,11 +118,17 @@ class HfConfig:
         new, old = self.raw.get("rope_parameters") or {}, self.raw.get("rope_scaling") or {}
         if not isinstance(new, dict) or not isinstance(old, dict):
             raise CheckpointError(f"config.json: rope_parameters / rope_scaling is {new or old!r}, wanted an object")
-        if any(isinstance(value, dict) for value in new.values()):
+        by_layer = any(isinstance(value, dict) for value in new.values())
+        if by_layer:
             new = new.get(layer_type) or {}
         elif layer_type != "full_attention":
             return {}
-        return {**new, **old} if layer_type == "full_attention" else dict(new)
+        spelled = ({**part, "rope_type": part.get("rope_type") or part.get("type")} for part in (new, old))
+        parts = [{k: v for k, v in part.items() if v is not None} for part in spelled]
+        if layer_type != "full_attention" or not parts[1]:
+            return parts[0]
+        # as in Transformers: the old field takes the new one's place, or adds to that of the layers which it is about
+        return {**parts[0], **parts[1]} if by_layer else parts[1]
 
 
 def _positive(name: str, value: Any) -> float:

@@ -20,10 +20,21 @@ _ENCODINGS: dict[str, Encoding] = {
 }  # fmt: skip
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_lfs_pointer(path: Path, start: bytes) -> None:
+    """Raise CheckpointError if a file starts as the pointers do that a clone without Git LFS leaves in the files' places."""
+    if start.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        refuse_lfs_pointer(path, raw)
+        value = json.loads(raw.decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -75,9 +86,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
+            start = file.read(64)
+            refuse_lfs_pointer(path, start)
+            header_bytes = int.from_bytes(start[:8], "little")
             if size < 8 or header_bytes > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(f"{path}: truncated or not safetensors: {size} bytes, header of {header_bytes}")
+            file.seek(8)
             raw = file.read(header_bytes)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 
 from headrace.errors import CheckpointError, ParameterError
-from headrace.model.safetensors_file import read_json
+from headrace.model.safetensors_file import read_json, refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
@@ -90,7 +90,9 @@ class Tokenizer:
                       if (directory / n).exists()]  # fmt: skip
             hint = f"; {others[0]} alone is not supported, convert it with transformers" if others else ""
             raise CheckpointError(f"{directory} has no tokenizer.json{hint}")
-        backend = build_backend(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
+        raw = path.read_bytes()
+        refuse_lfs_pointer(path, raw)
+        backend = build_backend(path, lambda: tokenizers.Tokenizer.from_str(raw.decode("utf-8-sig")))
         config = _optional_json(directory / "tokenizer_config.json")
         roles = _roles(_optional_json(directory / "special_tokens_map.json")) | _roles(config)
         _add_configured_tokens(directory, backend, config, roles)
@@ -265,7 +267,7 @@ def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     for name, path in files:
         if path.is_file():
             try:
-                templates[name] = path.read_text(encoding="utf-8")
+                templates[name] = path.read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return templates
