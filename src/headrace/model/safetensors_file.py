@@ -86,9 +86,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(64)
-            refuse_lfs_pointer(path, start)
-            header_bytes = int.from_bytes(start[:8], "little")
+            head = file.read(64)
+            refuse_lfs_pointer(path, head)
+            header_bytes = int.from_bytes(head[:8], "little")
             if size < 8 or header_bytes > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(f"{path}: truncated or not safetensors: {size} bytes, header of {header_bytes}")
             file.seek(8)
