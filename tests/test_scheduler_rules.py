@@ -468,6 +468,15 @@ def test_a_cache_full_of_expected_output_admits_no_more():
     assert sum(r.num_preemptions for r in requests) == 0, "the forecast knew: all get their 12 tokens"
 
 
+def test_a_long_prompt_does_not_promise_a_long_output():
+    engine = FakeEngine(config(num_blocks=30))
+    engine.scheduler._admission.estimate.mean = 4.0
+    for i in range(2):
+        engine.add(f"{i}", [i] * 44, max_tokens=20, ignore_eos=True)
+    engine.step()
+    assert engine.scheduler.num_running == 2
+
+
 def test_a_head_without_room_is_not_overtaken():
     engine = FakeEngine(config(num_blocks=8, max_model_len=33))
     engine.add("running", list(range(10, 26)), max_tokens=12, ignore_eos=True)
