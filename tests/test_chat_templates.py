@@ -397,6 +397,7 @@ STYLES = {  # each fails, or loses something, with some form of what says nothin
     + "{%- if m.role == 'tool' %}{{- m.name + '()' }}{% endif %}{% endfor %}",
     "reasoning": FIRST + "{%- if m.reasoning_content is defined %}{{- m.reasoning_content.strip() }}{% endif %}{{- m.content or '' }}"
     + "{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+    "gets content": FIRST + "{{- m.get('content') }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
     "mistral": MISTRAL, "hermes": HERMES,
 }  # fmt: skip
 CALLED = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "look_up", "arguments": '{"q": "CITY"}'}}
@@ -441,6 +442,18 @@ def test_what_says_nothing_does_not_hide_what_does(style):
     assert len(set(empty)) == 1 and empty[0] is not None and "None" not in empty[0]
     no_arguments = [by_headrace(STYLES[style], answered({**CALLED, "function": {"name": "f", "arguments": a}})) for a in (None, "", "{}", {})]
     assert len(set(no_arguments)) == 1 and no_arguments[0] is not None and "null" not in no_arguments[0]
+
+
+def test_no_parts_are_an_empty_text():
+    for style in ("parts", "first part", "adds content"):
+        texts = [by_headrace(STYLES[style], [{"role": "user", "content": c}]) for c in ("", [])]
+        assert texts[0] == texts[1] == "<user>"
+
+
+def test_ids_are_left_alone_where_no_probe_passes():
+    picky = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.function.name != 'look_up' %}"
+    picky += "{{ raise_exception('who?') }}{% endif %}{{ c.id }}{% endfor %}{% endfor %}"
+    assert by_headrace(picky, answered(CALLED, content="x")) == CALLED["id"]
 
 
 def test_numbers_that_json_has_not_stay_as_they_are_written():
