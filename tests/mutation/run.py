@@ -11,232 +11,24 @@ libraries. A mutant that hangs, or that cannot be imported, counts as noticed. R
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
+from lines import Coverage, coverage_map
 from mutants import Mutant, mutants
+from trees import PARTS, Pool, copy_tree, import_libraries, pytest_main
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PARTS = ("scheduler", "cache", "engine", "sampling", "api")
-# of other parts, or minutes long
-LEFT_OUT = re.compile("kernels|gpu|loader|model_|tokenizer|cuda|fast_decode|attention|plot|smollm2|chat_screen|cli_chat|chaos")
-LIBRARIES = "numpy torch tokenizers jinja2 msgspec hypothesis pytest httpx starlette uvicorn prometheus_client llguidance transformers jsonschema"
-BUDGET = 90.0  # seconds of tests for one mutant; what is left over is reported as cut
 VERDICTS = {0: "survived", 1: "killed", 2: "killed on import", None: "killed by time"}  # by pytest's exit code
-INCLUDED = [f"*/headrace/{part}/*" for part in PARTS]
-
-
-def copy_tree(to: Path) -> Path:
-    """The files of the checkout that git knows or would add."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
-    # by content: a mutant of the same second and size is not taken for the original
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", to / "src"], check=True)
-    (to / "src/sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")  # idle unless tests are traced
-    (to / "coverage.rc").write_text(
-        "[run]\nparallel = true\nsigterm = true\ncontext = ${PYTEST_CURRENT_TEST-}\ninclude =\n"
-        + "".join(f"  {p}\n" for p in INCLUDED)
-    )
-    return to
-
-
-def digest(tree: Path, paths: Iterable[Path]) -> str:
-    sums = hashlib.sha256()
-    for path in sorted(paths):
-        sums.update(str(path.relative_to(tree)).encode() + path.read_bytes())
-    return sums.hexdigest()
-
-
-def forked(tree: Path, work: Callable[[], int], log: Path) -> int:
-    """The process id of a child that does `work` in `tree`, as the leader of a group of its own."""
-    if (child := os.fork()) != 0:
-        return child
-    code = 70
-    try:
-        os.setsid()
-        os.chdir(tree)
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        os.environ["PYTHONPATH"] = str(tree / "src")
-        sys.path[:0] = [str(tree / "src"), str(tree / "tests")]
-        sys.dont_write_bytecode = True
-        code = work()
-    finally:
-        os._exit(code)
-
-
-class Pool:
-    """Trees, each with at most one child at work in it."""
-
-    def __init__(self, trees: list[Path]):
-        self.free, self.busy = list(trees), {}
-
-    def start(
-        self, work: Callable[[], int], seconds: float, done: Callable[[Path, int | None], None], prepare=lambda tree: None
-    ) -> None:
-        """Run `work` in a free tree, waiting for one; `done(tree, exit code or None for too long)` is called when it has ended."""
-        while not self.free:
-            self.wait()
-        tree = self.free.pop()
-        prepare(tree)
-        self.busy[forked(tree, work, tree.with_suffix(".log"))] = (tree, time.monotonic() + seconds, done)
-
-    def wait(self) -> None:
-        """Until one child has ended."""
-        while True:
-            for child, (tree, until, done) in list(self.busy.items()):
-                ended, status = os.waitpid(child, os.WNOHANG)
-                late = not ended and time.monotonic() > until
-                if ended or late:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child, signal.SIGKILL)  # also what a test has started and left
-                    if late:
-                        os.waitpid(child, 0)
-                    del self.busy[child]
-                    self.free.append(tree)
-                    return done(tree, None if late else os.waitstatus_to_exitcode(status))
-            time.sleep(0.02)
-
-    def finish(self) -> None:
-        while self.busy:
-            self.wait()
-
-
-def pytest_main(*args: str, plugins: list | None = None) -> int:
-    import pytest
-    from hypothesis import Phase, settings
-
-    # the first example that fails is enough, and none is carried from one mutant to the next
-    settings.register_profile("mutation", deadline=None, phases=[Phase.explicit, Phase.generate], database=None)
-    settings.load_profile("mutation")
-    return int(
-        pytest.main(
-            ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu and not terminal", *args], plugins=plugins
-        )
-    )
-
-
-# ---- which test runs which line
-
-
-def traced(test_file: str, out: Path) -> int:
-    """In the child: run one test file under coverage; its tests' times and lines to `out`."""
-    import coverage
-
-    seconds: dict[str, float] = defaultdict(float)
-    data = out.with_suffix(".data")
-    os.environ["COVERAGE_PROCESS_START"] = str(Path("coverage.rc").absolute())
-    os.environ["COVERAGE_FILE"] = str(data) + ".process"
-    tracer = coverage.Coverage(data_file=str(data), include=INCLUDED, config_file=False)
-
-    class Contexts:
-        def pytest_runtest_logstart(self, nodeid: str) -> None:
-            tracer.switch_context(nodeid.split("[")[0])
-
-        def pytest_runtest_logreport(self, report) -> None:
-            seconds[report.nodeid.split("[")[0]] += report.duration
-
-    tracer.start()
-    code = pytest_main(test_file, plugins=[Contexts()])
-    tracer.stop()
-    tracer.save()
-    lines: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for path in [data, *data.parent.glob(data.name + ".process*")]:
-        found = coverage.CoverageData(str(path))
-        found.read()
-        for name in found.measured_files():
-            for line, contexts in found.contexts_by_lineno(name).items():
-                # a process of its own may serve several tests of the file: its lines belong to all of them
-                for test in contexts if path == data else seconds:
-                    lines[test]["src/" + name.partition("/src/")[2]].add(line)
-        path.unlink()
-    # the context "" is what importing runs
-    plain = {t: {"seconds": seconds.get(t, 0.0), "lines": {m: sorted(n) for m, n in lines[t].items()}} for t in ["", *seconds]}
-    out.write_text(json.dumps({"code": code, "tests": plain}))
-    return code
-
-
-def coverage_map(pool: Pool, tree: Path, kept: Path, tests: str) -> Coverage:
-    """Of all test files that match `tests` and are not left out."""
-    kept.mkdir(parents=True, exist_ok=True)
-    sources = digest(tree, tree.glob("src/headrace/**/*.py"))
-    support = digest(tree, [p for p in tree.glob("tests/*.py") if not p.name.startswith("test_")])
-    outs = []
-    for path in sorted(tree.glob("tests/test_*.py")):
-        if LEFT_OUT.search(path.name) or not re.search(tests, path.name):
-            continue
-        key = hashlib.sha256((sources + support).encode() + path.read_bytes()).hexdigest()[:16]
-        out = kept / f"{path.stem}-{key}.json"
-        outs.append(out)
-        if not out.exists():
-            name = f"tests/{path.name}"
-
-            def done(tree: Path, code: int | None, name: str = name) -> None:
-                print(f"map {name}: {'passed' if code == 0 else f'exit code {code}'}", flush=True)
-
-            pool.start(lambda name=name, out=out: traced(name, out), 3600, done)
-    pool.finish()
-    return Coverage(
-        [json.loads(out.read_text())["tests"] for out in outs],
-        hashlib.sha256(str([o.name for o in outs]).encode()).hexdigest()[:16],
-    )
-
-
-class Coverage:
-    def __init__(self, files: list[dict[str, dict]], digest: str):
-        self.digest = digest  # of the tests
-        self.seconds = {test: fields["seconds"] for file in files for test, fields in file.items() if test}
-        self.imported: dict[str, set[int]] = defaultdict(set)
-        self.by_line: dict[tuple[str, int], set[str]] = defaultdict(set)
-        self.by_module: dict[str, set[str]] = defaultdict(set)
-        for file in files:
-            for test, fields in file.items():
-                for module, lines in fields["lines"].items():
-                    if not test:
-                        self.imported[module].update(lines)
-                        continue
-                    self.by_module[module].add(test)
-                    for line in lines:
-                        self.by_line[module, line].add(test)
-
-    def tests(self, mutant: Mutant) -> tuple[list[str], bool]:
-        """The tests that run a mutant's line, file by file, the quickest first; whether the budget left some out."""
-        found = next((f for line in mutant.lines if (f := self.by_line.get((mutant.module, line)))), set())
-        if not found and self.imported[mutant.module].intersection(mutant.lines):
-            found = self.by_module[mutant.module]
-        files: dict[str, list[str]] = defaultdict(list)
-        for test in sorted(found, key=self.seconds.__getitem__):
-            files[test.partition("::")[0]].append(test)
-        chosen, spent = [], 0.0
-        for tests in sorted(files.values(), key=lambda tests: sum(map(self.seconds.__getitem__, tests))):
-            for test in tests:
-                if not chosen or spent + self.seconds[test] <= BUDGET:
-                    chosen.append(test)
-                    spent += self.seconds[test]
-        return chosen, len(chosen) < len(found)
-
-
-# ---- the mutants
 
 
 def sampled(tree: Path, parts: list[str], count: int, seed: int) -> list[Mutant]:
@@ -326,12 +118,9 @@ def main() -> int:
         for reason, group in json.loads((HERE / "equivalent.json").read_text()).items()
         for changed_lines in group
     }
-    os.environ["TRITON_INTERPRET"] = "1"
-    for library in LIBRARIES.split():
-        with contextlib.suppress(ImportError):
-            __import__(library)
+    import_libraries()
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        tree = copy_tree(Path(folder) / "tree")  # as it was when this began
+        tree = copy_tree(ROOT, Path(folder) / "tree")  # as it was when this began
         chosen = sampled(tree, list(args.only), args.sample, args.seed)
         trees = [Path(shutil.copytree(tree, Path(folder) / str(i))) for i in range(args.workers)]
         pool = Pool(trees)
