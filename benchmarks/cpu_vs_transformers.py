@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from headrace import LLM, SamplingParams
-from headrace.metrics.roofline import Limits, measure_limits
 from headrace.model.embedded import embedded_model_path
+from headrace_bench.roofline import Limits, measure_limits
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path.insert(0, str(TESTS))

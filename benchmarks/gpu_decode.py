@@ -34,7 +34,6 @@ from torch import Tensor
 import tile_search
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import SplitTile
-from headrace.metrics.roofline import measure_limits
 from headrace.model import decode_tiles
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
@@ -43,6 +42,7 @@ from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.fast_decode import FastDecode, has_copy_engine
 from headrace.model.linear import Weight
 from headrace.model.tile_store import SHIPPED, tile_file_name
+from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16
 BLOCK = 64

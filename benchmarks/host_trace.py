@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from headrace.cli.bench import shape_directory
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from headrace.worker.model_runner import StepHandle, StepResult
+from headrace_bench.engine import shape_directory
 
 PARTS = ("schedule", "launch", "wait", "settle")
 WARM = 16  # steps before the first pass

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace import LLM
-from headrace.cli.bench import Bench, shape_directory, shown
-from headrace.metrics.roofline import Limits, measure_limits
 from headrace.scheduler.plan import StepPlan
+from headrace_bench.engine import Bench, shape_directory, shown
+from headrace_bench.roofline import Limits, measure_limits
 
 SIZES = (16, 32, 64, 128, 192, 256)  # rows of decode steps are told apart up to these
 SLOWEST = 12

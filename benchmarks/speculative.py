@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
-from headrace.cli.bench import shape_directory
 from headrace.engine.messages import EngineRequest
 from headrace.kernels import verify
 from headrace.kernels.prepare import DecodeRows
 from headrace.scheduler.plan import Chunk
+from headrace_bench.engine import shape_directory
 
 WARM_TOKENS = 8  # of each request, before the clock starts
 

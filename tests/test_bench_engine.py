@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from headrace import LLM, SamplingParams
 from headrace.cli import main
-from headrace.metrics import roofline
-from headrace.metrics.roofline import Limits, Machine, best_and_spread, measure_limits
+from headrace_bench import roofline
+from headrace_bench.engine import Bench
+from headrace_bench.roofline import Limits, Machine, best_and_spread, measure_limits
 from model_harness import load_tiny
 from tiny_models import write_shape, write_tiny
 
@@ -115,8 +118,8 @@ def test_limits_count_bytes_and_operations(tmp_path):
     config, weights = load_tiny(write_tiny("llama", tmp_path))
     limits = Limits(config, torch.float32, Machine("m", 1e9, 1e12))
     matrices = [t for layer in weights.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    assert limits.dense == sum(t.numel() for t in matrices)
-    assert limits.read == limits.dense + weights.lm_head.numel()
+    assert limits.dense == sum(t.data.numel() for t in matrices)
+    assert limits.read == limits.dense + weights.lm_head.data.numel()
     assert limits.kv_bytes == 2 * config.num_layers * config.kv_size * 4
     assert limits.decode_bytes(10) == 4 * limits.read + 10 * limits.kv_bytes
     assert math.isclose(limits.decode_seconds(1, 10), limits.decode_bytes(10) / 1e9)
@@ -129,15 +132,14 @@ def test_limits_count_bytes_and_operations(tmp_path):
     assert limits.offline([5], [1]) == limits.prefill_seconds(5)
 
 
-def test_host_times_are_the_median_of_steps():
-    from headrace.cli.bench import HostTimes
-
-    core = SimpleNamespace(times=SimpleNamespace(schedule=0.0, launch=0.0, settle=0.0), step=lambda: "news")
-    host = HostTimes(core)
-    assert host.milliseconds_per_step() == 0.0
-    for schedule in (0.001, 0.003, 0.1):
-        core.times.schedule, core.times.launch, core.times.settle = schedule, 0.001, 0.001
-        assert core.step() == "news"
-    assert math.isclose(host.milliseconds_per_step(), 5.0)
-    host.reset()
-    assert host.milliseconds_per_step() == 0.0
+def test_the_core_knows_the_host_times_of_each_step(tmp_path):
+    """And the figure of a run is their median."""
+    with LLM(write_shape(tmp_path, **SMALL), device="cpu", load_format="dummy", skip_tokenizer_init=True) as llm:
+        core, bench = llm.engine.core, SimpleNamespace(llm=llm)
+        core.times.recent_host.clear()
+        assert Bench._host_milliseconds(bench) == 0.0
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False), use_tqdm=False)
+        found = sorted(core.times.recent_host)
+        assert len(found) >= 5 and found[0] > 0
+        core.times.recent_host.extend([1e-9, 100.0] * 50)
+        assert math.isclose(Bench._host_milliseconds(bench), 1e3 * statistics.median([*found, *[1e-9, 100.0] * 50]))

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.benchmark.http_client import Connection, HttpClient, TransportError
-from headrace.benchmark.load import Load, Run, arrival_times
-from headrace.benchmark.report import parse_goodput, summary, table
-from headrace.benchmark.target import Measured, Plan, StreamReader, Target
-from headrace.benchmark.workload import Lengths, PromptMaker, from_file, prefix_repetition, random_lengths
 from headrace.cli import main
 from headrace.errors import ParameterError
+from headrace_bench.http_client import Connection, HttpClient, TransportError
+from headrace_bench.load import Load, Run, arrival_times
+from headrace_bench.report import parse_goodput, summary, table
+from headrace_bench.target import Measured, Plan, StreamReader, Target
+from headrace_bench.workload import Lengths, PromptMaker, from_file, prefix_repetition, random_lengths
 from server_process import ServerProcess
 from tiny_models import VOCAB, write_tiny
 
@@ -72,7 +72,7 @@ def test_random_lengths_at_a_server(capsys, tmp_path, server, endpoint):
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_server_that_tells_the_usage_so_far_is_measured_by_it(capsys, tmp_path, server, endpoint, monkeypatch):
     told = []
-    monkeypatch.setattr("headrace.cli.bench_serve.warn", lambda outcome: told.extend(outcome.results))
+    monkeypatch.setattr("headrace_bench.serve.warn", lambda outcome: told.extend(outcome.results))
     options = ["--url", server, "--endpoint", endpoint, "--num-prompts", "3", "--random-input-len", "9", "--random-output-len", "12"]
     asked = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     code, result, _, _ = bench(capsys, tmp_path, *options, "--extra-body", json.dumps(asked), "--save-detailed")

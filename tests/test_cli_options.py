@@ -188,7 +188,7 @@ def test_every_option_with_a_file_names_it(capsys, tmp_path, option):
     path.write_bytes(BAD_FILES["UTF-16"])
     words = FILE_OPTIONS[option]
     if "serve" in words:  # the file is read when the server has answered
-        from headrace.benchmark.workload import from_file
+        from headrace_bench.workload import from_file
 
         with pytest.raises(ParameterError, match=f"{option}.*UTF-16"):
             list(from_file(str(path), None, 5))
@@ -323,7 +323,7 @@ def test_a_missing_dependency_is_no_traceback(module):
 
 
 def test_what_needs_no_extra_runs_without():
-    done = without([*EXTRAS, "uvloop", "httptools"], "bench", "serve", "--url", "http://127.0.0.1:9")
+    done = without([*EXTRAS, "uvloop"], "bench", "serve", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1 and "cannot be reached" in done.stderr and "Traceback" not in done.stderr
     assert without([*EXTRAS, "uvloop"], "serve", "--help").returncode == 0
 

@@ -20,12 +20,12 @@ COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the comm
     "bench": (
         "measure the engine beside the limit of the machine, or a server",
         {
-            "throughput": ("headrace.cli.bench", "prompts and outputs of random lengths, all at once"),
-            "latency": ("headrace.cli.bench", "time per output token at several batch sizes"),
-            "prefill": ("headrace.cli.bench", "prompt tokens per second"),
-            "startup": ("headrace.cli.bench", "seconds from the start of a process to its first token"),
-            "all": ("headrace.cli.bench", "throughput, latency and prefill"),
-            "serve": ("headrace.cli.bench_serve", "a server: latencies and throughput under load"),
+            "throughput": ("headrace_bench.engine", "prompts and outputs of random lengths, all at once"),
+            "latency": ("headrace_bench.engine", "time per output token at several batch sizes"),
+            "prefill": ("headrace_bench.engine", "prompt tokens per second"),
+            "startup": ("headrace_bench.engine", "seconds from the start of a process to its first token"),
+            "all": ("headrace_bench.engine", "throughput, latency and prefill"),
+            "serve": ("headrace_bench.serve", "a server: latencies and throughput under load"),
         },
     ),
 }

@@ -16,8 +16,9 @@ import logging
 import secrets
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class StepTimes:
     settle: float = 0.0
     num_tokens: int = 0
     num_seqs: int = 0
+    recent_host: deque[float] = field(default_factory=lambda: deque(maxlen=4096))  # without the waits, a step each
 
 
 class EngineCore:
@@ -158,6 +160,7 @@ class EngineCore:
             if not self.async_scheduling:
                 outputs = self._settle_in_flight()
         self.times.schedule, self.times.launch = scheduled - began, launched - scheduled
+        self.times.recent_host.append(self.times.schedule + self.times.launch + self.times.settle)
         if self.debug_checks:
             self.scheduler.check()
         outputs = outputs or Outputs()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.benchmark.load import Run
-from headrace.benchmark.target import Measured
 from headrace.errors import ParameterError
+from headrace_bench.load import Run
+from headrace_bench.target import Measured
 
 TITLES = {
     "ttft": "Time to First Token",

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.benchmark.http_client import HttpClient, TransportError
 from headrace.errors import HeadraceError
+from headrace_bench.http_client import HttpClient, TransportError
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 

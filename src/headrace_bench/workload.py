@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from headrace.benchmark.target import BenchmarkError, Plan, Target
 from headrace.errors import ParameterError
 from headrace.files import read_text
+from headrace_bench.target import BenchmarkError, Plan, Target
 
 # common English words; nearly every tokenizer has each, with its space, as one token
 WORDS = (  # noqa: SIM905

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import httptools
+
 from headrace.errors import HeadraceError, ParameterError
 
 Sink = Callable[[bytes, float], None]  # a piece of the body, the time (perf_counter) at which it was read
-_HEAD, _SIZE, _CHUNK, _CHUNK_END, _TRAILER, _LENGTH, _UNTIL_CLOSE, _DONE = range(8)
-_MAX_HEAD = 65536
 
 
 class TransportError(HeadraceError):
@@ -26,133 +26,82 @@ class TransportError(HeadraceError):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection, one request at a time. The parser is llhttp, which calls the methods of the second part."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.reusable = False  # the last answer has come to its end, and the connection stays open
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[int] | None = None
-        self._state, self._rest, self._left = _DONE, b"", 0
-        self._sink: Sink = lambda data, now: None
-        self._status, self._keep_alive = 0, True
 
     def request(self, data: bytes, sink: Sink) -> asyncio.Future[int]:
         """Send; the future is the status, once the whole body has come. The sink gets the bodies of 200s and of others."""
-        assert self._transport is not None and self._state == _DONE
+        assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
-        self._sink, self._state, self._status, self._keep_alive = sink, _HEAD, 0, True
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink, self._complete, self.reusable = sink, False, False
+        self._sized = self._until_close = False
         self._transport.write(data)
         return self._waiter
 
     def close(self) -> None:
-        self.closed = True
+        self.reusable = False
         if self._transport is not None:
             self._transport.abort()
-
-    @property
-    def reusable(self) -> bool:
-        return not self.closed and self._keep_alive and self._state == _DONE and not self._rest
-
-    # ------------------------------------------------------------------------------------------- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        if self._rest:
-            data = self._rest + data
+        if self._waiter is None or self._waiter.done():  # nobody has asked
+            self.close()
+            return
+        self._pieces: list[bytes] = []
         try:
-            at = self._parse(data, now)
-        except (ValueError, IndexError):
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
             self._fail("what came is not HTTP")
             return
-        self._rest = data[at:]
+        if self._pieces:
+            self._sink(self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces), now)
+        if self._complete:
+            self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.closed = True
-        if self._state == _UNTIL_CLOSE:
+        self.reusable = False
+        if self._until_close:
             self._end()
-        elif self._state != _DONE:
-            self._fail(str(error) if error else "the server closed the connection")
-
-    # ------------------------------------------------------------------------------------------------ the parser
-
-    def _parse(self, data: bytes, now: float) -> int:
-        """Take what is complete; returns how far."""
-        at, pieces = 0, []
-        while self._state != _DONE:
-            if self._state == _CHUNK or self._state == _LENGTH:
-                piece = data[at : at + self._left]
-                at += len(piece)
-                self._left -= len(piece)
-                if piece:
-                    pieces.append(piece)
-                if self._left:
-                    break
-                self._state = _CHUNK_END if self._state == _CHUNK else _DONE
-            elif self._state == _UNTIL_CLOSE:
-                pieces.append(data[at:])
-                at = len(data)
-                break
-            else:
-                mark = b"\r\n\r\n" if self._state == _HEAD else b"\r\n"
-                end = data.find(mark, at)
-                if end < 0:
-                    if len(data) - at > _MAX_HEAD:
-                        raise ValueError
-                    break
-                line, at = data[at:end], end + len(mark)
-                self._line(line)
-        if pieces:
-            self._sink(pieces[0] if len(pieces) == 1 else b"".join(pieces), now)
-        if self._state == _DONE:
-            self._end()
-        return at
-
-    def _line(self, line: bytes) -> None:
-        if self._state == _HEAD:
-            self._head(line)
-        elif self._state == _SIZE:
-            self._left = int(line.partition(b";")[0], 16)
-            self._state = _CHUNK if self._left else _TRAILER
-        elif self._state == _CHUNK_END:
-            if line:
-                raise ValueError
-            self._state = _SIZE
-        elif not line:  # the trailer's end
-            self._state = _DONE
-
-    def _head(self, head: bytes) -> None:
-        first, *lines = head.split(b"\r\n")
-        version, status = first.split(b" ", 2)[:2]
-        if not version.startswith(b"HTTP/1"):
-            raise ValueError
-        headers = {k.strip().lower(): v.strip().lower() for k, _, v in (line.partition(b":") for line in lines)}
-        if status.startswith(b"1"):
-            return  # 100 Continue and the like: the real head follows
-        self._status = int(status)
-        self._keep_alive = headers.get(b"connection") != b"close" and version == b"HTTP/1.1"
-        if b"chunked" in headers.get(b"transfer-encoding", b""):
-            self._state = _SIZE
-        elif b"content-length" in headers:
-            self._left = int(headers[b"content-length"])
-            self._state = _LENGTH if self._left else _DONE
-        elif self._status in (204, 304):
-            self._state = _DONE
-        else:
-            self._state, self._keep_alive = _UNTIL_CLOSE, False
+        self._fail(str(error) if error else "the server closed the connection")
 
     def _end(self) -> None:
-        self._state = _DONE
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(self._status)
+            self._waiter.set_result(self._parser.get_status_code())
 
     def _fail(self, why: str) -> None:
-        self._state, self._keep_alive = _DONE, False
         self.close()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(TransportError(why))
+
+    # ------------------------------------------------------------------------------------------ called by the parser
+
+    def on_message_begin(self) -> None:
+        self._sized = False
+        if self._complete:  # another answer, for which nobody has asked
+            self.reusable = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._sized |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self._until_close = not self._sized
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        self._until_close = False
+        if not self._complete and self._parser.get_status_code() >= 200:  # before it may come 100 Continue and the like
+            self._complete, self.reusable = True, self._parser.should_keep_alive()
 
 
 class HttpClient:

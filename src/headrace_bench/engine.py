@@ -1,6 +1,6 @@
 """`headrace bench throughput | latency | prefill | startup | all`: the engine alone, each figure beside the machine's limit.
 
-The limit is computed from the copy bandwidth and the bf16 matmul rate that the same run measures (metrics/roofline.py).
+The limit is computed from the copy bandwidth and the bf16 matmul rate that the same run measures (roofline.py).
 Each result is printed when it is there; with --out all are written as JSON with card, versions, commit and workload.
 """
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "startup":
         return report(args, [shown(startup(args, options))], {})
     from headrace import LLM
-    from headrace.metrics.roofline import Limits, measure_limits
+    from headrace_bench.roofline import Limits, measure_limits
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
@@ -96,7 +96,6 @@ class Bench:
     def __init__(self, llm, limits):
         self.llm, self.limits = llm, limits
         self._random = random.Random(12345)
-        self._host = HostTimes(llm.engine.core)
         # first launches, compiled kernels, also of mixed steps; then all graphs of the default kind of sampling
         warm = [(2, 64), (2, 600)]
         if llm.engine.device.type == "cuda":
@@ -118,7 +117,7 @@ class Bench:
         tokens = sum(outputs)
         return self._result(
             "offline-random", temperature, tokens / seconds, tokens / limit, "tok/s", num_prompts=count, seconds=seconds,
-            host_ms_per_step=self._host.milliseconds_per_step(),
+            host_ms_per_step=self._host_milliseconds(),
         )  # fmt: skip
 
     def latency(self, batch: int, inputs: int, outputs: int, temperature: float, repeat: int) -> dict[str, Any]:
@@ -135,7 +134,7 @@ class Bench:
         moved = self.limits.decode_bytes(batch * context)
         return self._result(
             f"batch {batch}", temperature, 1e3 * seconds, 1e3 * limit, "ms", input_len=inputs, output_len=outputs,
-            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host.milliseconds_per_step(),
+            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host_milliseconds(),
         )  # fmt: skip
 
     def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
@@ -169,10 +168,14 @@ class Bench:
 
         params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for n in outputs]
         self.llm.reset_prefix_cache()
-        self._host.reset()
+        self.llm.engine.core.times.recent_host.clear()
         began = time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - began
+
+    def _host_milliseconds(self) -> float:
+        """The median of what the host did in each step of the last run, without its wait for the device."""
+        return 1e3 * statistics.median(self.llm.engine.core.times.recent_host or [0.0])
 
     @staticmethod
     def _median(once: Callable[[], float], repeat: int) -> float:
@@ -188,30 +191,9 @@ class Bench:
         }  # fmt: skip
 
 
-class HostTimes:
-    """The median of what the host does in a step of a core: schedule, launch and settle, without the wait for the device."""
-
-    def __init__(self, core):
-        self._core, self._step = core, core.step
-        core.step = self._timed_step
-        self.reset()
-
-    def reset(self) -> None:
-        self._seconds: list[float] = []
-
-    def _timed_step(self):
-        news = self._step()
-        times = self._core.times
-        self._seconds.append(times.schedule + times.launch + times.settle)
-        return news
-
-    def milliseconds_per_step(self) -> float:
-        return 1e3 * statistics.median(self._seconds or [0.0])
-
-
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     """Seconds from the start of a fresh process to its first token."""
-    code = "import sys, json; from headrace.cli.bench import first_token; first_token(json.loads(sys.argv[1]))"
+    code = "import sys, json; from headrace_bench.engine import first_token; first_token(json.loads(sys.argv[1]))"
     times = []
     for _ in range(max(1, args.repeat)):
         began = time.perf_counter()

@@ -19,14 +19,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.benchmark.http_client import HttpClient
-from headrace.benchmark.load import Load, Run, run_load
-from headrace.benchmark.target import ENDPOINTS, BenchmarkError, Measured, Plan, Target, first_model
 from headrace.cli.keys import client_key
 from headrace.cli.options import add_log_level
 from headrace.cli.parser import json_object, text
 from headrace.errors import ParameterError
 from headrace.extras import is_installed
+from headrace_bench.http_client import HttpClient
+from headrace_bench.load import Load, Run, run_load
+from headrace_bench.target import ENDPOINTS, BenchmarkError, Measured, Plan, Target, first_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +97,8 @@ def _add_requests(data) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from headrace.benchmark.plot import check_plot, plot
-    from headrace.benchmark.report import parse_goodput
+    from headrace_bench.plot import check_plot, plot
+    from headrace_bench.report import parse_goodput
 
     loads = checked_loads(args)
     percentiles, goodput = parse_percentiles(args.metric_percentiles), parse_goodput(args.goodput)
@@ -161,8 +161,8 @@ def parse_headers(words: list[str] | None) -> dict[str, str]:
 
 async def measure(args: argparse.Namespace, loads: list[Load], percentiles, goodput) -> list[dict[str, Any]]:
     """Run every load, print its table, return the figures."""
-    from headrace.benchmark.report import details, summary, table
-    from headrace.benchmark.workload import prompt_maker
+    from headrace_bench.report import details, summary, table
+    from headrace_bench.workload import prompt_maker
 
     client = HttpClient(args.base_url, client_key(args), parse_headers(args.header))
     try:
@@ -190,7 +190,7 @@ async def measure(args: argparse.Namespace, loads: list[Load], percentiles, good
 
 
 def workload(args: argparse.Namespace) -> list[Any]:
-    from headrace.benchmark.workload import from_file, prefix_repetition, random_lengths
+    from headrace_bench.workload import from_file, prefix_repetition, random_lengths
 
     if args.dataset_name == "custom":
         return list(from_file(args.dataset_path, args.num_prompts, args.custom_output_len))

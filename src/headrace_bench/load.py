@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headrace.benchmark.target import Measured, Plan, Target
+from headrace_bench.target import Measured, Plan, Target
 
 
 @dataclass(frozen=True, slots=True)
