@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from headrace.kernels import epilogues, launch
+from headrace.fast_decode import epilogues
+from headrace.kernels import launch
 
 
 class NoDevice(DriverBase):

@@ -33,15 +33,14 @@ from torch import Tensor
 
 import tile_search
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode import tiles as decode_tiles
+from headrace.fast_decode.forward import FastDecode, has_copy_engine
+from headrace.fast_decode.tiles import ROW_STEPS, SHIPPED, StepTiles, tile_file_name
 from headrace.kernels.attention_decode import SplitTile
-from headrace.model import decode_tiles
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decode_tiles import ROW_STEPS, StepTiles
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
-from headrace.model.fast_decode import FastDecode, has_copy_engine
 from headrace.model.linear import Weight
-from headrace.model.tile_store import SHIPPED, tile_file_name
 from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16

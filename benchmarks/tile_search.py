@@ -1,6 +1,6 @@
 """Which tiles a fused decode step should have on this card: candidates for each product, and the search among them.
 
-What `tune` finds goes into a table (JSON, `to_json`) that the engine reads: see headrace.model.tile_store.
+What `tune` finds goes into a table (JSON, `to_json`) that the engine reads: see headrace.fast_decode.tiles.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
-from headrace.kernels.attention_decode import SplitTile
-from headrace.kernels.attention_decode_fused import AttentionTile
-from headrace.kernels.gemv import MAX_ROWS as GEMV_MAX_ROWS
-from headrace.kernels.gemv import GemvTile
-from headrace.kernels.launch import next_power_of_2
-from headrace.kernels.products import Tile
-from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
-from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import WideTile
-from headrace.model.config import ModelConfig
-from headrace.model.decode_tiles import (
+from headrace.fast_decode.attention import AttentionTile
+from headrace.fast_decode.gemv import MAX_ROWS as GEMV_MAX_ROWS
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.products import Tile
+from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.tiles import (
     ALL_ROWS,
     FILL,
     KINDS,
@@ -35,6 +31,10 @@ from headrace.model.decode_tiles import (
     product_shapes,
     wide_tile,
 )
+from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels.attention_decode import SplitTile
+from headrace.kernels.launch import next_power_of_2
+from headrace.model.config import ModelConfig
 
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
 ALONE_BYTES = 208 * 1024  # one to an SM

@@ -21,6 +21,8 @@ import torch
 
 import compile_ahead
 import gpu_decode
+from headrace.fast_decode import tiles as decode_tiles
+from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.attention_decode import SplitWorkspace, split_attention
@@ -31,8 +33,6 @@ from headrace.kernels.mask import add_mask_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import sample_rows
-from headrace.model import decode_tiles
-from headrace.model.fast_decode import FastDecode
 
 META = torch.device("meta")
 

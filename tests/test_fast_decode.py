@@ -10,17 +10,16 @@ from torch import Tensor
 
 from fast_decode_cases import CONFIGS, PLAIN, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
+from headrace.fast_decode import forward as fast_decode
+from headrace.fast_decode.attention import AttentionTile, decode_attention
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.tiles import PRODUCTS, SHIPPED, StepTiles, default_table, from_json, product_shapes
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
-from headrace.kernels.attention_decode_fused import AttentionTile, decode_attention
-from headrace.kernels.epilogues import runs_triton
-from headrace.kernels.gemv import GemvTile
-from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import WideTile
-from headrace.model import fast_decode
-from headrace.model.decode_tiles import PRODUCTS, StepTiles, default_table, from_json, product_shapes
 from headrace.model.decoder import Decoder
-from headrace.model.fast_decode import FastDecode, FastDecoder, has_copy_engine
-from headrace.model.tile_store import SHIPPED
 from tile_search import candidates, to_json, tune
 
 CPU = torch.device("cpu")

@@ -10,21 +10,21 @@ import torch
 from fast_decode_cases import CONFIGS, PLAIN, decode_batch, moved, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.attention_decode_fused import (
+from headrace.fast_decode.attention import (
     AttentionTile,
     HeadShape,
     MergeSpace,
     decode_attention,
     decode_attention_reference,
 )
-from headrace.kernels.gemv import GemvTile
-from headrace.kernels.products import project
-from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import WideTile
+from headrace.fast_decode.forward import FastDecode, has_copy_engine
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.products import project
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.model.config import RopeConfig
-from headrace.model.decode_tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes
 from headrace.model.decoder import Decoder
-from headrace.model.fast_decode import FastDecode, has_copy_engine
 from tile_search import ahead_tile
 
 pytestmark = pytest.mark.gpu

@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels import products
-from headrace.kernels.attention_decode_fused import (
+from headrace.fast_decode import products
+from headrace.fast_decode.attention import (
     AttentionTile,
     HeadShape,
     MergeSpace,
     decode_attention,
     decode_attention_reference,
 )
-from headrace.kernels.embed_residual import embed_residual
-from headrace.kernels.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
-from headrace.kernels.gemv import GemvTile
-from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import WideTile
+from headrace.fast_decode.embed_residual import embed_residual
+from headrace.fast_decode.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.model.config import ModelConfig, RopeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

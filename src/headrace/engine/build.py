@@ -185,8 +185,8 @@ def make_forward(config: EngineConfig, model: ModelConfig, weights: DecoderWeigh
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
         return Decoder(model, weights, attention, max_model_len=config.max_model_len)
-    from headrace.model.fast_decode import MAX_ROWS, FastDecode, FastDecoder
-    from headrace.model.tile_store import load_tiles
+    from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
+    from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)

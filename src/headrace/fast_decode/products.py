@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from headrace.kernels import gemv, skinny_gemm, wide_gemm
-from headrace.kernels.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
-from headrace.kernels.gemv import GemvTile
-from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import WideTile
+from headrace.fast_decode import gemv, skinny_gemm, wide_gemm
+from headrace.fast_decode.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
 
 Tile = GemvTile | GemmTile | WideTile
 MAX_ROWS: dict[type, int] = {GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS}

@@ -4,7 +4,7 @@ The operands are swapped: a tile of the weight [BLOCK_N, BLOCK_K] is the left on
 of a weight tile are used at once and the weight is read exactly once. Where N is too small to fill the card the sum over K is
 split between programs: each stores its partial sums and the last one to finish (an integer ticket says which) adds all
 of them in the order of the splits. So the result does not depend on who was last: replays are bit-identical.
-The epilogues are those of `gemv.py`; kernels/products.py says what is computed.
+The epilogues are those of `gemv.py`; products.py says what is computed.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import (
+from headrace.fast_decode.epilogues import (
     SplitSpace,
     activate,
     add_splits,

@@ -4,7 +4,7 @@ At such sizes a step is the time to stream the weights. A program owns BLOCK_N o
 split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
 loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
 With BLOCK_K = 256 every warp has columns of its own (a sum is shuffles only); with 256 * num_warps the warps share columns.
-kernels/products.py says what is computed.
+products.py says what is computed.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import activate, soft_cap, sumsq_block
+from headrace.fast_decode.epilogues import activate, soft_cap, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 
 MAX_ROWS = 8

@@ -4,7 +4,7 @@
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
 kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
-of rows is its tile's type (see kernels/products.py, decode_tiles.py). Everything is allocated beforehand and nothing is read by
+of rows is its tile's type (see products.py, tiles.py). Everything is allocated beforehand and nothing is read by
 the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode.attention import AttentionTile, HeadShape, MergeSpace, decode_attention
+from headrace.fast_decode.embed_residual import embed_residual
+from headrace.fast_decode.epilogues import SplitSpace, runs_triton
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
+from headrace.fast_decode.tiles import StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
-from headrace.kernels.attention_decode_fused import AttentionTile, HeadShape, MergeSpace, decode_attention
-from headrace.kernels.embed_residual import embed_residual
-from headrace.kernels.epilogues import SplitSpace, runs_triton
-from headrace.kernels.gemv import GemvTile
 from headrace.kernels.launch import capability
-from headrace.kernels.products import Tile, glu, num_splits, project, residual
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decode_tiles import StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
 from headrace.model.rope import rope_tables
@@ -45,7 +45,7 @@ def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 class FastDecode:
     """Runs decode steps of up to `max_rows` sequences (256; 64 without a copy engine) of a model that `supports` accepts.
 
-    `tiles`: a table (see decode_tiles.py); None: the defaults. Workspaces are sized for the tables' tiles and
+    `tiles`: a table (see tiles.py); None: the defaults. Workspaces are sized for the tables' tiles and
     `max_model_len` tokens a sequence.
     """
 

@@ -1,24 +1,32 @@
 """Which tiles the fused decode step runs with: defaults from the shapes, or tables that were searched on a card.
 
-How a product runs is told by its tile's type (see kernels/products.py). A table holds one StepTiles per number of rows up to
-which it serves; benchmarks/tile_search.py finds it.
+How a product runs is told by its tile's type (see products.py). A table holds one StepTiles per number of rows up to which it
+serves; the largest is where the path ends: above, cuBLAS was faster. `benchmarks/gpu_decode.py --tune` finds a table, starting
+from the one there is, and keeps its `short_attention` (that was chosen by hand, from steps of up to 256 tokens).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+
+from headrace.config import cache_dir
+from headrace.fast_decode.attention import AttentionTile
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
+from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
-from headrace.kernels.attention_decode_fused import AttentionTile
-from headrace.kernels.gemv import GemvTile
-from headrace.kernels.products import MAX_ROWS, Tile, num_splits
-from headrace.kernels.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
-from headrace.kernels.skinny_gemm import GemmTile
-from headrace.kernels.wide_gemm import WideTile
 from headrace.model.config import ModelConfig
 
+logger = logging.getLogger(__name__)
+SHIPPED = Path(__file__).parent / "tables"  # that come with the package
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
 ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
 GEMV_ROWS = 1  # up to here the defaults use GEMVs: with a few rows more they are slower, and wide ones spill registers
@@ -175,3 +183,25 @@ def from_json(text: str) -> dict[int, StepTiles]:
     if not table:
         raise ValueError("a table without rows")
     return table
+
+
+def tile_file_name(card: str, config: ModelConfig) -> str:
+    shape = (config.hidden_size, config.intermediate_size, config.q_size, config.kv_size, config.head_dim, config.vocab_size)
+    return "-".join([card.lower().replace(" ", "-"), *map(str, shape)]) + ".json"
+
+
+def load_tiles(config: ModelConfig, device: torch.device) -> TileTable | None:
+    """The table of this card and the shapes of this model's matrices, from the user's cache directory or else the package; None
+    if there is none. A file that cannot be read is reported and passed over."""
+    name = tile_file_name(torch.cuda.get_device_name(device), config)
+    for path in (cache_dir() / "tiles" / name, SHIPPED / name):
+        try:
+            table = from_json(path.read_text())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            logger.warning("%s is no tile table (%s)", path, e)
+            continue
+        logger.info("tiles of small batches up to %d rows: %s", max(table), path)
+        return table
+    return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.kernels.epilogues import (
+from headrace.fast_decode.epilogues import (
     SplitSpace,
     activate,
     add_splits,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.epilogues import runs_triton, soft_cap
+from headrace.fast_decode.epilogues import runs_triton, soft_cap
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 from headrace.kernels.qkv import rotate_reference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.epilogues import runs_triton, sumsq_block
+from headrace.fast_decode.epilogues import runs_triton, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, jit, next_power_of_2, pdl, tl
 
 
