@@ -12,9 +12,8 @@ from headrace.engine.core import EngineCore
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
-from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.scheduler import Scheduler
-from headrace.worker.model_runner import StepResult
 
 TEXT = "A headrace is the channel that leads water onto a mill wheel; nothing is lost on the way, and it never stands still. "
 
@@ -32,14 +31,15 @@ class Reciter:
 
     def __init__(self, ids: list[int]):
         self._ids = ids
+        self._prompts: dict[int, int] = {}  # their lengths, by slot
 
     def launch(self, plan: StepPlan) -> Recited:
-        ids, count, decodes = self._ids, len(self._ids), plan.decodes
-        tokens = []
-        for request, offset in zip(decodes.requests, decodes.offsets, strict=True):
-            tokens.append(ids[(offset + decodes.now + 1 - len(request.prompt_ids)) % count])
-        others = [[ids[c.output_index % count]] if c.samples else [] for c in plan.others]
-        return Recited(StepResult(tokens, others))
+        ids, count = self._ids, len(self._ids)
+        for new in plan.admitted:
+            self._prompts[new.slot] = new.num_prompt
+        columns = (c.tolist() for c in (plan.slots, plan.starts + plan.counts, plan.samples))
+        found = [ids[(stop - self._prompts[slot]) % count] for slot, stop, samples in zip(*columns, strict=True) if samples]
+        return Recited(StepResult(found, plan.samples.astype(int).tolist()))
 
     def idle(self) -> bool:
         return False

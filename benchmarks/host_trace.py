@@ -7,7 +7,7 @@ Two passes over the same running requests, each of --steps steps. The first is t
 step take on the host, and in how many steps the device was still busy with the step before when the next one had been
 launched, so that it went from one to the other without a pause. The second runs under torch.profiler: the time in which no
 kernel and no copy ran, in all and between the last of one step and the first of the next (each captured step begins with
-`prepare_decode`). Tracing itself slows the launches, so the second pass is an upper bound. --trace keeps its events (Perfetto).
+`prepare_rows`). Tracing itself slows the launches, so the second pass is an upper bound. --trace keeps its events (Perfetto).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace_bench.engine import shape_directory
 
 PARTS = ("schedule", "launch", "wait", "settle")
 WARM = 16  # steps before the first pass
-FIRST = "prepare_decode"  # in the name of a step's first kernel
+FIRST = "prepare_rows"  # in the name of a step's first kernel
 
 
 def main() -> None:

@@ -41,14 +41,14 @@ class Watch:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         launched, before = self._launched.pop(plan.step), self.core._finished
-        prompts = [c.num_tokens for c in plan.others if c.num_tokens > 1 + c.num_drafts]
-        context = sum(offset + plan.decodes.now + 1 for offset in plan.decodes.offsets)
+        prompts = plan.counts[plan.counts > 1 + plan.drafts].tolist()
+        context = int((plan.starts[: plan.num_decodes] + 1).sum())
         limit = sum(map(self.limits.prefill_seconds, prompts))
-        if len(plan.decodes):
-            limit += self.limits.decode_seconds(len(plan.decodes), context)
+        if plan.num_decodes:
+            limit += self.limits.decode_seconds(plan.num_decodes, context)
         idle = max(0.0, launched - before) if self.steps else 0.0
         self.steps.append({
-            "kind": "prefill" if prompts else kind_of(len(plan.decodes)), "rows": len(plan.decodes), "tokens": plan.num_tokens,
+            "kind": "prefill" if prompts else kind_of(plan.num_decodes), "rows": plan.num_decodes, "tokens": plan.num_tokens,
             "ms": 1e3 * (seconds + idle), "limit_ms": 1e3 * limit, "idle_ms": 1e3 * idle,
             "launch_ms": 1e3 * self.core.times.launch,
         })  # fmt: skip

@@ -28,9 +28,9 @@ import torch
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest, FromCore, News
-from headrace.engine.streams import DrainRate, Stream
+from headrace.engine.streams import DrainRate, Observers, Stream
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.config import Limits
 from headrace.scheduler.scheduler import Scheduler
 from headrace.worker.batch_state import BatchState
 from headrace.worker.model_runner import ModelRunner
@@ -60,7 +60,7 @@ class FakeGraphs:
 class FakeDecoder:
     """What the prefills before the measured steps need."""
 
-    config = SimpleNamespace(vocab_size=VOCAB)
+    vocab_size = VOCAB
 
     def forward(self, batch, kv, wanted) -> torch.Tensor:
         return torch.zeros(batch.num_rows if wanted is None else len(wanted.index), 1)
@@ -72,7 +72,7 @@ class FakeDecoder:
 def build(num_running: int, num_output: int, block_size: int) -> EngineCore:
     length = PROMPT + num_output
     scheduler = Scheduler(
-        SchedulerConfig(
+        Limits(
             max_num_seqs=num_running, max_num_batched_tokens=max(8192, num_running), max_model_len=length,
             block_size=block_size, num_blocks=num_running * (-(-length // block_size)),
         )
@@ -92,7 +92,7 @@ def listener(core: EngineCore) -> EngineClient:
     client = EngineClient.__new__(EngineClient)
     requests = [EngineRequest(r.id, r.prompt_ids, r.params, output_ids=[]) for r in core.scheduler.decoding]
     client._streams = {r.id: Stream(r) for r in requests}
-    client._leaving, client._drain, client._waiting_tokens, client.observers = {}, DrainRate(), 0, []
+    client._leaving, client._drain, client._waiting_tokens, client.observers = {}, DrainRate(), 0, Observers()
     client._probation = SimpleNamespace(active=False)  # type: ignore[assignment]
     return client
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.engine.messages import EngineRequest
-from headrace.kernels import verify
-from headrace.kernels.prepare import DecodeRows
-from headrace.scheduler.plan import Chunk
+from headrace.kernels.prepare import Rows
+from headrace.scheduler.plan import StepPlan
+from headrace.speculative.proposer import DraftRow
 from headrace_bench.engine import shape_directory
 
 WARM_TOKENS = 8  # of each request, before the clock starts
@@ -114,10 +114,10 @@ class AnyIds:
 
     cost = 0.0
 
-    def placed(self, chunks: Sequence[Chunk]) -> None:
+    def placed(self, plan: StepPlan) -> None:
         pass
 
-    def propose(self, chunks: Sequence[Chunk]) -> None:
+    def propose(self, rows: Sequence[DraftRow]) -> None:
         pass
 
 
@@ -126,19 +126,14 @@ def accept_by_chance(device: torch.device) -> Tensor:
     from headrace.worker import cuda_graphs, sampling
 
     probability = torch.zeros((), device=device)
-    real_kept, real_publish = verify.kept_rows, cuda_graphs.publish
+    real_publish = cuda_graphs.publish
 
-    def kept_rows(sampled: Tensor, guesses: Tensor, failed: Tensor, first_row: Tensor) -> Tensor:
-        wrong = torch.rand(len(sampled), device=sampled.device) >= probability
-        return real_kept(sampled, sampled + wrong, failed, first_row)
-
-    def publish(token_ids: Tensor, failed: Tensor, rows: DecodeRows, *others: Any) -> None:  # within captured steps
+    def publish(token_ids: Tensor, failed: Tensor, rows: Rows, *others: Any, **named: Any) -> None:
         noise = torch.sin(rows.seq_lens * 12.9898 + rows.seq_slots * 78.233) * 43758.5453
         rows.guesses.copy_(token_ids + (noise - noise.floor() >= probability))
-        real_publish(token_ids, failed, rows, *others)
+        real_publish(token_ids, failed, rows, *others, **named)
 
-    sampling.kept_rows = kept_rows  # type: ignore[attr-defined]
-    cuda_graphs.publish = publish  # type: ignore[attr-defined]
+    cuda_graphs.publish = sampling.publish = publish  # type: ignore[attr-defined]
     return probability
 
 

@@ -88,14 +88,13 @@ def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, nor
 
 def rows(count: int) -> Callable[[], None]:
     def run() -> None:
-        out = prepare.DecodeRows.empty(count, META)
-        table, f32 = ints(257, 4097), torch.float32
-        inbox, turn = ints(64, 4, 512), ints(1)
-        prepare.launch(
-            inbox, turn, table, ints(257, 64), meta(257, 6, dtype=f32), ints(257, 4, dtype=torch.int64), ints(257), out, 64
-        )
-        for accepted in (None, ints(257)):
-            prepare.launch_publish(ints(count), ints(count).bool(), out, table, ints(64, 3, 512), turn, accepted)
+        out = prepare.Rows.empty(count, META)
+        parameters = meta(257, 6, dtype=torch.float32), ints(257, 4, dtype=torch.int64)
+        slots = tables.SlotTables(ints(257, 4097), ints(257, 64), *parameters, ints(257), 64)
+        for numbers, box, turn in ((ints(64, 4, 512), ints(64, 3, 512), ints(1)), (ints(4, 512), ints(3, 512), None)):
+            prepare.launch(numbers, turn, slots, out)
+            for verify in (False, True):
+                prepare.launch_publish(ints(count), ints(count).bool(), out, slots, box, turn, verify)
 
     return run
 
@@ -104,7 +103,6 @@ def slot_tables() -> None:
     """What a step with prefill does to them, in the sizes of two of its requests."""
     four = ints(257, 4097), ints(257, 64), ints(257, 6), ints(257, 8)
     tables.enter_triton(ints(5000), 2, 4096, four)
-    tables.read_rows_triton(ints(9, 12)[:5], 8194, 4096, four[0], four[1], ints(257), 64)
 
 
 def sampling() -> None:

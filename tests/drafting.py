@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from engine_driver import make_core
 from headrace.engine.core import EngineCore
-from headrace.kernels.prepare import DecodeRows, prepare_decode, publish
+from headrace.kernels.prepare import Rows, prepare_rows, publish
 from headrace.model.batch import ForwardBatch
 from headrace.sampling.sampler import SampleInputs, choose
 from headrace.scheduler.request import Request
@@ -90,7 +90,7 @@ def count_overlaps(core: EngineCore) -> list[int]:
     def counted(plan):
         if plan.num_drafts and core._in_flight is not None:
             counts[0] += 1
-            counts[1] += core._in_flight[0].num_drafts > 0 and plan.unsure
+            counts[1] += core._in_flight[0].num_drafts > 0 and plan.any_unverified
         return plan
 
     core.runner.launch = lambda plan: launch(counted(plan))
@@ -109,12 +109,9 @@ class UncapturedGraphs:
         state, count = self.state, numbers.shape[1]
         assert numbers[1].max() < context
         assert related or len(set(numbers[0])) == count
-        rows = DecodeRows.empty(count, state.device)
+        rows = Rows.empty(count, state.device)
         inbox, turn, outbox = torch.from_numpy(numbers)[None], torch.zeros(1, dtype=torch.int32), torch.zeros((1, 3, count), dtype=torch.int32)
-        prepare_decode(
-            inbox, turn, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted,
-            rows, block_size=state.block_size,
-        )  # fmt: skip
+        prepare_rows(inbox, turn, state.tables, rows)
         batch = ForwardBatch(
             rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
             torch.arange(count + 1, dtype=torch.int32), rows.seq_lens, count, [1] * count, rows.seq_lens.tolist(),
@@ -122,7 +119,7 @@ class UncapturedGraphs:
         logits = self.forward(batch, self.kv)
         self.replays += 1
         if tail is Tail.LOGITS:
-            return SimpleNamespace(logits=logits)
+            return SimpleNamespace(logits=logits, rows=rows)
         token_ids, failed = choose(
             logits,
             SampleInputs(
@@ -131,7 +128,7 @@ class UncapturedGraphs:
                 any_min_p=tail is Tail.FILTERED,
             ),
         )  # fmt: skip
-        publish(token_ids, failed, rows, state.token_ids, outbox, turn, state.accepted if related else None)
+        publish(token_ids, failed, rows, state.tables, outbox, turn, related)
         return SimpleNamespace(logits=None, sent=outbox[0])
 
 

@@ -138,7 +138,7 @@ class FakeSupply:
         made = self._engine.core
         grammars = Grammars(made.vocab_size)
         core = EngineCore(
-            Scheduler(made.scheduler.config), made.runner, vocab_size=made.vocab_size, debug_checks=True, structured=grammars,
+            Scheduler(made.scheduler.limits), made.runner, vocab_size=made.vocab_size, debug_checks=True, structured=grammars,
             speculator=Speculator(0, 16, 0.1, structured=grammars),
         )
         self.core = FakeCore(core, self.config)

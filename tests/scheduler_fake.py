@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.config import SchedulerConfig
-from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.config import Limits
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request, Status
 from headrace.scheduler.scheduler import Scheduler
 
@@ -51,26 +53,86 @@ def reference(prompt: list[int], seed: int, params: SamplingParams, max_len: int
             return output, "length"
 
 
+@dataclass(eq=False)
+class Chunk:
+    """One sequence of a plan, as tests look at it."""
+
+    plan: StepPlan
+    row: int
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    num_drafts: int
+    unverified: int
+    samples: bool  # also of a prompt that is embedded: it is complete
+    admitted: bool = False
+    new_blocks: list[int] = field(default_factory=list)
+    block_offset: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def output_index(self) -> int:
+        return self.stop - self.num_drafts - len(self.request.prompt_ids) if self.stop > len(self.request.prompt_ids) else 0
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.plan.guesses.get(self.row, [])
+
+    @drafts.setter
+    def drafts(self, ids: list[int]) -> None:
+        self.plan.guesses[self.row] = ids
+
+
+class PlanView:
+    """A plan and its sequences one by one, with their requests."""
+
+    def __init__(self, plan: StepPlan, requests: Mapping[str, Request]):
+        self.plan = plan
+        columns = (plan.slots, plan.starts, plan.counts, plan.drafts, plan.unverified, plan.samples)
+        self.chunks = [
+            Chunk(plan, row, requests[name], *values)
+            for row, (name, *values) in enumerate(zip(plan.ids, *(c.tolist() for c in columns), strict=True))
+        ]
+        self.by_slot = {chunk.slot: chunk for chunk in self.chunks}
+        for new in plan.admitted:
+            chunk = self.by_slot[new.slot]
+            chunk.admitted, chunk.new_blocks = True, new.block_ids
+        for slot, column, blocks in plan.new_blocks:
+            self.by_slot[slot].new_blocks, self.by_slot[slot].block_offset = blocks, column
+
+    def __getattr__(self, name: str):
+        return getattr(self.plan, name)
+
+    @property
+    def others(self) -> list[Chunk]:
+        return self.chunks[self.plan.num_decodes :]
+
+
 class FakeDevice:
     """Slots with ids and block tables, and blocks with KV."""
 
-    def __init__(self, config: SchedulerConfig):
-        self.block_size = config.block_size
-        self.ids: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
-        self.tables: list[list[int]] = [[] for _ in range(config.max_num_seqs)]
-        self.owner: list[Request | None] = [None] * config.max_num_seqs
-        self.kv: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
-        self.accepted = [0] * config.max_num_seqs  # drafts, of the last step with drafts
+    def __init__(self, limits: Limits):
+        self.block_size = limits.block_size
+        self.ids: list[dict[int, int]] = [{} for _ in range(limits.max_num_seqs)]
+        self.tables: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
+        self.owner: list[Request | None] = [None] * limits.max_num_seqs
+        self.kv: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_blocks)]
+        self.accepted = [0] * limits.max_num_seqs  # drafts, of the last step with drafts
         self.breaks = lambda: False  # whether a chunk with drafts comes to nothing
-        self.flight: deque[tuple[StepPlan, dict[Request, list[int]], list[list[int]]]] = deque()
-        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.flight: deque[tuple[PlanView, dict[Request, list[int]], list[list[int]]]] = deque()
+        self.max_num_batched_tokens = limits.max_num_batched_tokens
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: PlanView) -> None:
         tables: dict[Request, list[int]] = {}
         results = []
         assert 0 < plan.num_tokens <= self.max_num_batched_tokens
         requests = [chunk.request for chunk in plan.chunks]
         assert len(set(requests)) == len(requests), "two chunks of one request in a step"
+        admitted = {new.slot: new for new in plan.admitted}
         plain = [chunk for chunk in plan.chunks if not chunk.admitted and not chunk.num_drafts]
         sizes = [chunk.num_tokens == 1 and chunk.samples for chunk in plain]
         assert sizes == sorted(sizes, reverse=True), "decodes come first"
@@ -82,7 +144,9 @@ class FakeDevice:
                     for other in launched.chunks:
                         assert other.slot != slot, f"slot {slot} is reused while step {launched.step} is in flight"
                     del launched_tables
-                known = request.token_ids(0, request.num_known)
+                new, known = admitted[slot], request.token_ids(0, request.num_known)
+                assert new.token_ids.tolist() == known and new.num_cached == chunk.start
+                assert (new.seed, new.num_prompt) == (request.seed, len(request.prompt_ids))
                 self.ids[slot] = dict(enumerate(known))
                 self.tables[slot] = []
                 self.owner[slot] = request
@@ -100,9 +164,9 @@ class FakeDevice:
     def _compute(self, chunk, table: list[int]) -> list[int]:
         ids, size, request = self.ids[chunk.slot], self.block_size, chunk.request
         context, contexts = 0, []
-        moved = self.accepted[chunk.slot] if chunk.slack else 0
+        moved = self.accepted[chunk.slot] if chunk.unverified else 0
         start, stop = chunk.start + moved, chunk.stop + moved
-        assert moved <= chunk.slack and chunk.stop + chunk.slack <= len(table) * size, "no block for what may be accepted"
+        assert moved <= chunk.unverified and chunk.stop + chunk.unverified <= len(table) * size, "no block for what may be accepted"
         for position, draft in enumerate(chunk.drafts, chunk.start + 1):
             if position > start:
                 ids[position] = draft
@@ -147,12 +211,13 @@ class FakeDevice:
         self.kv[block][offset] = context
 
 
-def settle(scheduler: Scheduler, plan: StepPlan, sampled: list[list[int]], failed: frozenset[int] = frozenset()) -> list:
-    """`sampled[i]` belongs to plan.chunks[i]; (request, ids that it really takes) of those that got ids or ended."""
-    count, requests = len(plan.decodes), {request.id: request for request in plan.decodes.requests}
-    tokens = [ids[0] if ids else -1 for ids in sampled[:count]]
-    settled = scheduler.settle(plan, tokens, sampled[count:], failed)
-    return [(requests[id], [token]) for id, token in zip(settled.ids, settled.tokens, strict=True)] + settled.others
+def settle(scheduler: Scheduler, plan: StepPlan, sampled: Sequence[list[int]], failed: frozenset[int] = frozenset()) -> list:
+    """`sampled[i]` belongs to the sequence i; (request, ids that it really takes) of those that got ids or ended."""
+    live = dict(scheduler.live)
+    sampled = [ids if ids or i >= plan.num_decodes else [-1] for i, ids in enumerate(sampled)]
+    flat = [token for ids in sampled for token in ids]
+    settled = scheduler.settle(plan, StepResult(flat, [len(ids) for ids in sampled], failed))
+    return [(live[id], [token]) for id, token in zip(settled.ids, settled.tokens, strict=True)] + settled.gains
 
 
 class NoForecast:
@@ -166,9 +231,10 @@ class NoForecast:
 class FakeEngine:
     """Scheduler and fake device in the order of the real loop; `depth` launched steps may be unsettled at schedule()."""
 
-    def __init__(self, config: SchedulerConfig, depth: int = 0, check: bool = True):
-        self.scheduler, self.device = Scheduler(config), FakeDevice(config)
+    def __init__(self, limits: Limits, depth: int = 0, check: bool = True):
+        self.scheduler, self.device = Scheduler(limits), FakeDevice(limits)
         self.depth, self.checks = depth, check
+        self.requests: dict[str, Request] = {}
 
     def admit_greedily(self) -> FakeEngine:
         """Whoever finds a block now is admitted: for tests that want preemption all the time."""
@@ -180,6 +246,7 @@ class FakeEngine:
         kwargs.setdefault("eos_token_ids", [EOS])
         request = Request(id=id, prompt_ids=prompt, params=SamplingParams(**kwargs), seed=seed, **fields)
         self.scheduler.add(request)
+        self.requests[id] = request
         self.check()
         return request
 
@@ -187,19 +254,19 @@ class FakeEngine:
         if self.checks:
             self.scheduler.check()
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> PlanView | None:
         plan = self.scheduler.schedule()
         self.check()
-        return plan
+        return None if plan is None else PlanView(plan, self.requests)
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: PlanView) -> None:
         self.device.launch(plan)
-        self.scheduler.launched(plan)
+        self.scheduler.launched(plan.plan)
         self.check()
 
     def settle(self, failed: frozenset[int] = frozenset()) -> list[tuple[Request, list[int]]]:
         plan, _, sampled = self.device.flight.popleft()
-        results = settle(self.scheduler, plan, [[] if i in failed else ids for i, ids in enumerate(sampled)], failed)
+        results = settle(self.scheduler, plan.plan, [[] if i in failed else ids for i, ids in enumerate(sampled)], failed)
         for request, ids in results:
             assert ids or request.finish_reason == "error"
             assert not ids or request.output_ids[-len(ids) :] == ids
@@ -207,7 +274,7 @@ class FakeEngine:
         self.check()
         return results
 
-    def step(self, failed: frozenset[int] = frozenset()) -> StepPlan | None:
+    def step(self, failed: frozenset[int] = frozenset()) -> PlanView | None:
         plan = self.schedule()
         if plan is not None:
             self.launch(plan)
@@ -235,4 +302,4 @@ class FakeEngine:
         self.scheduler.check()
         assert scheduler.num_running == scheduler.num_waiting == 0 and not scheduler.has_unfinished
         assert scheduler.kv_usage == 0.0
-        assert scheduler.pool.num_free + scheduler.tree.num_cached == scheduler.config.num_blocks
+        assert scheduler.pool.num_free + scheduler.tree.num_cached == scheduler.limits.num_blocks

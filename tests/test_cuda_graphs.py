@@ -21,7 +21,7 @@ class Noted(DecodeGraphs):
         self.few_buckets, self.buckets = context_buckets((256, 512), max_model_len), context_buckets((2048,), max_model_len)
         self._graphs, self._todo, self._wanted = {}, [], set()
         self._mailbox = SimpleNamespace(post=lambda numbers, size, slot: numbers)
-        self.state = SimpleNamespace(dummy_slot=0)
+        self.state, self._rows = SimpleNamespace(dummy_slot=0), None
         self.captured: list[Key] = []
 
     def _capture(self, key: Key) -> Captured:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.config import Limits
 from headrace.scheduler.request import Status
 from scheduler_fake import FakeEngine
 
 
 def busy() -> FakeEngine:
     """Two that decode and share a prefix, one with drafts in flight, one in its prefill, one on its way out, two that wait."""
-    config = SchedulerConfig(
+    limits = Limits(
         max_num_seqs=5, max_num_batched_tokens=24, max_model_len=64, block_size=4, num_blocks=64, max_draft_rows=8
     )
-    engine = FakeEngine(config, depth=1)
+    engine = FakeEngine(limits, depth=1)
     shared = list(range(10, 18))
     for name in ("a", "b"):
         engine.add(name, [*shared, ord(name)], max_tokens=40, ignore_eos=True)
@@ -28,7 +28,7 @@ def busy() -> FakeEngine:
     engine.add("long", list(range(45)), max_tokens=10, ignore_eos=True)
     for name in ("w1", "w2"):
         engine.add(name, [7, 8], max_tokens=10, ignore_eos=True)
-    entry(engine, "drafts").request.num_drafts = 2
+    request(engine, "drafts").num_drafts = 2
     plan = engine.schedule()
     for chunk in plan.chunks:
         chunk.drafts = [0] * chunk.num_drafts
@@ -38,18 +38,17 @@ def busy() -> FakeEngine:
     return engine
 
 
-def entry(engine: FakeEngine, name: str):
-    roster = engine.scheduler._roster
-    return roster.live.get(name) or next(e for e in roster.leaving if e.request.id == name)
+def request(engine: FakeEngine, name: str):
+    blocks = engine.scheduler._blocks
+    return blocks.live.get(name) or next(r for r in blocks.leaving if r.id == name)
 
 
 def spoiler(name: str, field: str, value):
-    """Sets a field of a request, or of what the scheduler notes about it; `value` may be a function of what it was."""
+    """Sets a field of a request; `value` may be a function of what it was."""
 
     def spoil(engine: FakeEngine) -> None:
-        found = entry(engine, name)
-        owner = found if field in type(found).__slots__ else found.request
-        setattr(owner, field, value(getattr(owner, field)) if callable(value) else value)
+        found = request(engine, name)
+        setattr(found, field, value(getattr(found, field)) if callable(value) else value)
 
     return spoil
 
@@ -58,8 +57,8 @@ def replace_block(name: str, index: int, other: str, other_index: int):
     """A block of one table stands in another too, properly counted."""
 
     def spoil(engine: FakeEngine) -> None:
-        blocks, pool = entry(engine, name).request.block_ids, engine.scheduler.pool
-        old, blocks[index] = blocks[index], entry(engine, other).request.block_ids[other_index]
+        blocks, pool = request(engine, name).block_ids, engine.scheduler.pool
+        old, blocks[index] = blocks[index], request(engine, other).block_ids[other_index]
         pool.refs[blocks[index]] += 1
         engine.scheduler.tree.release([old])
 
@@ -67,58 +66,58 @@ def replace_block(name: str, index: int, other: str, other_index: int):
 
 
 def due_never(engine: FakeEngine) -> None:
-    for due in engine.scheduler._roster.batch._agenda.values():
+    for due in engine.scheduler._blocks.batch._events.values():
         due.clear()
 
 
 def due_late(engine: FakeEngine) -> None:
-    late = entry(engine, "a")
-    late.due += 1
-    engine.scheduler._roster.batch._agenda[late.due] = [late]
+    late = request(engine, "a")
+    late.next_event += 1
+    engine.scheduler._blocks.batch._events[late.next_event] = [late]
 
 
 def off_batch(engine: FakeEngine) -> None:
     """Leaves the decodes that move on, as it should, but with tokens that nobody computes."""
-    found = entry(engine, "a")
-    engine.scheduler._roster.batch.leave(found)
-    found.request.num_scheduled -= 3
+    found = request(engine, "a")
+    engine.scheduler._blocks.batch.leave(found)
+    found.num_scheduled -= 3
 
 
-def of_roster(spoil):
-    return lambda engine: spoil(engine.scheduler._roster, lambda name: entry(engine, name))
+def of_blocks(spoil):
+    return lambda engine: spoil(engine.scheduler._blocks, lambda name: request(engine, name))
 
 
 def spoil_refs(engine: FakeEngine) -> None:
-    engine.scheduler.pool.refs[entry(engine, "long").request.block_ids[0]] += 1
+    engine.scheduler.pool.refs[request(engine, "long").block_ids[0]] += 1
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (of_roster(lambda r, e: r.prefilling.append(e("a"))), "in two lists"),
-        (of_roster(lambda r, e: r.live.pop("a")), "table of live requests"),
-        (of_roster(lambda r, e: r.prefilling.clear()), "table of live requests"),
-        (of_roster(lambda r, e: setattr(r.admission, "num_waiting", 3)), "2 wait, 3 are counted"),
-        (of_roster(lambda r, e: r.decoding.reverse()), "order of rank"),
-        (spoiler("long", "parted", True), "parts could get more rows"),
+        (of_blocks(lambda r, e: r.prefilling.append(e("a"))), "in two lists"),
+        (of_blocks(lambda r, e: r.live.pop("a")), "table of live requests"),
+        (of_blocks(lambda r, e: r.prefilling.clear()), "table of live requests"),
+        (of_blocks(lambda r, e: setattr(r.admission, "num_waiting", 3)), "2 wait, 3 are counted"),
+        (of_blocks(lambda r, e: r.decoding.reverse()), "order of rank"),
+        (spoiler("long", "retired", True), "retires could get more rows"),
         (off_batch, "more or less than one token"),
         (spoiler("a", "limit", 5), "beyond its last token"),
         (spoiler("a", "capacity", 100), "blocks beyond its last token"),
-        (of_roster(lambda r, e: setattr(r, "hungry", e("gone"))), "kept for nobody"),
-        (spoiler("long", "num_unsure", 1), "drafts in flight miscounted"),
-        (of_roster(lambda r, e: setattr(r, "num_drafting", 0)), "chunks with drafts miscounted"),
-        (of_roster(lambda r, e: [r.leaving.clear(), r.free_slots.append(3)]), "row of a request that has left"),
-        (spoiler("gone", "parted", False), "parts, or does not"),
+        (of_blocks(lambda r, e: setattr(r, "starved", e("gone"))), "kept for nobody"),
+        (spoiler("long", "num_unverified", 1), "drafts in flight miscounted"),
+        (of_blocks(lambda r, e: setattr(r, "num_drafting", 0)), "sequences with drafts miscounted"),
+        (of_blocks(lambda r, e: [r.leaving.clear(), r.free_slots.append(3)]), "row of a request that has left"),
+        (spoiler("gone", "retired", False), "retires, or does not"),
         (spoiler("long", "last_step", lambda n: n + 1), "its last row is not in step"),
         (spoiler("long", "last_step", lambda n: n - 1), "its last row is not in step"),
-        (of_roster(lambda r, e: setattr(r, "num_settled", r.num_settled + 1)), "its last row is not in step"),
+        (of_blocks(lambda r, e: setattr(r, "num_settled", r.num_settled + 1)), "its last row is not in step"),
         (spoiler("drafts", "last_step", 0), "its last row is not in step"),
-        (of_roster(lambda r, e: r.batch.entries.pop()), "not what its members think"),
+        (of_blocks(lambda r, e: r.batch.members.pop()), "not what its members think"),
         (due_never, "nobody knows"),
         (due_late, "too early or late"),
         (spoiler("a", "slot", 4), "slots used or free"),
-        (of_roster(lambda r, e: r.free_slots.append(0)), "slots used or free"),
-        (of_roster(lambda r, e: setattr(r.admission, "_promised", 0)), "can ask for is miscounted"),
+        (of_blocks(lambda r, e: r.free_slots.append(0)), "slots used or free"),
+        (of_blocks(lambda r, e: setattr(r.admission, "_promised", 0)), "can ask for is miscounted"),
         (spoiler("w1", "status", Status.RUNNING), "waits as"),
         (spoiler("w1", "slot", 0), "waits and holds"),
         (spoiler("w1", "block_ids", [0]), "waits and holds"),

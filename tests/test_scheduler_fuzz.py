@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.config import Limits
 from headrace.scheduler.request import Request, Status
 from scheduler_fake import EOS, VOCAB, FakeEngine, reference
 
 
-def random_config(rng: random.Random) -> SchedulerConfig:
+def random_config(rng: random.Random) -> Limits:
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     max_model_len = rng.randint(8, 64)
     least = -(-(max_model_len - 1) // block_size)
-    return SchedulerConfig(
+    return Limits(
         max_num_seqs=rng.choice([1, 2, 4, 8]),
         max_num_batched_tokens=rng.choice([1, 2, 7, 16, 64, 80]),
         max_model_len=max_model_len,
@@ -74,7 +74,7 @@ class Fuzz:
     def step(self) -> None:
         """schedule, launch and settle with aborts in between."""
         rng, engine = self.rng, self.engine
-        oldest = min((e for e in engine.scheduler._roster.live.values() if e.request.slot >= 0), key=lambda e: e.rank, default=None)
+        oldest = min((e for e in engine.scheduler._blocks.live.values() if e.slot >= 0), key=lambda e: e.rank, default=None)
         self.maybe_abort()
         plan = engine.schedule()
         self.maybe_abort()
@@ -87,11 +87,11 @@ class Fuzz:
             count = len(engine.device.flight[0][0].chunks)
             engine.settle(frozenset(i for i in range(count) if rng.random() < self.p_fail))
             self.maybe_abort()
-        if oldest is not None and not oldest.finished and not oldest.parted:
-            moved = plan is not None and any(chunk.request is oldest.request for chunk in plan.chunks)
-            self.waited = {oldest.request: 0 if moved else self.waited.get(oldest.request, 0) + 1}
+        if oldest is not None and not oldest.finished and not oldest.retired:
+            moved = plan is not None and any(chunk.request is oldest for chunk in plan.chunks)
+            self.waited = {oldest: 0 if moved else self.waited.get(oldest, 0) + 1}
             # it may wait for those who part, never longer than the steps in flight, and for its last token to settle
-            assert self.waited[oldest.request] <= engine.depth + 1, "the oldest does not progress"
+            assert self.waited[oldest] <= engine.depth + 1, "the oldest does not progress"
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

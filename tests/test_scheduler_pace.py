@@ -14,8 +14,7 @@ from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.config import SchedulerConfig
-from headrace.scheduler.pace import Pace
+from headrace.scheduler.config import Limits, PrefillBudget
 from scheduler_fake import FakeEngine
 from tiny_models import write_tiny
 
@@ -29,7 +28,7 @@ BLOCK, MOST = 16, 8192
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_steps_fit_the_bound_or_are_minimal(base, slope, bound, noise, idle, seed):
     """Between any number of steps without prefill, after the few in which it learns."""
-    rng, pace = random.Random(seed), Pace(bound, BLOCK, MOST)
+    rng, pace = random.Random(seed), PrefillBudget(bound, BLOCK, MOST)
 
     def step(tokens: int) -> float:
         seconds = (base + slope * tokens) * (1 + rng.uniform(-noise, noise))
@@ -52,7 +51,7 @@ def test_steps_fit_the_bound_or_are_minimal(base, slope, bound, noise, idle, see
 
 
 def test_the_estimate_follows_what_the_decodes_cost():
-    pace = Pace(0.050, BLOCK, MOST)
+    pace = PrefillBudget(0.050, BLOCK, MOST)
     for base in (0.010, 0.040, 0.049, 0.060, 0.010):
         for _ in range(100):
             tokens = pace.prefill_tokens()
@@ -61,7 +60,7 @@ def test_the_estimate_follows_what_the_decodes_cost():
 
 
 def test_a_step_is_at_most_twice_as_large_as_any_before():
-    pace, sizes = Pace(1.0, BLOCK, 1000), []
+    pace, sizes = PrefillBudget(1.0, BLOCK, 1000), []
     for _ in range(9):
         sizes.append(pace.prefill_tokens())
         pace.observe(sizes[-1], 0.001)
@@ -70,7 +69,7 @@ def test_a_step_is_at_most_twice_as_large_as_any_before():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_prompts_get_on_beside_decodes_and_have_the_whole_budget_without(depth):
-    config = SchedulerConfig(
+    config = Limits(
         max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1024, block_size=8, num_blocks=1024, max_itl=0.030
     )
     engine, rng = FakeEngine(config, depth), random.Random(depth)
@@ -85,10 +84,10 @@ def test_prompts_get_on_beside_decodes_and_have_the_whole_budget_without(depth):
         while len(flight) > (depth if plan is not None else 0):
             done = flight.pop(0)
             prefill = sum(c.num_tokens for c in done.others)
-            seconds = 0.010 + 0.001 * len(done.decodes) + 0.0001 * prefill
-            engine.scheduler.took(done, seconds)
+            seconds = 0.010 + 0.001 * done.num_decodes + 0.0001 * prefill
+            engine.scheduler.took(done.plan, seconds)
             engine.settle()
-            if len(done.decodes) and prefill:
+            if done.num_decodes and prefill:
                 mixed.append(seconds)
             elif prefill and any(not c.samples for c in done.others):
                 assert prefill == 256, "nobody waits for a token: the whole budget"
@@ -119,10 +118,10 @@ def test_a_long_prompt_comes_in_pieces_that_fit(model):
 
     def timed(plan):
         handle = launch(plan)
-        prefill = sum(c.num_tokens for c in plan.others)
+        prefill = int(plan.counts[plan.num_decodes :].sum())
         device[0] = max(device[0], time.perf_counter()) + 0.1 + 0.01 * prefill
         handle.finished = device[0]
-        if len(plan.decodes) and prefill:
+        if plan.num_decodes and prefill:
             sizes.append(prefill)
         return handle
 

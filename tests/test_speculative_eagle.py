@@ -92,10 +92,10 @@ def test_drafts_follow_the_definition(model, head, options):
     proposed: list[tuple[int, list[int]]] = []
     propose = drafter.propose
 
-    def recording(chunks) -> None:
-        propose(chunks)
-        for c in chunks:
-            start = c.start + (int(state.accepted[c.slot]) if c.slack else 0)
+    def recording(rows) -> None:
+        propose(rows)
+        for c in rows:
+            start = c.start + (int(state.tables.accepted[c.slot]) if c.unverified else 0)
             proposed.append((start, state.token_ids[c.slot, start + 1 : start + 1 + c.num_drafts].tolist()))
             for position in range(start + 1, min(start + 1 + rng.randint(0, c.num_drafts), len(tokens))):
                 state.token_ids[c.slot, position] = tokens[position]  # the random head's own guess is never right

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
-from headrace.kernels.verify import counts_with_drafts, kept_rows
+from headrace.kernels.prepare import KEPT, Rows, publish
+from headrace.kernels.tables import Float, Int, SlotTables
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.penalties import load_counts, token_counts
-from headrace.scheduler.plan import Chunk, Decodes, StepPlan
+from headrace.sampling.penalties import counts_with_drafts, load_counts, token_counts
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, best_length
 from headrace.speculative.ngram import TOKENS_PER_CALL, NGramProposer
@@ -26,6 +27,13 @@ from headrace.speculative.speculator import SpeculationStats, Speculator
 
 def request(prompt: list[int], output: list[int] | None = None, name: str = "a") -> Request:
     return Request(id=name, prompt_ids=prompt, params=SamplingParams(), seed=0, output_ids=output or [])
+
+
+def plan_of(*requests: Request) -> StepPlan:
+    """Of a step in which these have their drafts verified."""
+    drafts = np.asarray([r.num_drafts for r in requests], np.int32)
+    starts, zeros = np.asarray([r.num_scheduled for r in requests], np.int32), np.zeros_like(drafts)
+    return StepPlan(1, 0, 0, [r.id for r in requests], zeros, starts, 1 + drafts, drafts, zeros, zeros == 0)
 
 
 def matches(ids: list[int], least: int, most: int) -> dict[int, int]:
@@ -165,7 +173,7 @@ class Wishful:
 def test_wishes_fit_the_rows(count, rows):
     speculator = Speculator(8, rows, 0.01, Wishful())
     requests = [request([1, 2], [3], f"r{i}") for i in range(count)]
-    plain = StepPlan(1, Decodes.none(), [])
+    plain = plan_of()
     speculator.choose(requests)
     drafts = sum(r.num_drafts for r in requests)
     if count >= rows:
@@ -184,14 +192,14 @@ def test_the_host_guesses_on_or_waits_for_ids(accepted, idle, settles):
     speculator.idle = idle
     running = request([1, 2], [3])
     for _ in range(40):
-        running.num_scheduled, running.num_unsure = running.num_known - 1, 0
+        running.num_scheduled, running.num_unverified = running.num_known - 1, 0
         speculator.choose([running])
         if running.num_drafts:
-            chunk = Chunk(running, 0, 2, 1 + running.num_drafts, True, num_drafts=running.num_drafts)
-            speculator.settled(StepPlan(1, Decodes.none(), [chunk]), [[7] * (1 + min(accepted, running.num_drafts))])
-    running.num_scheduled, running.num_unsure = running.num_known, running.num_drafts
-    assert speculator.settles_first(StepPlan(1, Decodes.none(), []), [running]) is settles
-    assert not Speculator(4, 64, 0.03, overlap=True).settles_first(StepPlan(1, Decodes.none(), []), [running])  # the drafter is on the device
+            count = 1 + min(accepted, running.num_drafts)
+            speculator.settled(plan_of(running), StepResult([7] * count, [count]), {running.id})
+    running.num_scheduled, running.num_unverified = running.num_known, running.num_drafts
+    assert speculator.settles_first(plan_of(), [running]) is settles
+    assert not Speculator(4, 64, 0.03, overlap=True).settles_first(plan_of(), [running])  # the drafter is on the device
 
 
 # ---- what grammars force
@@ -222,26 +230,26 @@ def test_forced_tokens_fill_what_nobody_pays_for(running, rows, multiple):
     runs, requests = {}, []
     for i, (length, pending, unsure) in enumerate(running):
         requests.append(request([1, 2], [3], f"r{i}"))
-        requests[-1].num_scheduled, requests[-1].num_unsure = 2 + pending, unsure * pending
+        requests[-1].num_scheduled, requests[-1].num_unverified = 2 + pending, unsure * pending
         if length is not None:
             runs[f"r{i}"] = [10 * i + j for j in range(length)]
     speculator = Speculator(0, rows, 0.1, None, Grammars(runs), overlap=True)
     speculator.padded = lambda n: -(-n // multiple) * multiple
     free = len(runs) < len(requests)
-    if speculator.settles_first(StepPlan(1, Decodes.none(), []), requests):
-        assert not free and any(0 < r.num_unsure + r.num_pending < len(runs[r.id]) for r in requests)
+    if speculator.settles_first(plan_of(), requests):
+        assert not free and any(0 < r.num_unverified + r.num_pending < len(runs[r.id]) for r in requests)
     speculator.choose(requests)
     drafts = sum(r.num_drafts for r in requests)
     assert speculator.has_drafts is (drafts > 0)
     room = max(0, rows - len(requests))
     assert drafts <= (min(room, -len(requests) % multiple) if free else room) or (not free and all(r.num_drafts <= 1 for r in requests))
     for r in requests:
-        assert r.num_drafts <= (0 if r.num_unsure else max(0, len(runs.get(r.id, [])) - r.num_pending))
-        chunk = Chunk(r, 0, r.num_scheduled, 1 + r.num_drafts, True, num_drafts=r.num_drafts)
-        speculator.fill(StepPlan(1, Decodes.none(), [chunk]))
-        assert list(chunk.drafts) == runs.get(r.id, [])[r.num_pending :][: r.num_drafts]
+        assert r.num_drafts <= (0 if r.num_unverified else max(0, len(runs.get(r.id, [])) - r.num_pending))
+        plan = plan_of(r)
+        speculator.fill(plan)
+        assert plan.guesses.get(0, []) == runs.get(r.id, [])[r.num_pending :][: r.num_drafts]
     if not free and room >= 9 * len(requests):
-        assert all(r.num_drafts == max(0, len(runs[r.id]) - r.num_pending) for r in requests if not r.num_unsure)
+        assert all(r.num_drafts == max(0, len(runs[r.id]) - r.num_pending) for r in requests if not r.num_unverified)
 
 
 @pytest.mark.parametrize("in_flight, idle, settles", [(3, 0.1, True), (3, 3.0, False), (8, 0.0, False)])
@@ -250,8 +258,8 @@ def test_the_rest_of_a_forced_run_is_worth_a_short_wait(in_flight, idle, settles
     speculator = Speculator(0, 64, 0.03, None, Grammars({"a": list(range(6))}), overlap=True)
     speculator.idle = idle
     running = request([1, 2], [3])
-    running.num_scheduled, running.num_unsure = running.num_known, in_flight
-    assert speculator.settles_first(StepPlan(1, Decodes.none(), []), [running]) is settles
+    running.num_scheduled, running.num_unverified = running.num_known, in_flight
+    assert speculator.settles_first(plan_of(), [running]) is settles
 
 
 # ---- which rows count
@@ -264,9 +272,8 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_rows_count_up_to_the_first_wrong_draft(steps):
-    sampled, guesses, failed, first, expected = [], [], [], [], []
-    for ids, drafts, bad in steps:
-        start = len(sampled)
+    sampled, guesses, failed, first_slot, expected = [], [], [], [], []
+    for slot, (ids, drafts, bad) in enumerate(steps):
         right = True
         for i in range(len(ids)):
             expected.append(right and not bad[i])
@@ -274,9 +281,18 @@ def test_rows_count_up_to_the_first_wrong_draft(steps):
         sampled += ids
         guesses += drafts
         failed += bad
-        first += [start] * len(ids)
-    kept = kept_rows(torch.tensor(sampled), torch.tensor(guesses), torch.tensor(failed).bool(), torch.tensor(first))
-    assert kept.tolist() == expected
+        first_slot += [slot] * len(ids)
+    rows, slots = Rows.empty(len(sampled), torch.device("cpu")), len(steps)
+    rows.seq_slots[:], rows.seq_lens[:], rows.guesses[:] = torch.tensor(first_slot), 1, torch.tensor(guesses)
+    tables = SlotTables(
+        torch.zeros(slots, 2, dtype=torch.int32), torch.zeros(slots, 1, dtype=torch.int32), torch.zeros(slots, len(Float)),
+        torch.zeros(slots, len(Int), dtype=torch.int64), torch.zeros(slots, dtype=torch.int32), 1,
+    )  # fmt: skip
+    out = torch.zeros(3, len(sampled), dtype=torch.int32)
+    publish(torch.tensor(sampled, dtype=torch.int32), torch.tensor(failed).bool(), rows, tables, out, None, verify=True)
+    assert out[KEPT].tolist() == expected
+    counts = [sum(k for k, s in zip(expected, first_slot, strict=True) if s == slot) for slot in range(slots)]
+    assert tables.accepted.tolist() == [count - 1 for count in counts]
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=5))

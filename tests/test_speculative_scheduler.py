@@ -7,17 +7,16 @@ import random
 
 import pytest
 
-from headrace.scheduler.config import SchedulerConfig
-from headrace.scheduler.plan import StepPlan
-from scheduler_fake import VOCAB, FakeEngine, reference
+from headrace.scheduler.config import Limits
+from scheduler_fake import VOCAB, FakeEngine, PlanView, reference
 from test_scheduler_fuzz import Fuzz
 
 
 class DraftingEngine(FakeEngine):
     """Before each step some requests get drafts: a right beginning of random length, then garbage."""
 
-    def __init__(self, config: SchedulerConfig, depth: int = 0, *, seed: int = 0, p_right: float = 0.7, most: int = 9):
-        super().__init__(config, depth)
+    def __init__(self, limits: Limits, depth: int = 0, *, seed: int = 0, p_right: float = 0.7, most: int = 9):
+        super().__init__(limits, depth)
         self.rng, self.p_right, self.most = random.Random(seed), p_right, most
         self.num_drafts = self.num_accepted = self.num_ahead = 0
         self.p_broken, self.p_settle = 0.0, 0.5
@@ -25,14 +24,14 @@ class DraftingEngine(FakeEngine):
 
     def guesses(self, chunk) -> list[int]:
         """For the positions from chunk.start + 1 on, which may be followed by those that the step in flight verifies."""
-        request, count = chunk.request, chunk.slack + chunk.num_drafts
-        expected, _ = reference(request.prompt_ids, request.seed, request.params, self.scheduler.config.max_model_len)
+        request, count = chunk.request, chunk.unverified + chunk.num_drafts
+        expected, _ = reference(request.prompt_ids, request.seed, request.params, self.scheduler.limits.max_model_len)
         right = expected[chunk.start + 1 - len(request.prompt_ids) :][:count]
         while right and self.rng.random() > self.p_right ** len(right):
             right.pop()
         return right + [self.rng.randrange(VOCAB) for _ in range(count - len(right))]
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> PlanView | None:
         if self.rng.random() < self.p_settle:  # as for guesses that need what was sampled last
             while self.device.flight:
                 self.settle()
@@ -45,10 +44,10 @@ class DraftingEngine(FakeEngine):
         for chunk in plan.chunks:
             if chunk.num_drafts:
                 assert chunk.num_drafts <= chunk.request.num_drafts and chunk.num_tokens == 1 + chunk.num_drafts
-                assert rows <= self.scheduler.config.max_draft_rows
+                assert rows <= self.scheduler.limits.max_draft_rows
                 chunk.drafts = self.guesses(chunk)
                 self.num_drafts += chunk.num_drafts
-                self.num_ahead += chunk.slack > 0
+                self.num_ahead += chunk.unverified > 0
         assert plan.num_drafts == sum(chunk.num_drafts for chunk in plan.chunks)
         return plan
 
@@ -80,7 +79,7 @@ def test_random_engines_with_drafts(seed):
 
 def engine(p_right: float, depth: int = 0, **changes) -> DraftingEngine:
     fields = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 4, "num_blocks": 32}
-    return DraftingEngine(SchedulerConfig(**(fields | {"max_draft_rows": 16} | changes)), depth, p_right=p_right)
+    return DraftingEngine(Limits(**(fields | {"max_draft_rows": 16} | changes)), depth, p_right=p_right)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
-        "--only", nargs="*", default=PARTS, help="parts or modules below src/headrace, such as cache engine/scheduler"
+        "--only", nargs="*", default=PARTS, help="parts or modules below src/headrace, such as cache scheduler/scheduler"
     )
     parser.add_argument("--tests", default="", metavar="PATTERN", help="only test files whose name this matches")
     parser.add_argument("--out", type=Path, default=ROOT / ".mutation/results.json")

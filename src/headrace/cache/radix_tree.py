@@ -7,21 +7,24 @@ from heapq import heappop, heappush
 from headrace.cache.block_pool import BlockPool
 
 ID_BYTES = 4  # token ids are compared as int32 bytes: exact, and a dict key that hashes once
-DETACHED = -1  # the block of a node that has left the index
-ROOT = -2
 
 
 class Node:
-    """One full block under its parent: `key` holds its tokens, `block` the KV of these tokens after the whole path."""
+    """One full block under its parent: `key` holds its tokens, `block` the KV of these tokens after the whole path.
 
-    __slots__ = ("block", "children", "key", "parent", "stamp")
+    A root has a salt for a key and neither parent nor block.
+    """
 
-    def __init__(self, parent: Node | None, key: bytes, block: int):
+    __slots__ = ("block", "children", "indexed", "is_root", "key", "parent", "stamp")
+
+    def __init__(self, parent: Node | None, key: bytes, block: int = 0):
         self.parent = parent
         self.key = key
         self.block = block
         self.children: dict[bytes, Node] | None = None  # made with the first child: a leaf needs none
         self.stamp = 0  # when its last reference went
+        self.is_root = parent is None
+        self.indexed = True  # until it leaves the index
 
 
 def root_key(salt: str) -> bytes:
@@ -65,7 +68,7 @@ class RadixTree:
         if path is None:
             path = []
         del path[limit:]
-        while path and path[-1].block == DETACHED:  # a parent never leaves before its children
+        while path and not path[-1].indexed:  # a parent never leaves before its children
             path.pop()
         node = path[-1] if path else self._roots.get(root_key(salt))
         width = self.key_bytes
@@ -95,8 +98,8 @@ class RadixTree:
         if parent is None:
             parent = self._roots.get(root_key(salt))
             if parent is None:
-                parent = self._roots[root_key(salt)] = Node(None, root_key(salt), ROOT)
-        elif parent.block == DETACHED:
+                parent = self._roots[root_key(salt)] = Node(None, root_key(salt))
+        elif not parent.indexed:
             return None
         children = parent.children
         if children is None:
@@ -145,7 +148,7 @@ class RadixTree:
         if pool.num_free < target:
             # every cached node stands above one in use; all go in one scan, for a scan per block would be quadratic
             for node in [n for n in self._nodes if n is not None and not pool.refs[n.block]]:
-                if node.block != DETACHED:
+                if node.indexed:
                     self.drop(node)
 
     def drop(self, node: Node) -> None:
@@ -160,23 +163,23 @@ class RadixTree:
                 stack.extend(node.children.values())
             block = node.block
             self._nodes[block] = None
-            node.block, node.parent, node.children = DETACHED, None, None  # no cycles are left to the collector
+            node.indexed, node.parent, node.children = False, None, None  # no cycles are left to the collector
             self.num_nodes -= 1
             if not self.pool.refs[block]:
                 self.num_cached -= 1
                 self.pool.free(block)
         if parent.children:
             return
-        if parent.block == ROOT:
+        if parent.is_root:
             del self._roots[parent.key]
         elif not self.pool.refs[parent.block]:
             heappush(self._leaves, (parent.stamp, parent))
 
     def drop_path(self, node: Node) -> None:
         """Take the whole path of a node, and what hangs on it, out of the index."""
-        if node.block == DETACHED:
+        if not node.indexed:
             return
-        while node.parent is not None and node.parent.block != ROOT:
+        while node.parent is not None and not node.parent.is_root:
             node = node.parent
         self.drop(node)
 
@@ -189,7 +192,7 @@ class RadixTree:
 
     def _is_current(self, entry: tuple[int, Node]) -> bool:
         stamp, node = entry
-        return node.stamp == stamp and node.block >= 0 and not node.children and not self.pool.refs[node.block]
+        return node.stamp == stamp and node.indexed and not node.children and not self.pool.refs[node.block]
 
     def check(self) -> set[int]:
         """The cached blocks; AssertionError unless tree, reference counts and eviction order agree with each other."""

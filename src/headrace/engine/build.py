@@ -29,7 +29,7 @@ from headrace.model.forward import Forward
 from headrace.model.loader import load_model
 from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
-from headrace.scheduler.config import SchedulerConfig
+from headrace.scheduler.config import Limits
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import Draft, Head, load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
@@ -142,10 +142,10 @@ def planned(
     return plan
 
 
-def scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
+def scheduler_config(config: EngineConfig, num_blocks: int) -> Limits:
     """The scheduler's part of the options, which are resolved."""
     assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    return SchedulerConfig(
+    return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,

@@ -124,7 +124,7 @@ class CoreLoop:
                 try:
                     self.core.add(message.request)
                 except HeadraceError as e:
-                    from headrace.engine.core import refused
+                    from headrace.engine.outputs import refused
 
                     self.send(News(Outputs(news=[refused(message.request.id, e)])))
         return True

@@ -1,22 +1,43 @@
-"""The two ends of a captured step: its rows from four numbers each and the slots' tables; its ids into table and mailbox.
+"""The two ends of a step: its rows from four numbers each and the slots' tables; its ids into the table, where the next step
+reads them, with the drafts verified. Captured or not: the same kernels.
 
-The kernel at the end also verifies drafts: which rows count, and how many drafts of a slot were right.
+Row i of a request with k drafts has the drafts 1 .. i before it, and is sampled as the plain run would sample that output
+token: the same processed logits, the same counted random number (purpose, seed, output index). Its id is right if all drafts
+before it are, that is if each equals the id sampled in the row before it. So the tokens are those of the plain run, one by
+one, and not only equal in distribution; and logprobs, penalties, masks and seeds need no rule of their own.
+
+This is the rejection sampling of Leviathan et al. (2023) and Chen et al. (2023) for proposals that are points: a draft d
+is accepted with probability p(d), and what replaces it is distributed as p without d. A draft model whose proposals are
+drawn with the very random numbers that the target will use makes such points too; the two then agree more often than not
+where their distributions do (a coupling: with inverse CDFs over one uniform number, as here, never more often than the
+min(1, p/q) of the published scheme, which is the best there is, and which needs the distribution q of every draft).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
-from headrace.kernels.verify import kept_rows, note_accepted
+from headrace.kernels.tables import Float, Int, SlotTables
+
+BLOCK = 256  # rows of a program
+SLOT, POSITION, NEW_BLOCK, UNVERIFIED = range(4)  # the numbers of a row
+IDS, FAILED, KEPT = range(3)  # what comes back of it
+COLUMNS = {c.name: int(c) for c in (Float.TEMPERATURE, Float.TOP_P, Float.MIN_P, *Int)}
+TYPES = dict(
+    token_ids=torch.int32, positions=torch.int32, slot_mapping=torch.int64, seq_slots=torch.int32, seq_lens=torch.int32,
+    temperature=torch.float32, top_p=torch.float32, min_p=torch.float32, top_k=torch.int32, seed=torch.int64,
+    output_index=torch.int64, sample_index=torch.int32, guesses=torch.int32,
+)  # fmt: skip
 
 
 @dataclass(slots=True)
-class DecodeRows:
-    """Outputs of `prepare_decode`, each [R], at fixed addresses; see ForwardBatch and SampleInputs for their meaning."""
+class Rows:
+    """Outputs of `prepare_rows`, each [R]; see ForwardBatch and SampleInputs for their meaning."""
 
     token_ids: Tensor  # int32
     positions: Tensor  # int32
@@ -33,96 +54,97 @@ class DecodeRows:
     guesses: Tensor  # int32: what stands behind the row's token, its draft if it has one
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> DecodeRows:
-        types = dict(
-            token_ids=torch.int32, positions=torch.int32, slot_mapping=torch.int64, seq_slots=torch.int32,
-            seq_lens=torch.int32, temperature=torch.float32, top_p=torch.float32, min_p=torch.float32, top_k=torch.int32,
-            seed=torch.int64, output_index=torch.int64, sample_index=torch.int32, guesses=torch.int32,
-        )  # fmt: skip
-        return cls(**{name: torch.zeros(rows, dtype=t, device=device) for name, t in types.items()})
+    def empty(cls, rows: int, device: torch.device) -> Rows:
+        return cls(**{name: torch.zeros(rows, dtype=t, device=device) for name, t in TYPES.items()})
 
-    def first(self, rows: int) -> DecodeRows:
-        """Views of the first rows."""
-        return DecodeRows(*(getattr(self, name)[:rows] for name in self.__slots__))
+    def part(self, start: int, stop: int) -> Rows:
+        """Views of some of the rows."""
+        return Rows(*(getattr(self, name)[start:stop] for name in self.__slots__))
 
 
-def prepare_decode(
-    inbox: Tensor, turn: Tensor, token_table: Tensor, block_tables: Tensor, floats: Tensor, ints: Tensor, accepted: Tensor,
-    rows: DecodeRows, *, block_size: int,
-) -> None:  # fmt: skip
-    """Fill `rows` from the next page of `inbox`, enter new blocks into the block tables, and count the page in `turn`.
+def prepare_rows(numbers: Tensor, turn: Tensor | None, tables: SlotTables, rows: Rows) -> None:
+    """Fill `rows` from `numbers`, and enter new blocks into the block tables.
 
-    inbox [pages, 4, >= R] int32, in memory that the device can read, its pages a power of two; turn [1] int32. A page has, for
-    each row: slot, position (-1: a padded row), id of the block that this position opens (-1: none), and, if > 0, that the
-    position is further on by what the slot accepted. token_table [slots, L], block_tables [slots, B] and accepted [slots]
-    int32, floats [slots, 6] float32 and ints [slots, 4] int64 as in worker.batch_state. A padded row reads nothing and gets
-    slot_mapping -1, seq_lens 0, temperature 0.
+    numbers [4, >= R] int32: for each row its slot, its position (-1: a padded row), the id of the block that this position
+    opens (-1: none, or it stands in the table), and, if > 0, that the position is further on by what the slot accepted. A
+    padded row reads nothing and gets slot_mapping -1, seq_lens 0, temperature 0.
+
+    With `turn` [1] int32, for captured steps: numbers [pages, 4, >= R] in memory that the device can read, pages a power of
+    two; `turn` says which page is next, and is moved on.
     """
-    if on_gpu(turn):
-        launch(inbox, turn, token_table, block_tables, floats, ints, accepted, rows, block_size)
+    if on_gpu(tables.token_ids):
+        launch(numbers, turn, tables, rows)
         return
-    numbers = inbox[int(turn) % len(inbox), :, : len(rows.token_ids)]
-    prepare_decode_reference(numbers, token_table, block_tables, floats, ints, accepted, rows, block_size=block_size)
-    turn += 1
+    if turn is not None:
+        numbers = numbers[int(turn) % len(numbers)]
+        turn += 1
+    prepare_rows_reference(numbers[:, : len(rows.token_ids)], tables, rows)
 
 
-def launch(inbox, turn, token_table, block_tables, floats, ints, accepted, rows: DecodeRows, block_size: int) -> None:
+def launch(numbers: Tensor, turn: Tensor | None, tables: SlotTables, rows: Rows) -> None:
+    """See `prepare_rows`. One program where pages are counted; else multiples of 16 rows are one form of the kernel."""
     count = len(rows.token_ids)
     outputs = (getattr(rows, name) for name in rows.__slots__)
-    _prepare_decode[(1,)](
-        inbox, turn, token_table, block_tables, floats, ints, accepted, *outputs, count, inbox.stride(0), inbox.stride(1),
-        token_table.stride(0), block_tables.stride(0), PAGES=inbox.shape[0], BLOCK_SIZE=block_size, FLOATS=floats.shape[1],
-        INTS=ints.shape[1], BLOCK=min(256, next_power_of_2(count)), num_warps=4, **pdl(turn),
+    _prepare_rows[(1 if turn is not None else -(-count // BLOCK),)](
+        numbers, turn, *tables[:5], *outputs, count, 0 if turn is None else numbers.stride(0), numbers.stride(-2),
+        tables.token_ids.stride(0), tables.block_tables.stride(0), PAGES=1 if turn is None else numbers.shape[0],
+        PAGED=turn is not None, BLOCK_SIZE=tables.block_size, FLOATS=len(Float), INTS=len(Int),
+        BLOCK=BLOCK if turn is None else min(BLOCK, next_power_of_2(count)), num_warps=4, **COLUMNS, **_pdl(turn),
     )  # fmt: skip
 
 
-def prepare_decode_reference(
-    numbers, token_table, block_tables, floats, ints, accepted, rows: DecodeRows, *, block_size: int
-) -> None:
-    """See `prepare_decode`."""
-    slots, positions, new_blocks, slack = numbers.long()
-    real = positions >= 0
-    at = positions.clamp(min=0) + torch.where(slack > 0, accepted[slots], 0)
+def _pdl(turn: Tensor | None) -> dict[str, bool]:
+    """Where steps are not captured, other kernels than ours come before and after."""
+    return {"PDL": False} if turn is None else pdl(turn)
+
+
+def prepare_rows_reference(numbers: Tensor, tables: SlotTables, rows: Rows) -> None:
+    """See `prepare_rows`; numbers [4, R]. In numpy: torch takes several times as long for the few rows of a decode step."""
+    token_table, block_tables, floats, ints, accepted = (t.numpy() for t in tables[:5])
+    slots, positions, new_blocks, unverified = numbers.numpy()
+    real, size = positions >= 0, tables.block_size
+    at = np.maximum(positions, 0) + np.where(unverified > 0, accepted[slots], 0)
     opened = real & (new_blocks >= 0)
-    block_tables[slots[opened], at[opened] // block_size] = new_blocks[opened].int()
-    blocks = block_tables[slots, at // block_size].long()
-    rows.seq_slots.copy_(slots)
-    rows.positions.copy_(at)
-    rows.token_ids.copy_(torch.where(real, token_table[slots, at], 0))
-    rows.guesses.copy_(torch.where(real, token_table[slots, at + 1], 0))
-    rows.slot_mapping.copy_(torch.where(real, blocks * block_size + at % block_size, -1))
-    rows.seq_lens.copy_(torch.where(real, at + 1, 0))
-    rows.temperature.copy_(torch.where(real, floats[slots, 0], 0.0))
-    rows.top_p.copy_(floats[slots, 1])
-    rows.min_p.copy_(floats[slots, 2])
-    rows.seed.copy_(ints[slots, 0])
-    rows.top_k.copy_(ints[slots, 1])
-    rows.sample_index.copy_(ints[slots, 2])
-    rows.output_index.copy_(at + 1 - ints[slots, 3])
+    block_tables[slots[opened], at[opened] // size] = new_blocks[opened]
+    blocks = block_tables[slots, at // size].astype(np.int64)
+    params, numbered = floats[slots], ints[slots]
+    found = dict(
+        token_ids=np.where(real, token_table[slots, at], 0), positions=at,
+        slot_mapping=np.where(real, blocks * size + at % size, -1), seq_slots=slots, seq_lens=np.where(real, at + 1, 0),
+        temperature=np.where(real, params[:, Float.TEMPERATURE], 0.0), top_p=params[:, Float.TOP_P],
+        min_p=params[:, Float.MIN_P], top_k=numbered[:, Int.TOP_K], seed=numbered[:, Int.SEED],
+        output_index=at + 1 - numbered[:, Int.PROMPT_LEN], sample_index=numbered[:, Int.SAMPLE_INDEX],
+        guesses=np.where(real, token_table[slots, at + 1], 0),
+    )  # fmt: skip
+    for name, values in found.items():
+        getattr(rows, name).numpy()[:] = values
 
 
 @jit
-def _prepare_decode(
-    inbox, turn, token_table, block_tables, floats, ints, accepted,
+def _prepare_rows(
+    numbers, turn, token_table, block_tables, floats, ints, accepted,
     token_ids, positions, slot_mapping, seq_slots, seq_lens, temperature, top_p, min_p, top_k, seed, output_index, sample_index,
     guesses, count, page_stride, number_stride, token_stride, table_stride,
-    PAGES: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    PAGES: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, FLOATS: tl.constexpr, INTS: tl.constexpr,
+    BLOCK: tl.constexpr, TEMPERATURE: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, SEED: tl.constexpr,
+    TOP_K: tl.constexpr, SAMPLE_INDEX: tl.constexpr, PROMPT_LEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    page = tl.load(turn)
-    numbers = inbox + (page & (PAGES - 1)) * page_stride
-    for first in range(0, count, BLOCK):
+    page = 0
+    if PAGED:
+        page = tl.load(turn)
+        numbers += (page & (PAGES - 1)) * page_stride
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         row = first + tl.arange(0, BLOCK)
         there = row < count
         slot = tl.load(numbers + row, there, 0, volatile=True).to(tl.int64)
         position = tl.load(numbers + number_stride + row, there, -1, volatile=True)
         new_block = tl.load(numbers + 2 * number_stride + row, there, -1, volatile=True)
         real = there & (position >= 0)
-        unsure = tl.load(numbers + 3 * number_stride + row, there, 0, volatile=True) > 0
-        at = tl.maximum(position, 0) + tl.load(accepted + slot, unsure, 0)
+        unverified = tl.load(numbers + 3 * number_stride + row, there, 0, volatile=True) > 0
+        at = tl.maximum(position, 0) + tl.load(accepted + slot, unverified, 0)
         place = block_tables + slot * table_stride + at // BLOCK_SIZE
         # a row's block is the new one or the table's: no read after a write
         block = tl.where(new_block >= 0, new_block, tl.load(place, real & (new_block < 0), 0)).to(tl.int64)
@@ -135,49 +157,59 @@ def _prepare_decode(
         tl.store(slot_mapping + row, tl.where(real, block * BLOCK_SIZE + at % BLOCK_SIZE, -1), there)
         tl.store(seq_lens + row, tl.where(real, at + 1, 0), there)
         f, i = floats + slot * FLOATS, ints + slot * INTS
-        tl.store(temperature + row, tl.load(f, real, 0.0), there)
-        tl.store(top_p + row, tl.load(f + 1, there, 1.0), there)
-        tl.store(min_p + row, tl.load(f + 2, there, 0.0), there)
-        tl.store(seed + row, tl.load(i, there, 0), there)
-        tl.store(top_k + row, tl.load(i + 1, there, 0).to(tl.int32), there)
-        tl.store(sample_index + row, tl.load(i + 2, there, 0).to(tl.int32), there)
-        tl.store(output_index + row, at + 1 - tl.load(i + 3, there, 0), there)
-    tl.debug_barrier()  # all threads have read it
-    tl.store(turn, page + 1)  # there is one program
+        tl.store(temperature + row, tl.load(f + TEMPERATURE, real, 0.0), there)
+        tl.store(top_p + row, tl.load(f + TOP_P, there, 1.0), there)
+        tl.store(min_p + row, tl.load(f + MIN_P, there, 0.0), there)
+        tl.store(seed + row, tl.load(i + SEED, there, 0), there)
+        tl.store(top_k + row, tl.load(i + TOP_K, there, 0).to(tl.int32), there)
+        tl.store(sample_index + row, tl.load(i + SAMPLE_INDEX, there, 0).to(tl.int32), there)
+        tl.store(output_index + row, at + 1 - tl.load(i + PROMPT_LEN, there, 0), there)
+    if PAGED:
+        tl.debug_barrier()  # all threads have read it
+        tl.store(turn, page + 1)  # there is one program
 
 
 def publish(
-    token_ids: Tensor, failed: Tensor, rows: DecodeRows, token_table: Tensor, outbox: Tensor, turn: Tensor,
-    accepted: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write sampled ids [R] int32 where the next step reads its input, token_table[slot, position + 1], not of padded rows.
+    token_ids: Tensor, failed: Tensor, rows: Rows, tables: SlotTables, out: Tensor, turn: Tensor | None, verify: bool = False
+) -> None:
+    """Write sampled ids [R] int32 where the next step reads its input: tables.token_ids[slot, position + 1].
 
-    Also writes ids and `failed` [R] bool to the page of outbox [pages, 3, >= R] int32 whose numbers these rows came from; and,
-    with `accepted` [slots] int32, verifies the drafts: which rows count, and how many drafts of a slot were right (see
-    kernels/verify.py). Rows of one request are neighbours.
+    Not those of padded rows. Also writes ids and `failed` [R] bool to out [3, >= R] int32, or, with `turn`, to the page of
+    out [pages, 3, >= R] whose numbers these rows came from. `verify`: rows of one request are neighbours; which of them count
+    goes to out too, and how many of a slot do, less one, to tables.accepted (-1: its first row's logits were not usable). A
+    failed row does not count: it is computed again in the next step, and fails there if it has to. After a wrong draft come
+    ids that nobody reads: the next step begins where they begin.
     """
     if on_gpu(token_ids):
-        launch_publish(token_ids, failed, rows, token_table, outbox, turn, accepted)
+        launch_publish(token_ids, failed, rows, tables, out, turn, verify)
         return
+    if turn is not None:
+        out = out[(int(turn) - 1) % len(out)]
     real = rows.seq_lens > 0
-    slots = rows.seq_slots.long()
-    token_table[slots[real], rows.seq_lens[real].long()] = token_ids[real]
-    page = outbox[(int(turn) - 1) % len(outbox), :, : len(token_ids)]
-    page[0], page[1] = token_ids, failed
-    if accepted is not None:
+    slots, page = rows.seq_slots.long(), out[:, : len(token_ids)]
+    tables.token_ids[slots[real], rows.seq_lens[real].long()] = token_ids[real]
+    page[IDS], page[FAILED] = token_ids, failed
+    if verify:
         _, counts = torch.unique_consecutive(slots, return_counts=True)
-        kept = kept_rows(token_ids, rows.guesses, failed, (counts.cumsum(0) - counts).repeat_interleave(counts))
-        note_accepted(accepted, slots[real], kept[real])
-        page[2] = kept
+        first_row = (counts.cumsum(0) - counts).repeat_interleave(counts)
+        wrong = ((token_ids != rows.guesses) | failed).to(torch.int32)
+        before = wrong.cumsum(0) - wrong
+        kept = (before == before[first_row]) & ~failed
+        tables.accepted.index_fill_(0, slots[real], -1)
+        tables.accepted.index_add_(0, slots[real], kept[real].to(torch.int32))
+        page[KEPT] = kept
 
 
-def launch_publish(token_ids, failed, rows: DecodeRows, token_table, outbox, turn, accepted) -> None:
+def launch_publish(token_ids, failed, rows: Rows, tables: SlotTables, out, turn, verify: bool) -> None:
+    """See `publish`."""
     count = token_ids.shape[0]
-    block = next_power_of_2(count) if accepted is not None else min(256, next_power_of_2(count))
+    block = next_power_of_2(count) if turn is not None else BLOCK  # one form for all steps that are not captured, if it can be
+    block = max(block, next_power_of_2(count)) if verify else min(block, BLOCK)
     _publish[(-(-count // block),)](
-        token_ids, failed, rows.seq_slots, rows.seq_lens, rows.guesses, token_table, outbox, turn, accepted, count,
-        token_table.stride(0), outbox.stride(0), outbox.stride(1), PAGES=outbox.shape[0], BLOCK=block,
-        VERIFY=accepted is not None, num_warps=4, **pdl(token_ids),
+        token_ids, failed, rows.seq_slots, rows.seq_lens, rows.guesses, tables.token_ids, out, turn, tables.accepted, count,
+        tables.token_ids.stride(0), 0 if turn is None else out.stride(0), out.stride(-2),
+        PAGES=1 if turn is None else out.shape[0], PAGED=turn is not None, BLOCK=block, VERIFY=verify, num_warps=4,
+        **_pdl(turn),
     )  # fmt: skip
 
 
@@ -186,23 +218,24 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@jit
+@jit(do_not_specialize=["count"])  # it differs from step to step
 def _publish(
     token_ids, failed, seq_slots, seq_lens, guesses, token_table, outbox, turn, accepted, count, stride, page_stride,
-    box_stride, PAGES: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
+    box_stride, PAGES: tl.constexpr, PAGED: tl.constexpr, BLOCK: tl.constexpr, VERIFY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < count
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    page = (tl.load(turn) - 1) & (PAGES - 1)
+    out = outbox + row
+    if PAGED:
+        out += ((tl.load(turn) - 1) & (PAGES - 1)) * page_stride
     length = tl.load(seq_lens + row, there, 0)
     slot = tl.load(seq_slots + row, there, -1)
     token = tl.load(token_ids + row, there, 0)
     broken = tl.load(failed + row, there, 0) != 0
     tl.store(token_table + slot.to(tl.int64) * stride + length, token, there & (length > 0))
-    out = outbox + page * page_stride + row
     tl.store(out, token, there)
     tl.store(out + box_stride, broken.to(tl.int32), there)
     if VERIFY:  # one program has all rows; a neighbour's numbers are loaded once more

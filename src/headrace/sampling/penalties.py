@@ -173,3 +173,12 @@ def count_tokens(counts: Tensor, slots: Tensor, token_ids: Tensor, kept: Tensor 
     """Add one occurrence of token_ids [R] in the outputs of slots [R] (int64), where `kept` [R]; pairs may repeat."""
     ones = torch.ones_like(slots, dtype=torch.int32) if kept is None else kept.to(torch.int32)
     counts.index_put_((slots, token_ids.long()), ones, accumulate=True)
+
+
+def counts_with_drafts(counts: Tensor, slots: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
+    """Token counts (load_counts) of each row [R, V] int32: of its slot [R], and of the drafts before it.
+
+    rows, drafts [N] int64: `drafts[n]` stands before row `rows[n]`.
+    """
+    own = counts[slots]
+    return own.index_put_((rows, drafts), torch.ones_like(rows, dtype=torch.int32), accumulate=True)

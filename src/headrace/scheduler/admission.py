@@ -5,18 +5,19 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from headrace.cache.radix_tree import RadixTree
 from headrace.errors import CapacityError, ParameterError
-from headrace.scheduler.config import SchedulerConfig
-from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.config import Limits
+from headrace.scheduler.decode_batch import Scheduled
 from headrace.scheduler.request import Request
 
 FIRST_GUESS = 256.0  # output tokens, before any request has ended
 MEMORY = 32  # requests over which the mean forgets
 
 
-def token_limit(request: Request, config: SchedulerConfig) -> int:
+def token_limit(request: Request, limits: Limits) -> int:
     """The number of tokens at which a request ends whatever it samples.
 
     Raises ParameterError or CapacityError, with the numbers, if it can never be served.
@@ -25,18 +26,18 @@ def token_limit(request: Request, config: SchedulerConfig) -> int:
     wanted = 1 if request.pooling is None else 0  # tokens beyond those that are there
     if num_prompt < 1:
         raise ParameterError("prompt_ids", request.prompt_ids, "at least one token")
-    if num_known + wanted > config.max_model_len:
-        allowed = f"at most max_model_len{' - 1' * wanted} = {config.max_model_len - wanted} tokens"
+    if num_known + wanted > limits.max_model_len:
+        allowed = f"at most max_model_len{' - 1' * wanted} = {limits.max_model_len - wanted} tokens"
         raise ParameterError("prompt_ids", f"{num_known} tokens", allowed)
-    if num_known > config.num_blocks * config.block_size:
+    if num_known > limits.num_blocks * limits.block_size:
         raise CapacityError(
-            f"a request of {num_known} tokens needs {-(-num_known // config.block_size)} blocks of the KV cache, "
-            f"which has {config.num_blocks} (of {config.block_size} tokens each)"
+            f"a request of {num_known} tokens needs {-(-num_known // limits.block_size)} blocks of the KV cache, "
+            f"which has {limits.num_blocks} (of {limits.block_size} tokens each)"
         )
     if request.pooling is not None:
         return num_known + 1
     max_tokens = request.params.max_tokens
-    limit = config.max_len if max_tokens is None else min(config.max_len, num_prompt + max_tokens)
+    limit = limits.max_len if max_tokens is None else min(limits.max_len, num_prompt + max_tokens)
     if num_known >= limit:
         allowed = f"fewer tokens than max_tokens = {max_tokens}"
         raise ParameterError("output_ids", f"{num_known - num_prompt} tokens", allowed)
@@ -65,6 +66,14 @@ class LengthEstimate:
         return min(most, int(max(mean - num_output, mean / 4, num_output / 4)) + 1)
 
 
+class Demand(NamedTuple):
+    """What a request brings to the forecast."""
+
+    own: int  # tokens in blocks that no other request holds
+    rest: int  # tokens still to come
+    fixed: int = 0  # blocks that become fixed with it
+
+
 class PeakForecast:
     """The peak of future KV use of the running requests, in blocks, with and without a candidate.
 
@@ -84,18 +93,18 @@ class PeakForecast:
         self._bound = 0  # blocks if nobody gave anything back before the last one ends
         self._rows: list[tuple[int, int]] = []  # (-rest, own)
 
-    def add(self, own: int, rest: int, fixed: int = 0) -> None:
-        self._fixed += fixed
-        self._bound += self._blocks(own + rest)
-        insort(self._rows, (-rest, own))
+    def add(self, demand: Demand) -> None:
+        self._fixed += demand.fixed
+        self._bound += self._blocks(demand.own + demand.rest)
+        insort(self._rows, (-demand.rest, demand.own))
 
-    def fits(self, own: int, rest: int, fixed: int = 0) -> bool:
-        """Whether the peak stays within the cache with one more request, which makes `fixed` more blocks fixed."""
-        room = self._num_blocks - self._fixed - fixed
-        if self._bound + self._blocks(own + rest) <= room:
+    def fits(self, demand: Demand) -> bool:
+        """Whether the peak stays within the cache with one more request."""
+        room = self._num_blocks - self._fixed - demand.fixed
+        if self._bound + self._blocks(demand.own + demand.rest) <= room:
             return True  # the usual case, without a look at the rows
         rows = self._rows.copy()
-        insort(rows, (-rest, own))
+        insort(rows, (-demand.rest, demand.own))
         size, half = self._block_size, self._block_size // 2
         tokens = 0
         for alive, (negative_rest, row_own) in enumerate(rows, 1):
@@ -119,23 +128,23 @@ class Admission:
     may always start. A head that was refused is asked about again when somebody has given blocks back.
     """
 
-    def __init__(self, config: SchedulerConfig, tree: RadixTree):
-        self._config, self._tree = config, tree
-        self._heap: list[tuple[tuple[float, float, int], Entry]] = []  # those who ended in the queue are skipped
-        self._refused: Entry | None = None
+    def __init__(self, limits: Limits, tree: RadixTree):
+        self._limits, self._tree = limits, tree
+        self._heap: list[tuple[tuple[float, float, int], Request]] = []  # those who ended in the queue are skipped
+        self._refused: Request | None = None
         self._promised = 0  # blocks that those who hold some can come to hold
         self.num_waiting = 0
         self.estimate = LengthEstimate()
 
-    def push(self, entry: Entry) -> None:
-        heappush(self._heap, (entry.rank, entry))
+    def push(self, request: Request) -> None:
+        heappush(self._heap, (request.rank, request))
         self.num_waiting += 1
 
-    def push_back(self, entry: Entry) -> None:
+    def push_back(self, request: Request) -> None:
         """Queue a preempted request again; as the head it waits until somebody else has left: no thrashing."""
-        self.push(entry)
-        if self._heap[0][1] is entry:
-            self._refused = entry
+        self.push(request)
+        if self._heap[0][1] is request:
+            self._refused = request
 
     def forget(self) -> None:
         """A queued request has ended: its heap item stays until it surfaces, but they must not pile up behind the head."""
@@ -144,86 +153,83 @@ class Admission:
             self._heap = [item for item in self._heap if not item[1].finished]
             heapify(self._heap)
 
-    def left(self, entry: Entry) -> None:
+    def left(self, request: Request) -> None:
         """Somebody has given all blocks back."""
         self._refused = None
-        self._promised -= self._most_blocks(entry)
+        self._promised -= self._most_blocks(request)
 
-    def _most_blocks(self, entry: Entry) -> int:
-        return -(-(entry.limit - 1) // self._config.block_size)
+    def _most_blocks(self, request: Request) -> int:
+        return -(-(request.limit - 1) // self._limits.block_size)
 
-    def waiting(self) -> list[Entry]:
-        return [entry for _, entry in self._heap if not entry.finished]
+    def waiting(self) -> list[Request]:
+        return [request for _, request in self._heap if not request.finished]
 
-    def admissible(self, step: Step, free_slots: list[int], running: tuple[list[Entry], list[Entry]]) -> Iterator[Entry]:
+    def admissible(
+        self, step: Scheduled, free_slots: list[int], running: tuple[list[Request], list[Request]]
+    ) -> Iterator[Request]:
         """Those who may start in this step, one after the other, out of the queue and with their `path` matched.
 
         The caller starts each before it asks for the next: `free_slots`, `step` and `running` (the lists of those who
         want more tokens) are looked at again each time.
         """
         forecast: PeakForecast | None = None
+        refs = self._tree.pool.refs
         aside = []
         while self._heap and free_slots and step.budget > 0:
-            entry = self._heap[0][1]
-            if entry.finished:
+            request = self._heap[0][1]
+            if request.finished:
                 heappop(self._heap)
                 continue
-            crowded = len(free_slots) < self._config.max_num_seqs
-            if entry is self._refused and crowded:
+            crowded = len(free_slots) < self._limits.max_num_seqs
+            if request is self._refused and crowded:
                 break
-            if entry.reads_cache:
-                limit = (entry.request.num_known - 1) // self._config.block_size  # the last token is always computed
-                self._tree.match(entry.ids, entry.request.cache_salt, limit, entry.path)
-            if self._is_computed_now(entry, step):
-                entry.delayed = True
+            if request.reads_cache:
+                limit = (request.num_known - 1) // self._limits.block_size  # the last token is always computed
+                self._tree.match(request.keys, request.cache_salt, limit, request.path)
+            if self._is_computed_now(request, step):
+                request.delayed = True
                 aside.append(heappop(self._heap))
                 continue
-            demand = self._demand(entry)
-            fits = self._tree.num_available > demand[-1]
-            promised = self._promised + self._most_blocks(entry)
-            if fits and crowded and promised > self._config.num_blocks:
+            revived = sum(not refs[node.block] for node in request.path)  # blocks of its hit that nobody holds now
+            demand = self._demand(request, len(request.path), revived)
+            fits = self._tree.num_available > revived
+            promised = self._promised + self._most_blocks(request)
+            if fits and crowded and promised > self._limits.num_blocks:
                 forecast = forecast or self._forecast(running)
-                fits = forecast.fits(*demand)
+                fits = forecast.fits(demand)
             if not fits:
-                self._refused = entry
+                self._refused = request
                 break
             if forecast is not None:
-                forecast.add(*demand)
+                forecast.add(demand)
             heappop(self._heap)
             self.num_waiting -= 1
             self._promised = promised
-            yield entry
+            yield request
         for item in aside:
             heappush(self._heap, item)
 
-    def _is_computed_now(self, entry: Entry, step: Step) -> bool:
+    def _is_computed_now(self, request: Request, step: Scheduled) -> bool:
         """Whether this step computes the very block that a waiting request would compute next."""
-        if not step.computing or entry.delayed or not entry.reads_cache:
+        if not step.computing or request.delayed or not request.reads_cache:
             return False
-        index, request = len(entry.path), entry.request
-        if (index + 1) * self._config.block_size >= request.num_known:
+        index = len(request.path)
+        if (index + 1) * self._limits.block_size >= request.num_known:
             return False  # not a block that could be hit
-        parent = entry.path[-1] if entry.path else None
-        return (parent, request.cache_salt, entry.key(index, self._tree.key_bytes)) in step.computing
+        parent = request.path[-1] if request.path else None
+        return (parent, request.cache_salt, request.key(index, self._tree.key_bytes)) in step.computing
 
-    def _forecast(self, running: tuple[list[Entry], list[Entry]]) -> PeakForecast:
-        entries = running[0] + running[1]
-        own_blocks = sum(len(entry.request.block_ids) - entry.num_hit for entry in entries)
-        num_blocks = self._config.num_blocks
+    def _forecast(self, running: tuple[list[Request], list[Request]]) -> PeakForecast:
+        requests = running[0] + running[1]
+        own_blocks = sum(len(request.block_ids) - request.num_hit for request in requests)
+        num_blocks = self._limits.num_blocks
         in_use = num_blocks - self._tree.num_available
-        forecast = PeakForecast(num_blocks, self._config.block_size, in_use - own_blocks)
-        for entry in entries:
-            forecast.add(*self._expected(entry, entry.num_hit))
+        forecast = PeakForecast(num_blocks, self._limits.block_size, in_use - own_blocks)
+        for request in requests:
+            forecast.add(self._demand(request, request.num_hit))
         return forecast
 
-    def _demand(self, entry: Entry) -> tuple[int, int, int]:
-        """What a waiting request would bring: as _expected(), and the blocks of its hit that nobody holds now."""
-        refs = self._tree.pool.refs
-        revived = sum(not refs[node.block] for node in entry.path)
-        return *self._expected(entry, len(entry.path)), revived
-
-    def _expected(self, entry: Entry, num_hit: int) -> tuple[int, int]:
-        """Tokens in blocks of its own, and tokens still to come."""
-        num_tokens = entry.request.num_tokens
-        rest = self.estimate.remaining(num_tokens - entry.num_prompt, entry.limit - num_tokens)
-        return num_tokens - num_hit * self._config.block_size, rest
+    def _demand(self, request: Request, num_hit: int, revived: int = 0) -> Demand:
+        num_tokens = request.num_tokens
+        rest = self.estimate.remaining(request.num_output, request.limit - num_tokens)
+        return Demand(num_tokens - num_hit * self._limits.block_size, rest, revived)

@@ -1,116 +1,154 @@
-"""What one step does, as plain data: the scheduler writes it, the worker and the tests read it. No torch here."""
+"""What one step does, and what came of it, as messages: the scheduler writes a plan, the worker a result. No torch here.
+
+A plan says all that the worker must know of requests: what is said at their admission is kept there, by slot. So the worker
+can be in another process, or in several.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from headrace.scheduler.request import Request
+import msgspec
+import numpy as np
+
+from headrace.sampling.params import SamplingParams
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """`num_tokens` tokens of one request, at positions [start, start + num_tokens).
+class Admitted(msgspec.Struct, array_like=True, eq=False):
+    """A request that got a slot with this step: the worker (re)loads what it keeps of the slot."""
 
-    With `slack` the step before this one verifies so many drafts and has not settled: `start` and `output_index` are those of
-    no draft accepted, and the device adds what it did accept (at most `slack`; -1: the step came to nothing, and this one
-    computes its token again). When that step settles, the scheduler does the same here and sets `slack` to 0.
-    """
-
-    request: Request
     slot: int
-    start: int
-    num_tokens: int
-    samples: bool  # the last row's logits are sampled: the chunk reaches the end of what exists
-    admitted: bool = False  # first step since the request got its slot: the worker must (re)load the slot's state
-    new_blocks: list[int] = field(default_factory=list)  # appended to the block table by this step
-    block_offset: int = 0  # index in the block table of new_blocks[0]
-    output_index: int = 0  # which output token this step samples (0 = the first): known with overlap too
-    num_drafts: int = 0  # the last rows are guesses of what the rows before them sample; every one of them is verified
-    drafts: Sequence[int] = ()  # where the host guesses: ids from start + 1 on, as it was scheduled; else the worker's drafter
-    slack: int = 0
-    draft_index: int = 0  # of a row on its own (sampled_rows): how many drafts stand before its token and with it
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def num_sampled(self) -> int:
-        """Rows whose logits are sampled."""
-        return 1 + self.num_drafts if self.samples else 0
-
-    def sampled_rows(self) -> list[Chunk]:
-        """The rows that are sampled, each as if it were a decode of its own, with the drafts before it."""
-        if not self.num_drafts:
-            return [self]
-        first = self.start + self.num_tokens - 1 - self.num_drafts
-        return [
-            Chunk(
-                self.request, self.slot, first + i, 1, True,
-                output_index=self.output_index + i, drafts=self.drafts[:i], slack=self.slack, draft_index=i,
-            )
-            for i in range(1 + self.num_drafts)
-        ]  # fmt: skip
+    token_ids: array  # int32, all that are known
+    num_prompt: int
+    num_cached: int  # tokens whose KV was found in the prefix index
+    block_ids: list[int]  # the whole table
+    params: SamplingParams  # but for what only the host can do: users' functions, grammars
+    seed: int
+    pooling: str | None
 
 
-@dataclass(slots=True, eq=False)
-class Decodes:
-    """One token each of requests whose slots the worker knows, sampled; as arrays, for there may be hundreds of them.
+class NewBlocks(NamedTuple):
+    """Blocks appended to the table of a slot that the worker knows, from index `column` on."""
 
-    All but `now` and `new_blocks` are the same objects in every step as long as the same requests decode.
+    slot: int
+    column: int
+    blocks: list[int]
+
+
+class StepPlan(msgspec.Struct, array_like=True, eq=False):
+    """S sequences, each the next tokens of one request: plain decodes first, then decodes with drafts, then prefills.
+
+    The sequence s computes `counts[s]` tokens, at positions [starts[s], starts[s] + counts[s]). If it `samples`, it reaches the
+    end of what exists, and its last 1 + drafts[s] rows are sampled: the last rows are guesses of what the rows before them
+    sample, and each is verified.
+
+    With `unverified` > 0 the step before this one verifies so many drafts of the request and has not settled: `starts` is that
+    of no draft accepted, and the device adds what it did accept (at most so many; -1: the step came to nothing, and this one
+    computes its token again).
+
+    The arrays of the plain decodes are the same objects in every step, but for `starts`, as long as the same requests decode.
     """
-
-    requests: list[Request]
-    ids: list[str]  # of the requests
-    slots: array  # [n] int32
-    offsets: array  # [n] int64
-    now: int = 0  # the token's position is offset + now
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # row, index in its block table, block
-
-    def __len__(self) -> int:
-        return len(self.requests)
-
-    @classmethod
-    def none(cls) -> Decodes:
-        return cls([], [], array("i"), array("q"))
-
-    def chunk(self, row: int) -> Chunk:
-        """A row as a chunk, for those who look at it alone; it does not show its new block."""
-        request, start = self.requests[row], self.offsets[row] + self.now
-        return Chunk(request, self.slots[row], start, 1, True, output_index=start + 1 - len(request.prompt_ids))
-
-
-@dataclass(slots=True, eq=False)
-class StepPlan:
-    """Rows in their order: decodes first, then the other chunks: decodes with drafts, then prefills."""
 
     step: int
-    decodes: Decodes
-    others: list[Chunk]
-    num_drafts: int = 0  # of all chunks
-    _chunks: list[Chunk] | None = None
+    version: int  # steps of equal versions have the same plain decodes, in the same slots
+    num_decodes: int  # leading sequences of one token each that sample: plain decodes, of slots that the worker knows
+    ids: list[str]  # of the requests
+    slots: np.ndarray  # [S] int32, as all but `samples`
+    starts: np.ndarray
+    counts: np.ndarray
+    drafts: np.ndarray
+    unverified: np.ndarray
+    samples: np.ndarray  # [S] bool
+    admitted: list[Admitted] = []
+    new_blocks: list[NewBlocks] = []
+    guesses: dict[int, list[int]] = {}  # by sequence, where the host guesses: ids from start + 1 on; else the worker drafts
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
     @property
-    def chunks(self) -> list[Chunk]:
-        """All rows as chunks. Made when first asked for: a plain decode step never is."""
-        if self._chunks is None:
-            decodes = [self.decodes.chunk(row) for row in range(len(self.decodes))]
-            for row, index, block in self.decodes.new_blocks:
-                decodes[row].new_blocks, decodes[row].block_offset = [block], index
-            self._chunks = decodes + self.others
-        return self._chunks
+    def is_plain(self) -> bool:
+        """Nothing but plain decodes: nearly always."""
+        return self.num_decodes == len(self.ids)
 
     @property
-    def unsure(self) -> bool:
-        """Whether some rows may be further on than the host knows."""
-        return any(c.slack for c in self.others)
+    def is_decode(self) -> bool:
+        """Every row samples the next token, or one after drafts, of a request whose slot the worker knows already."""
+        return self.is_plain or (not self.admitted and bool((self.samples & (self.counts == 1 + self.drafts)).all()))
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(c.num_tokens for c in self.others)
+        return self.num_decodes if self.is_plain else int(self.counts.sum())
 
     @property
-    def num_seqs(self) -> int:
-        return len(self.decodes) + len(self.others)
+    def num_drafts(self) -> int:
+        return 0 if self.is_plain else int(self.drafts.sum())
+
+    @property
+    def num_prefill(self) -> int:
+        """Tokens of sequences that are more than a token and its drafts."""
+        return 0 if self.is_plain else int(self.counts[self.counts > 1 + self.drafts].sum())
+
+    @property
+    def any_unverified(self) -> bool:
+        return not self.is_plain and bool(self.unverified.any())
+
+    @property
+    def num_sampled(self) -> np.ndarray:
+        """Rows of each sequence whose logits are sampled."""
+        return self.counts if self.is_plain else self.samples * (1 + self.drafts)
+
+
+class TokenScores(NamedTuple):
+    """Ids and logprobs of a sampled token and, behind it, of the likeliest ones; the token's rank."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    rank: int
+
+
+class PromptScores(NamedTuple):
+    """The same of the prompt tokens that a sequence's rows predict: [n, k + 1] and ranks [n]."""
+
+    sequence: int
+    ids: np.ndarray
+    logprobs: np.ndarray
+    ranks: np.ndarray
+
+
+class Pooled(NamedTuple):
+    sequence: int
+    vector: np.ndarray  # [H]: the sum of the rows, or the last one
+
+
+class StepResult(msgspec.Struct, array_like=True, eq=False):
+    """What a step produced. Sequences are those of its plan."""
+
+    token_ids: list[int]  # of all sequences, one after the other
+    # how many each sequence got [S]. A plain decode always has one; others none if they do not sample, or have drafts and are
+    # to be computed again without (a NaN of theirs reaches the rows before them in attention)
+    counts: list[int]
+    failed: frozenset[int] = frozenset()  # sequences that have no valid result
+    logprobs: dict[int, list[TokenScores]] = {}  # of the sequences that asked for them, of each id
+    prompt_logprobs: list[PromptScores] = []
+    pooled: list[Pooled] = []
+
+
+def to_message(value: Any) -> Any:
+    """For encoders of plans and results: arrays as type, shape and bytes."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, array):
+        return value.tobytes()
+    raise NotImplementedError(f"a {type(value).__name__} does not travel")
+
+
+def from_message(kind: type, value: Any) -> Any:
+    """For decoders: the reverse."""
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype).reshape(shape)
+    if kind is array:
+        return array("i", value)
+    raise NotImplementedError(f"a {kind.__name__} does not travel")

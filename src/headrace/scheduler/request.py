@@ -1,4 +1,4 @@
-"""A request as the engine core knows it: token ids, sampling parameters and the two counters that are its progress."""
+"""A request as the engine core knows it: token ids, sampling parameters, the two counters that are its progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from headrace.cache.radix_tree import ID_BYTES, Node
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
@@ -60,7 +62,7 @@ class Request:
     offset: int = 0  # num_scheduled, but for what the clock says
     clock: Clock | None = None  # of the batch of decodes in which it runs
     num_drafts: int = 0  # guesses of its next tokens that somebody has, to be verified in its next decode
-    num_unsure: int = 0  # drafts in launched steps: how many of them are right the host has not read
+    num_unverified: int = 0  # drafts in launched steps: how many of them are right the host has not read
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
@@ -69,8 +71,55 @@ class Request:
     first_scheduled: float = 0.0  # time.monotonic() of the first admission
     first_token: float = 0.0
 
+    # ---- the scheduler's notes, from `prepare` on
+    rank: tuple[float, float, int] = (0, 0.0, 0)  # orders all requests, lower first: who lacks blocks takes them from behind
+    limit: int = 0  # tokens at which it ends whatever it samples
+    stops: dict[int, int | None] = field(default_factory=dict)  # id -> stop_reason; None also for an EOS named as a stop id
+    caching: bool = False  # its blocks enter the prefix index
+    reads_cache: bool = False
+    delayed: bool = False  # has waited a step for somebody else's blocks
+    retired: bool = False  # gets no more rows, but launched steps may hold some; it leaves with the last
+    last_step: int = 0  # the number of the last step that holds its row; of a batch's member: before it became one
+    next_event: int = 0  # when, on the clock of the batch in which it runs, it must be looked at
+    ahead: Any = None  # the step that has a row of it behind drafts that have not settled
+
+    # ---- its blocks, anew with each admission
+    keys: bytes = b""  # known ids as the prefix index compares them, made once and not again in each step of waiting
+    path: list[Node] = field(default_factory=list)  # where the index agrees with `keys`, while waiting
+    indexing: bool = False  # its next full block may enter the index
+    num_indexed: int = 0  # blocks that have
+    cursor: Node | None = None  # the node of the last of them; None: the root
+    num_hit: int = 0  # blocks got from the index
+    capacity: int = 0  # tokens that the block table has room for
+
     def __post_init__(self) -> None:
         self.prompt_ids = packed(self.prompt_ids)
+
+    def prepare(self, rank: tuple[float, float, int], limit: int, caching: bool) -> None:
+        """Enter a scheduler. ParameterError if an id is no int32."""
+        params = self.params
+        self.rank, self.limit, self.caching = rank, limit, caching
+        self.stops = {i: i for i in params.stop_token_ids or ()}
+        if not params.ignore_eos:
+            self.stops.update(dict.fromkeys(params.eos_token_ids))
+        # a hit would skip the very rows whose logprobs or mean were asked for
+        self.reads_cache = caching and params.prompt_logprobs is None and self.pooling != "mean"
+        self.reset()
+
+    def reset(self) -> None:
+        """Be as if never admitted."""
+        self.keys = self.known_ids().tobytes()
+        self.path, self.cursor = [], None
+        self.indexing, self.num_indexed = self.caching, 0
+        self.num_hit = self.capacity = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def min_output(self) -> int:
+        return self.params.min_tokens
 
     def failed(self, exception: Exception) -> None:
         """One of its logits processors has raised this."""
@@ -124,3 +173,16 @@ class Request:
     def known_ids(self) -> array:
         """All of them, int32."""
         return self.prompt_ids + packed(self.output_ids) if self.output_ids else self.prompt_ids
+
+    def fills(self, stop: int, size: int) -> bool:
+        """Whether, with `stop` tokens computed, another full block of `size` can enter the prefix index."""
+        return self.indexing and (self.num_indexed + 1) * size <= stop
+
+    def key(self, index: int, width: int) -> bytes:
+        """The key of the full block `index`, `width` bytes, of ids that the host knows."""
+        key = self.keys[index * width : (index + 1) * width]
+        if len(key) < width:
+            self.keys = b""  # beyond what was known at admission: from here on each block is asked for once
+            size = width // ID_BYTES
+            key = packed(self.token_ids(index * size, (index + 1) * size)).tobytes()
+        return key

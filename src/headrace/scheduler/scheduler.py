@@ -5,26 +5,37 @@
     schedule(N+1), launched(N+1)   may come before settle(N): pending tokens are counted, their ids stay on the device
     settle(N)    pending ids become known; requests end; what no launched step holds any more is given back
 
-Who holds slots and blocks, and how they come and go, is the roster's part (`scheduler.roster`).
+Who holds slots and blocks, and how they come and go, is the block manager's part.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from typing import NamedTuple
 
 from headrace.errors import ParameterError
 from headrace.scheduler.admission import token_limit
-from headrace.scheduler.config import SchedulerConfig
-from headrace.scheduler.decode_batch import RANK
-from headrace.scheduler.drafts import add_draft_chunk, draft_count
-from headrace.scheduler.entry import Entry, Step
+from headrace.scheduler.block_manager import BlockManager
+from headrace.scheduler.config import Limits, PrefillBudget
+from headrace.scheduler.decode_batch import RANK, Row, Scheduled
 from headrace.scheduler.invariants import check_scheduler
-from headrace.scheduler.pace import Pace
-from headrace.scheduler.plan import Chunk, Decodes, StepPlan
+from headrace.scheduler.plan import NewBlocks, StepPlan, StepResult
 from headrace.scheduler.request import Request
-from headrace.scheduler.roster import Roster
-from headrace.scheduler.settle import Settled, settle_step
+
+
+class Gain(NamedTuple):
+    """A request and the ids that it took."""
+
+    request: Request
+    ids: list[int]
+
+
+class Settled(NamedTuple):
+    """What a step brought to its requests, but for those that had ended before. A request is in one of the parts only."""
+
+    ids: list[str]  # those that got one more token, and nothing else is to be said of them: nearly all
+    tokens: list[int]
+    gains: list[Gain]  # those that got their first or several, or ended
 
 
 class Scheduler:
@@ -37,61 +48,55 @@ class Scheduler:
     A request that outgrows the whole cache ends with "length", like one that reaches max_model_len.
     """
 
-    def __init__(self, config: SchedulerConfig):
-        self.config = config
-        self._roster = Roster(config)
-        self.pool, self.tree, self._admission = self._roster.pool, self._roster.tree, self._roster.admission
-        self.stats = self._roster.stats
-        self._pace: Pace | None = None
-        if config.max_itl is not None:
-            self._pace = Pace(config.max_itl, config.block_size, config.max_num_batched_tokens)
-        self._flight: dict[int, Step] = {}  # by number: scheduled and not settled
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._blocks = BlockManager(limits)
+        self.pool, self.tree, self._admission = self._blocks.pool, self._blocks.tree, self._blocks.admission
+        self.live, self.stats = self._blocks.live, self._blocks.stats  # by id: all requests that are not finished
+        self._prefill_budget: PrefillBudget | None = None
+        if limits.max_itl is not None:
+            self._prefill_budget = PrefillBudget(limits.max_itl, limits.block_size, limits.max_num_batched_tokens)
+        self._flight: dict[int, Scheduled] = {}  # by number: not settled
         self._num_steps = self._num_added = 0
 
     # ---- requests in and out
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ParameterError or CapacityError, with the numbers, if it can never be served."""
-        if self.has(request.id):
+        if request.id in self.live:
             raise ParameterError("request_id", request.id, "an id that no live request has")
-        limit = token_limit(request, self.config)
-        priority = request.priority if self.config.policy == "priority" else 0
+        limit = token_limit(request, self.limits)
+        priority = request.priority if self.limits.policy == "priority" else 0
         self._num_added += 1
-        rank = (priority, request.arrival, self._num_added)
-        entry = Entry(request, rank, limit, self.config.enable_prefix_caching)
-        self._roster.live[request.id] = entry
-        self._admission.push(entry)
-
-    def has(self, request_id: str) -> bool:
-        """Whether it waits or runs."""
-        return request_id in self._roster.live
+        request.prepare((priority, request.arrival, self._num_added), limit, self.limits.enable_prefix_caching)
+        self.live[request.id] = request
+        self._admission.push(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, whatever it is doing; None if there is no such one. Its ids so far stay as they are."""
-        entry = self._roster.live.get(request_id)
-        if entry is None:
-            return None
-        self._roster.finish(entry, "abort")
-        return entry.request
+        request = self.live.get(request_id)
+        if request is not None:
+            self._blocks.finish(request, "abort")
+        return request
 
     # ---- a step
 
     def schedule(self, drafting: bool = True) -> StepPlan | None:
         """The next step; None if nothing can run now (perhaps until launched steps settle). `drafting`: somebody has drafts."""
-        step = Step(self._num_steps + 1, self.config.max_num_batched_tokens)
-        if self._roster.decoding:
+        step = Scheduled(self._num_steps + 1, self.limits.max_num_batched_tokens)
+        if self._blocks.decoding:
             self._decode(step, drafting)
-        if self._pace is not None and (step.decodes or step.chunks):
-            step.budget = min(step.budget, self._pace.prefill_tokens())
-        if self._roster.prefilling:
+        if self._prefill_budget is not None and (step.decodes.ids or step.others):
+            step.budget = min(step.budget, self._prefill_budget.prefill_tokens())
+        if self._blocks.prefilling:
             self._prefill(step)
         if self._admission.num_waiting:
             self._admit(step)
-        if step.decodes is None and not step.chunks:
+        if not step.decodes.ids and not step.others:
             return None
         self._num_steps = step.number
         self._flight[step.number] = step
-        return StepPlan(step.number, step.decodes or Decodes.none(), step.chunks, step.num_drafts)
+        return step.plan()
 
     def launched(self, plan: StepPlan) -> None:
         """The worker has launched the plan for good: its full blocks may be hit by whatever is launched later."""
@@ -99,145 +104,217 @@ class Scheduler:
         if not step.filled:
             return
         unknown = []
-        for entry, stop in step.filled:
-            if not entry.finished:
-                self._roster.index(entry, min(stop, entry.request.num_known))
-                if stop > entry.request.num_known:
-                    unknown.append((entry, stop))
+        for request, stop in step.filled:
+            if not request.finished:
+                self._blocks.index(request, min(stop, request.num_known))
+                if stop > request.num_known:
+                    unknown.append((request, stop))
         step.filled = unknown
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """What a step has cost, for the choice of further ones."""
-        if self._pace is not None and (plan.decodes or plan.num_drafts):
-            self._pace.observe(sum(c.num_tokens for c in plan.others if c.num_tokens > 1 + c.num_drafts), seconds)
-
-    def settle(
-        self, plan: StepPlan, tokens: list[int], sampled: Sequence[list[int]], failed: frozenset[int] = frozenset()
-    ) -> Settled:
-        """Take a launched plan's result; steps settle in their order.
-
-        `tokens` are the ids of the decodes, `sampled[i]` those of the other chunk i: empty if it does not sample, or has
-        drafts and is to be computed again without (a NaN of theirs reaches the rows before them in attention), which a step
-        behind it does already (Chunk.slack). The rows in `failed` (decodes, then chunks) have no valid result and end their
-        requests with "error".
-        """
-        step = self._flight.pop(plan.step)
-        self._roster.num_settled = plan.step
-        return settle_step(self._roster, step, tokens, sampled, failed)
+        if self._prefill_budget is not None and (plan.num_decodes or plan.num_drafts):
+            self._prefill_budget.observe(plan.num_prefill, seconds)
 
     # ---- the three parts of a step
 
-    def _decode(self, step: Step, drafting: bool) -> None:
+    def _decode(self, step: Scheduled, drafting: bool) -> None:
         """One token for each decoding request, as far as budget and blocks go."""
-        roster, budget = self._roster, step.budget
-        batch, decoding = roster.batch, roster.decoding
-        members, now = batch.entries, batch.clock.now
+        blocks, budget = self._blocks, step.budget
+        batch, decoding = blocks.batch, blocks.decoding
+        members, now = batch.members, batch.clock.now
         while len(members) > budget:
             batch.leave(members[-1])
         # half of what the decodes leave: drafts must not starve the prefills
-        most_drafts = min(self.config.max_draft_rows - len(decoding), (budget - len(decoding)) // 2) if drafting else 0
-        speculating = most_drafts > 0 or roster.num_drafting > 0
+        most_drafts = min(self.limits.max_draft_rows - len(decoding), (budget - len(decoding)) // 2) if drafting else 0
+        speculating = most_drafts > 0 or blocks.num_drafting > 0
         due = batch.due()
         everyone = speculating or len(members) < len(decoding)
-        for entry in decoding if everyone else due:  # may lose its tail to preemption on the way, never what was visited
-            member, request = entry in batch, entry.request
+        for request in decoding if everyone else due:  # may lose its tail to preemption on the way, never what was visited
+            member = request in batch
             if not member and not everyone:
                 continue
-            if speculating and (request.num_drafts or request.num_unsure):
-                most = max(0, most_drafts - step.num_drafts) if len(decoding) <= budget else -1
-                if self._speculate(entry, step, most):
+            if speculating and (request.num_drafts or request.num_unverified):
+                most = 1 + max(0, most_drafts - step.num_drafts) if len(decoding) <= budget else 0
+                if self._speculate(request, step, most):
                     continue
-            if not member or entry.due == now:
-                self._advance(entry, step)
+            if not member or request.next_event == now:
+                self._advance(request, step)
         if members:
             batch.tick(step)
-        step.budget = budget - len(members) - len(step.chunks) - step.num_drafts
-        for entry in step.last:
-            roster.part(entry)
+        step.budget = budget - len(members) - len(step.others) - step.num_drafts
+        for request in step.last:
+            blocks.retire(request)
 
-    def _speculate(self, entry: Entry, step: Step, most: int) -> bool:
-        """Give a decode drafts, or a row behind those that have not settled; False if it goes on as one without."""
-        unsure = entry.request.num_unsure > 0
-        count = draft_count(self._roster, entry, most)
-        if count > 0 or (count == 0 and unsure):
-            if entry in self._roster.batch:
-                self._roster.batch.leave(entry)
-            add_draft_chunk(self._roster, entry, step, count)
-        return count > 0 or unsure
+    def _speculate(self, request: Request, step: Scheduled, most: int) -> bool:
+        """Give a decode a row with drafts, or one behind drafts that have not settled, of at most `most` tokens.
 
-    def _advance(self, entry: Entry, step: Step) -> None:
+        False if it goes on as one without. Such a row counts as one token until its step settles, as if there were no drafts.
+        Behind unsettled ones it waits where there is no room, or what is to be done to its token depends on which one it is.
+        """
+        blocks, unverified, start = self._blocks, request.num_unverified, request.num_scheduled
+        count = blocks.verifiable(request, most)
+        if count <= 1 and not unverified:
+            return False
+        index = start + 1 - len(request.prompt_ids)
+        early = index + unverified + count <= request.min_output  # stop ids are banned in all rows, whatever is accepted
+        if unverified and (not count or request.ahead is not None or not (early or index > request.min_output)):
+            return True
+        if request in blocks.batch:
+            blocks.batch.leave(request)
+        missing = -(-(start + unverified + count - request.capacity) // blocks.block_size)
+        if missing > 0:
+            step.new_blocks.append(NewBlocks(request.slot, len(request.block_ids), blocks.grow(request, missing)))
+        step.others.append(Row(request, True, request.slot, start, count, count - 1, unverified, True))
+        request.num_scheduled, request.last_step = start + 1, step.number
+        if unverified:
+            request.ahead = step
+        elif not (start + 1) % blocks.block_size:
+            step.filled.append((request, start + 1))
+        if count > 1:
+            request.num_unverified += count - 1
+            blocks.num_drafting += 1
+            step.num_drafts += count - 1
+        return True
+
+    def _advance(self, request: Request, step: Scheduled) -> None:
         """See to it that a decode can have its next row in the batch. Who finds no block waits outside of it."""
-        roster, batch, start = self._roster, self._roster.batch, entry.request.num_scheduled
-        members, member = batch.entries, entry in batch
+        blocks, batch, start = self._blocks, self._blocks.batch, request.num_scheduled
+        members, member = batch.members, request in batch
         if not member and len(members) == step.budget:
-            if members[-1].rank < entry.rank:
+            if members[-1].rank < request.rank:
                 return
             batch.leave(members[-1])
-        if start == entry.capacity:
-            if not roster.room(entry, step, 1):
+        if start == request.capacity:
+            if not blocks.room(request, step, 1):
                 if member:
-                    batch.leave(entry)
+                    batch.leave(request)
                 return
-            step.new_blocks.append((entry, len(entry.request.block_ids), roster.grow(entry, 1)[0]))
+            step.new_blocks.append(NewBlocks(request.slot, len(request.block_ids), blocks.grow(request, 1)))
         if not member:
-            batch.join(entry)
-        if not (start + 1) % roster.block_size:
-            step.filled.append((entry, start + 1))
-        if start + 2 < entry.limit:
-            batch.expect(entry, start + 1)
+            batch.join(request)
+        if not (start + 1) % blocks.block_size:
+            step.filled.append((request, start + 1))
+        if start + 2 < request.limit:
+            batch.expect(request, start + 1)
         else:
-            step.last.append(entry)
+            step.last.append(request)
 
-    def _prefill(self, step: Step) -> None:
-        prefilling, complete = self._roster.prefilling, []
-        for entry in prefilling:  # may lose its tail, as above
+    def _prefill(self, step: Scheduled) -> None:
+        prefilling, complete = self._blocks.prefilling, []
+        for request in prefilling:  # may lose its tail, as above
             if step.budget == 0:
                 break
-            if self._extend(entry, step, admitted=False):
-                complete.append(entry)
-        for entry in complete:
-            prefilling.remove(entry)
-            self._roster.prefilled(entry)
+            if self._extend(request, step, admitted=False):
+                complete.append(request)
+        for request in complete:
+            prefilling.remove(request)
+            self._blocks.prefilled(request)
 
-    def _admit(self, step: Step) -> None:
-        roster = self._roster
-        for entry in self._admission.admissible(step, roster.free_slots, (roster.decoding, roster.prefilling)):
-            roster.enter(entry)
-            if self._extend(entry, step, admitted=True):
-                roster.prefilled(entry)
+    def _admit(self, step: Scheduled) -> None:
+        blocks = self._blocks
+        for request in self._admission.admissible(step, blocks.free_slots, (blocks.decoding, blocks.prefilling)):
+            blocks.admit(request)
+            if self._extend(request, step, admitted=True):
+                blocks.prefilled(request)
             else:
-                insort(roster.prefilling, entry, key=RANK)
+                insort(blocks.prefilling, request, key=RANK)
 
-    def _extend(self, entry: Entry, step: Step, admitted: bool) -> bool:
+    def _extend(self, request: Request, step: Scheduled, admitted: bool) -> bool:
         """Give a request as many of the tokens that it lacks as budget and blocks allow; whether that was all."""
-        request, roster, size = entry.request, self._roster, self._roster.block_size
+        blocks, size = self._blocks, self._blocks.block_size
         start = request.num_scheduled
         lacking = request.num_tokens - start
         count = min(lacking, step.budget)
         held = len(request.block_ids)
         missing = -(-(start + count) // size) - held
-        new_blocks: list[int] = []
         if missing > 0:
-            granted = roster.room(entry, step, missing)
+            granted = blocks.room(request, step, missing)
             count = min(count, (held + granted) * size - start)
             if count <= 0:
                 return False
-            new_blocks = roster.grow(entry, granted)
-        stop = start + count
-        samples = count == lacking
-        if admitted:  # the whole table is new to the worker, the part that was hit too
-            held, new_blocks = 0, request.block_ids.copy()
-        step.chunks.append(Chunk(request, request.slot, start, count, samples, admitted, new_blocks, held, request.num_output))
-        step.entries.append(entry)
+            grown = blocks.grow(request, granted)
+            if not admitted:
+                step.new_blocks.append(NewBlocks(request.slot, held, grown))
+        if admitted:
+            step.admit(request)
+        stop, complete = start + count, count == lacking
+        samples = complete and request.pooling is None
+        step.others.append(Row(request, complete, request.slot, start, count, 0, 0, samples))
         step.budget -= count
-        if (entry.num_indexed + 1) * size <= stop:
-            step.filled.append((entry, stop))
+        if request.fills(stop, size):
+            step.filled.append((request, stop))
             if self._admission.num_waiting:
-                key = entry.key(entry.num_indexed, roster.key_bytes)
-                step.computing.add((entry.cursor, request.cache_salt, key))
-        request.num_scheduled = stop
-        entry.last_step = step.number
-        return samples
+                key = request.key(request.num_indexed, blocks.key_bytes)
+                step.computing.add((request.cursor, request.cache_salt, key))
+        request.num_scheduled, request.last_step = stop, step.number
+        return complete
+
+    # ---- a step's result
+
+    def settle(self, plan: StepPlan, result: StepResult) -> Settled:
+        """Take a launched plan's result; steps settle in their order. Sequences that failed end their requests with "error"."""
+        step = self._flight.pop(plan.step)
+        blocks = self._blocks
+        blocks.num_settled = plan.step
+        gains = self._fail(step, result.failed) if result.failed else []
+        for request, stop in step.filled:  # before the new ids: all of these are known by now
+            if not request.finished:
+                blocks.index(request, stop)
+        ids, tokens = self._settle_decodes(step, result.token_ids, gains)
+        begin = len(step.decodes.ids)
+        for row, count in zip(step.others, result.counts[begin:], strict=True) if step.others else ():
+            request, taken = row.request, result.token_ids[begin : begin + count]
+            begin += count
+            if row.drafts:
+                blocks.settle_drafts(request, row.drafts, count)
+            if row.completes:
+                self._gain(request, taken, gains)
+            if row.drafts and request.num_tokens >= request.limit and not request.retired:
+                blocks.retire(request)  # a launched step samples its last token
+            elif request in blocks.leaving:
+                blocks.release(request)
+        return Settled(ids, tokens, gains)
+
+    def _fail(self, step: Scheduled, failed: frozenset[int]) -> list[Gain]:
+        gains, requests = [], step.requests()
+        for request in (requests[i] for i in sorted(failed)):
+            if not request.finished:
+                if request.cursor is not None:
+                    # a NaN in a shared block would fail everybody who hits it, for ever; so the whole path is forgotten
+                    self.tree.drop_path(request.cursor)
+                self._blocks.finish(request, "error")
+                gains.append(Gain(request, []))
+        return gains
+
+    def _settle_decodes(self, step: Scheduled, tokens: list[int], gains: list[Gain]) -> tuple[list[str], list[int]]:
+        """The plain decodes that just got one more token, and the tokens; what happened to the others goes to `gains`."""
+        requests, ids = step.decodes.requests, step.decodes.ids
+        apart = []
+        for i, (request, token) in enumerate(zip(requests, tokens, strict=False)):
+            if request.retired or token in request.stops:
+                apart.append(i)
+            else:  # shorter than its limit: whoever gets there has retired
+                request.output_ids.append(token)
+        if step.others or apart:
+            tokens = tokens[: len(ids)]
+        if not apart:
+            return ids, tokens
+        for i in apart:
+            self._gain(requests[i], [tokens[i]], gains)
+            if requests[i] in self._blocks.leaving:
+                self._blocks.release(requests[i])
+        ids = ids.copy()
+        for i in reversed(apart):
+            del ids[i], tokens[i]
+        return ids, tokens
+
+    def _gain(self, request: Request, ids: list[int], gains: list[Gain]) -> None:
+        """Who has ended before takes nothing."""
+        if not request.finished:
+            taken = self._blocks.take(request, ids)
+            if taken or request.finished:
+                gains.append(Gain(request, taken))
 
     # ---- upkeep and gauges
 
@@ -247,22 +324,22 @@ class Scheduler:
 
     def check(self) -> None:
         """Law 5 and all counters; AssertionError with a description. Costs a walk over everything."""
-        check_scheduler(self.config, self._roster, self._flight.values())
+        check_scheduler(self.limits, self._blocks, self._flight.values())
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request wants or holds anything: also one that ended while a launched step has its row."""
-        return bool(self._roster.live or self._roster.leaving)
+        return bool(self.live or self._blocks.leaving)
 
     @property
     def num_running(self) -> int:
         """Requests that own a slot."""
-        return self.config.max_num_seqs - len(self._roster.free_slots)
+        return self.limits.max_num_seqs - len(self._blocks.free_slots)
 
     @property
     def decoding(self) -> list[Request]:
         """The requests that want one token (or more, with drafts), by rank."""
-        return [entry.request for entry in self._roster.decoding]
+        return self._blocks.decoding
 
     @property
     def num_waiting(self) -> int:

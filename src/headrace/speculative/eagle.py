@@ -35,8 +35,8 @@ from headrace.model.config import ModelConfig
 from headrace.model.forward import Forward
 from headrace.model.linear import Weight, make_linear
 from headrace.model.rope import rope_tables
-from headrace.scheduler.plan import Chunk
 from headrace.speculative.draft_model import DraftModel
+from headrace.speculative.proposer import DraftRow
 from headrace.worker.batch_state import BatchState
 
 
@@ -160,26 +160,29 @@ class EagleHead(DraftModel):
             self._features.index_copy_(0, places, self._fused)
             self._fused = None
 
-    def _stop(self, chunk: Chunk) -> int:
-        return chunk.start  # the features of the last known token come with this step
+    def _stop(self, row: DraftRow) -> int:
+        return row.start  # the features of the last known token come with this step
 
-    def _computed(self, drafted: Chunk, chunk: Chunk) -> int:
-        return drafted.start  # rows after that had no features of the target
+    def _computed(self, drafted: DraftRow, start: int, behind: bool) -> int:
+        if behind:
+            return start - 1  # rows after that had no features of the target
+        return max(drafted.start - 1, start - 1 - drafted.num_drafts) if drafted.unverified else drafted.start
 
-    def _forward(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None) -> Tensor:
-        batch = self._shifted(slots, starts, counts, slack)
+    def _forward(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, unverified: np.ndarray | None = None
+    ) -> Tensor:
+        batch = self._shifted(slots, starts, counts, unverified)
         return self._run(batch, self._features[batch.slot_mapping])
 
-    def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, slack: np.ndarray) -> Tensor:
-        return self._run(self._shifted(slots, places - 1, np.ones_like(slots), slack), hidden)
+    def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, unverified: np.ndarray) -> Tensor:
+        return self._run(self._shifted(slots, places - 1, np.ones_like(slots), unverified), hidden)
 
     def _shifted(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, unverified: np.ndarray | None = None
     ) -> ForwardBatch:
         """Rows with the tokens after them."""
-        batch = self.state.rows(slots, starts, counts, slack)
-        row_slots = self.state.staging.upload(np.repeat(slots, counts).astype(np.int64))
-        batch.token_ids = self.state.token_ids[row_slots, batch.positions.long() + 1]
+        batch, _, rows = self.state.prepare(slots, starts, counts, unverified)
+        batch.token_ids = rows.guesses
         return batch
 
     def _run(self, batch: ForwardBatch, features: Tensor) -> Tensor:

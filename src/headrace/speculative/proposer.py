@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from headrace.scheduler.plan import Chunk
+from headrace.scheduler.plan import StepPlan
 from headrace.scheduler.request import Request
 
 
@@ -21,6 +21,15 @@ class HostProposer(Protocol):
         ...
 
 
+class DraftRow(NamedTuple):
+    """A sequence of a plan that is to be drafted for; see StepPlan."""
+
+    slot: int
+    start: int
+    num_drafts: int
+    unverified: int
+
+
 class Drafter(Protocol):
     """Guesses on the device, inside the step, after the slots' tables were brought up to date and before the forward.
 
@@ -29,10 +38,10 @@ class Drafter(Protocol):
 
     cost: float  # of one draft token, relative to a decode step of the target
 
-    def placed(self, chunks: Sequence[Chunk]) -> None:
-        """These chunks got a slot or new blocks with this step: what was in them belongs to nobody."""
+    def placed(self, plan: StepPlan) -> None:
+        """A step begins: who got a slot or new blocks with it, and how far everybody is."""
         ...
 
-    def propose(self, chunks: Sequence[Chunk]) -> None:
-        """Write `num_drafts` ids of each chunk to the slots' token table, from position start + 1 on; never wait."""
+    def propose(self, rows: Sequence[DraftRow]) -> None:
+        """Write `num_drafts` ids of each row to the slots' token table, from position start + 1 on; never wait."""
         ...

@@ -2,7 +2,7 @@
 
     core.step:  settles_first(...) -> whether the step in flight must be read before the next is scheduled
                 choose(requests)   -> Request.num_drafts, which the scheduler grants in part or whole
-                fill(plan)         -> Chunk.drafts, where the host knows them
+                fill(plan)         -> StepPlan.guesses, where the host knows them
                 settled(...)       -> counters and acceptance rates
 
 A drafter on the device needs no ids on the host: its steps overlap as ever. A proposer on the host knows the tokens one step
@@ -19,11 +19,11 @@ captured step is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace.scheduler.plan import Chunk, StepPlan
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, expected_tokens
 from headrace.speculative.proposer import HostProposer
@@ -39,7 +39,7 @@ MAX_POSITIONS = 32  # that are counted one by one
 class SpeculationStats:
     """Counters since the start. Mean accepted length = 1 + num_accepted_tokens / num_drafts."""
 
-    num_drafts: int = 0  # chunks with drafts that were verified
+    num_drafts: int = 0  # rows with drafts that were verified
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
@@ -74,21 +74,21 @@ class Speculator:
         self.idle = 0.1  # how long a device that waits for the host does so, relative to a step
         self._lengths = DraftLengths(num_tokens, cost)
         self._rates: dict[str, AcceptanceRate] = {}
-        self._wishes: list[Request] = []
+        self._chosen: list[Request] = []
         self._drafts: dict[str, list[int]] = {}
         self._forced: set[str] = set()
-        self._free: set[Chunk] = set()  # in flight with what a grammar forces: no evidence of how good the guesses are
+        self._free: set[tuple[int, str]] = set()  # steps with what a grammar forces, and of whom: no evidence of guesses
         self._broken: set[str] = set()  # a step with drafts yielded nothing: these get none any more
 
     @property
     def active(self) -> bool:
         """Whether there is anything to choose: without guesses and grammars a step does not ask."""
-        return self._guesses or bool(self._wishes) or (self.structured is not None and self.structured.has_any)
+        return self._guesses or bool(self._chosen) or (self.structured is not None and self.structured.has_any)
 
     @property
     def has_drafts(self) -> bool:
         """Whether a request was given any by `choose`."""
-        return bool(self._wishes)
+        return bool(self._chosen)
 
     def settles_first(self, in_flight: StepPlan, requests: Sequence[Request]) -> bool:
         """Whether the step in flight must be read before the next is scheduled, for the sake of these decoding requests."""
@@ -104,13 +104,13 @@ class Speculator:
             gain = 0.0
             if constrained and (run := self._forced_run(request)):
                 gain = len(run)
-                guessed += 0.0 if request.num_unsure else gain
+                guessed += 0.0 if request.num_unverified else gain
             elif self.proposer is not None and request.num_pending and (count := self._guess(request, 1 << 30, 0)):
                 if self._has_grammar(request):  # its masks need the ids as well
                     return True
                 rate = self._rates[request.id].measured
                 gain = expected_tokens(rate, count) - 1.0
-                guessed += gain * rate ** (request.num_pending + request.num_unsure)
+                guessed += gain * rate ** (request.num_pending + request.num_unverified)
             settled += 1.0 + gain
             guessed += 1.0
         return settled > guessed * (1.0 + self.idle)
@@ -121,7 +121,7 @@ class Speculator:
 
     def choose(self, requests: Sequence[Request]) -> None:
         """Say how many drafts each of these decoding requests has; the others have none."""
-        self._forget_wishes()
+        self._forget_choice()
         room = self.max_rows - len(requests)
         if room <= 0:
             return
@@ -129,7 +129,7 @@ class Speculator:
         free = room if constrained else min(room, self.padded(len(requests)) - len(requests))
         for request in requests:
             # behind drafts that have not settled it is not known where a run goes on
-            run = self._forced_run(request)[:free] if free and not request.num_unsure else []
+            run = self._forced_run(request)[:free] if free and not request.num_unverified else []
             if run:
                 self._drafts[request.id] = run
                 self._forced.add(request.id)
@@ -137,38 +137,42 @@ class Speculator:
             count = len(run) or self._guess(request, room, request.num_pending)
             if count:
                 request.num_drafts = count
-                self._wishes.append(request)
-        fair = max(1, room // max(1, len(self._wishes)))
-        if sum(r.num_drafts for r in self._wishes) > room:
-            for request in self._wishes:
+                self._chosen.append(request)
+        fair = max(1, room // max(1, len(self._chosen)))
+        if sum(r.num_drafts for r in self._chosen) > room:
+            for request in self._chosen:
                 request.num_drafts = min(request.num_drafts, fair)
 
     def fill(self, plan: StepPlan) -> None:
-        for chunk in plan.others:
-            if chunk.num_drafts:
-                chunk.drafts = self._drafts.get(chunk.request.id, ())[: chunk.slack + chunk.num_drafts]
-                if chunk.request.id in self._forced:
-                    self._free.add(chunk)
+        drafts, unverified = plan.drafts.tolist(), plan.unverified.tolist()
+        for i in range(plan.num_decodes, len(plan)):
+            name = plan.ids[i]
+            if not drafts[i]:
+                continue
+            if guessed := self._drafts.get(name, ())[: unverified[i] + drafts[i]]:
+                plan.guesses[i] = list(guessed)
+            if name in self._forced:
+                self._free.add((plan.step, name))
 
-    def settled(self, plan: StepPlan, sampled: Sequence[list[int]]) -> None:
-        """`sampled[i]`: the ids of plan.others[i], one more than its drafts that were right."""
-        for name in plan.decodes.ids if self._rates else ():
+    def settled(self, plan: StepPlan, result: StepResult, live: Container[str]) -> None:
+        """A step's counts are one more than its drafts that were right; `live`: the requests that go on."""
+        for name in plan.ids[: plan.num_decodes] if self._rates else ():
             if (rate := self._rates.get(name)) is not None:
                 rate.rest()
-        for chunk, ids in zip(plan.others, sampled, strict=True):
-            if not chunk.num_drafts:
+        drafts = plan.drafts.tolist()
+        for i in range(plan.num_decodes, len(plan)):
+            name, drafted, count = plan.ids[i], drafts[i], result.counts[i]
+            if not drafted:
                 continue
-            if not ids:
-                self._free.discard(chunk)
-                if chunk.request.finish_reason is None:
-                    self._broken.add(chunk.request.id)
+            forced = (plan.step, name) in self._free
+            self._free.discard((plan.step, name))
+            if not count:
+                if name in live:
+                    self._broken.add(name)
                 continue
-            self.stats.count(chunk.num_drafts, len(ids) - 1)
-            rate = self._rates.get(chunk.request.id)
-            if chunk in self._free:
-                self._free.remove(chunk)
-            elif rate is not None:
-                rate.observe(chunk.num_drafts, len(ids) - 1)
+            self.stats.count(drafted, count - 1)
+            if not forced and (rate := self._rates.get(name)) is not None:
+                rate.observe(drafted, count - 1)
 
     def end(self, request_id: str) -> None:
         self._rates.pop(request_id, None)
@@ -176,10 +180,10 @@ class Speculator:
         if self.proposer is not None:
             self.proposer.end(request_id)
 
-    def _forget_wishes(self) -> None:
-        for request in self._wishes:
+    def _forget_choice(self) -> None:
+        for request in self._chosen:
             request.num_drafts = 0
-        self._wishes.clear()
+        self._chosen.clear()
         self._drafts.clear()
         self._forced.clear()
 
@@ -197,7 +201,7 @@ class Speculator:
         matcher = self._matcher(request)
         if matcher is None or not self._takes_drafts(request):
             return []
-        return matcher.forced()[request.num_pending + request.num_unsure :]
+        return matcher.forced()[request.num_pending + request.num_unverified :]
 
     def _guess(self, request: Request, room: int, pending: int) -> int:
         """How many drafts are guessed for a request, at most `room`; those of the host are kept for `fill`.
@@ -215,11 +219,11 @@ class Speculator:
             return 0  # what masks on the host must know cannot be guessed on the device, nor behind tokens without an id
         if self.proposer is None:
             return most
-        unsure = request.num_unsure if pending else 0
-        drafts = self.proposer.propose(request, pending + unsure + most)[pending:]
+        unverified = request.num_unverified if pending else 0
+        drafts = self.proposer.propose(request, pending + unverified + most)[pending:]
         if matcher is not None and drafts:
             drafts = drafts[: matcher.valid_prefix(drafts)]
-        if len(drafts) <= unsure:
+        if len(drafts) <= unverified:
             return 0
         self._drafts[request.id] = drafts
-        return len(drafts) - unsure
+        return len(drafts) - unverified

@@ -2,7 +2,7 @@
 
 Compilation runs in a few threads, each after a trial in a process of its own (see trial.py); a request enters the scheduler
 when its grammar is there. A failure is the error of that request alone. Compiled grammars, and refusals, are kept in an LRU
-cache that is bounded in number and in bytes of the wishes' texts.
+cache that is bounded in number and in bytes of the specs' texts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ from headrace.structured_output.trial import Trial
 if TYPE_CHECKING:
     from headrace.structured_output.llguidance_backend import LLGuidance, Matcher
 
-# for (row) [Q] int64: bits [Q, ceil(V / 32)] int32, and the rows after which only the end may follow
-GrammarMasks = tuple[np.ndarray, np.ndarray, set[int]]
 COMPILE_SECONDS = 60.0  # with the trial, which has a limit of its own
 CACHE_BYTES = 8 << 20
 CACHE_GRAMMARS = 256
 THREADS = 2
 STACK_BYTES = 16 << 20  # of the threads that compile: more than the trial has
+
+
+@dataclass(slots=True)
+class GrammarMasks:
+    """What the grammars allow in some of a step's rows."""
+
+    rows: np.ndarray  # [Q] int64: of the logits
+    bits: np.ndarray  # [Q, ceil(V / 32)] int32
+    must_end: set[int]  # the rows in which only the end may follow
 
 
 @dataclass(slots=True)
@@ -42,7 +49,7 @@ class _Job:
 
 
 class StructuredOutput:
-    """Compiles wishes and keeps the matchers of live requests. All methods belong to the core's thread."""
+    """Compiles grammar specs and keeps the matchers of live requests. All methods belong to the core's thread."""
 
     def __init__(self, make_backend: Callable[[], LLGuidance], vocab_size: int):
         self._make_backend = make_backend
@@ -55,14 +62,15 @@ class StructuredOutput:
         self._cache: OrderedDict[str, Matcher | ParameterError] = OrderedDict()
         self._cache_bytes = 0
         self._matchers: dict[str, Matcher] = {}
+        self._followed: dict[str, int] = {}  # tokens of the output that a matcher has been led past
 
     @property
     def compiling(self) -> bool:
         return bool(self._jobs)
 
-    def compile(self, wish: StructuredOutputsParams, item: Any) -> None:
+    def compile(self, spec: StructuredOutputsParams, item: Any) -> None:
         """Start to compile; `item` comes back from `compiled`."""
-        key = wish.key()
+        key = spec.key()
         known = self._cache.get(key)
         if known is not None:
             self._cache.move_to_end(key)
@@ -70,7 +78,7 @@ class StructuredOutput:
             future.set_result(known)
         else:
             same = [job.future for job in self._jobs if job.key == key]
-            future = same[0] if same else self._submit(wish)
+            future = same[0] if same else self._submit(spec)
         self._jobs.append(_Job(key, future, item))
 
     def compiled(self) -> list[tuple[Any, Matcher | HeadraceError]]:
@@ -102,29 +110,29 @@ class StructuredOutput:
         self._jobs = [job for job in self._jobs if not unwanted(job.item)]
         return dropped
 
-    def start(self, request_id: str, matcher: Matcher) -> None:
-        """A request has entered the engine."""
-        self._matchers[request_id] = matcher
+    def start(self, request_id: str, matcher: Matcher, num_output: int) -> None:
+        """A request has entered the engine, its matcher at the end of the output that there is."""
+        self._matchers[request_id], self._followed[request_id] = matcher, num_output
 
     @property
     def has_any(self) -> bool:
         return bool(self._matchers)
 
-    def has(self, request_id: str) -> bool:
-        return request_id in self._matchers
-
     def matcher(self, request_id: str) -> Matcher | None:
         """Where an output stands after its settled ids; None if it has no grammar. Not to be moved by others."""
         return self._matchers.get(request_id)
 
-    def accept(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """These were sampled (under the masks, so they fit)."""
-        matcher = self._matchers.get(request_id)
-        if matcher is not None and not matcher.ended:
-            matcher.accept(token_ids)
+    def follow(self, request_id: str, output_ids: Sequence[int]) -> None:
+        """Lead a matcher, if the request has one, to the end of its output (sampled under the masks, so it fits)."""
+        matcher, begin = self._matchers.get(request_id), self._followed.get(request_id, 0)
+        if matcher is not None and begin < len(output_ids):
+            self._followed[request_id] = len(output_ids)
+            if not matcher.ended:
+                matcher.accept(output_ids[begin:])
 
     def end(self, request_id: str) -> None:
         self._matchers.pop(request_id, None)
+        self._followed.pop(request_id, None)
 
     def error(self, request_id: str) -> str | None:
         """Why this output cannot go on: its grammar has met a limit of the parser."""
@@ -132,7 +140,7 @@ class StructuredOutput:
         return None if matcher is None else matcher.error
 
     def masks(self, rows: Sequence[tuple[int, str, Sequence[int]]]) -> GrammarMasks:
-        """For (row, request id, drafts): rows [Q] int64, bits [Q, words] int32, and the rows where only the end may follow.
+        """For (row, request id, drafts).
 
         A matcher in error allows nothing, which fails its row. Drafts have a row each, after that of their request.
         """
@@ -153,21 +161,21 @@ class StructuredOutput:
                 places.append(row + i)
                 if ahead.ended:
                     ended.add(row + i)
-        return np.asarray(places, np.int64), np.concatenate([bits, further]) if further else bits, ended
+        return GrammarMasks(np.asarray(places, np.int64), np.concatenate([bits, further]) if further else bits, ended)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for trial in self._trials:
             trial.close()
 
-    def _submit(self, wish: StructuredOutputsParams) -> Future[Matcher | ParameterError]:
+    def _submit(self, spec: StructuredOutputsParams) -> Future[Matcher | ParameterError]:
         before = threading.stack_size(STACK_BYTES)  # the pool starts its threads in submit
         try:
-            return self._pool.submit(self._compile, wish)
+            return self._pool.submit(self._compile, spec)
         finally:
             threading.stack_size(before)
 
-    def _compile(self, wish: StructuredOutputsParams) -> Matcher | ParameterError:
+    def _compile(self, spec: StructuredOutputsParams) -> Matcher | ParameterError:
         if self._backend is None:
             self._backend = self._make_backend()  # two threads may make one each: the same, and only at the beginning
         trial = getattr(self._local, "trial", None)
@@ -175,14 +183,14 @@ class StructuredOutput:
             trial = self._local.trial = Trial(self._backend.spec)
             self._trials.append(trial)
         try:
-            trial.check(wish)
-            return self._backend.compile(wish)
+            trial.check(spec)
+            return self._backend.compile(spec)
         except ParameterError as e:
             return e
 
     def _result(self, job: _Job) -> Matcher | HeadraceError:
         error = job.future.exception()
-        if error is not None:  # not the wish's fault: it may work the next time
+        if error is not None:  # not the spec's fault: it may work the next time
             return _failed(f"{type(error).__name__}: {error}")
         found = job.future.result()
         self._keep(job.key, found)

@@ -11,23 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.kernels.tables import PIECE, enter
+from headrace.kernels.prepare import Rows, prepare_rows
+from headrace.kernels.tables import WRITE, Float, Int, SlotTables, enter
 from headrace.model.batch import ForwardBatch, WantedRows
-from headrace.scheduler.plan import Chunk, Decodes, StepPlan
-from headrace.scheduler.request import Request
-from headrace.worker.rows import RowNumbers
+from headrace.scheduler.plan import Admitted, NewBlocks, StepPlan
 from headrace.worker.staging import Staging
 
-# columns of the parameter tables, one row per slot
-FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTS = ("seed", "top_k", "sample_index", "prompt_len")
-TOKEN_IDS, BLOCKS, PARAM_FLOATS, PARAM_INTS = range(4)  # the tables, as int32
+TOKEN_IDS, BLOCKS, FLOATS, INTS = range(4)  # the tables that the host writes, as int32
+ALIGN = 16  # rows: tensors begin at 16 bytes, and the kernel has one form for all their numbers
 
 
-class Piece(NamedTuple):
+class TableWrite(NamedTuple):
     """New values in a row of a table."""
 
     table: int
@@ -36,114 +32,179 @@ class Piece(NamedTuple):
     values: Sequence[int] | np.ndarray
 
 
+class Prepared(NamedTuple):
+    """The rows of a step: all of them, and those that are sampled, each as a sequence of its own."""
+
+    batch: ForwardBatch
+    wanted: WantedRows | None  # the sampled rows, where only these are read
+    rows: Rows  # of the sampled rows
+
+
 class BatchState:
     """Slot-indexed tensors. Slot `max_num_seqs` belongs to the padded rows of CUDA graphs.
 
-    token_ids [slots, max_model_len + 1] int32; block_tables [slots, blocks per sequence] int32;
-    floats [slots, len(FLOATS)] float32; ints [slots, len(INTS)] int64; accepted [slots] int32: how many drafts of the last
-    step that had some were right, -1 if its logits were not usable; rows behind it, which the host placed without this number,
-    are moved on by it (`shift`).
+    `admitted` holds by slot what its request said at admission; `host_floats`, `host_ints` are parameter tables on the host.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
         slots = max_num_seqs + 1
         self.dummy_slot, self.block_size, self.device = max_num_seqs, block_size, device
         self.staging = Staging(device)
-        self.token_ids = zeros((slots, max_model_len + 1), torch.int32, device)
-        self.block_tables = zeros((slots, -(-max_model_len // block_size)), torch.int32, device)
-        self.floats = zeros((slots, len(FLOATS)), torch.float32, device)
-        self.ints = zeros((slots, len(INTS)), torch.int64, device)
-        self.accepted = zeros((slots,), torch.int32, device)
-        self.host_floats = np.zeros((slots, len(FLOATS)), np.float32)
-        self.host_ints = np.zeros((slots, len(INTS)), np.int64)
-        self.host_floats[:, FLOATS.index("top_p")] = self.host_floats[:, FLOATS.index("repetition_penalty")] = 1.0
+        self.tables = SlotTables(
+            token_ids=zeros((slots, max_model_len + 1), torch.int32, device),
+            block_tables=zeros((slots, -(-max_model_len // block_size)), torch.int32, device),
+            floats=zeros((slots, len(Float)), torch.float32, device),
+            ints=zeros((slots, len(Int)), torch.int64, device),
+            accepted=zeros((slots,), torch.int32, device),
+            block_size=block_size,
+        )
+        self.token_ids, self.block_tables = self.tables.token_ids, self.tables.block_tables
+        self.admitted: list[Admitted | None] = [None] * slots
+        self.host_floats = np.zeros((slots, len(Float)), np.float32)
+        self.host_ints = np.zeros((slots, len(Int)), np.int64)
+        self.host_floats[:, Float.TOP_P] = self.host_floats[:, Float.REPETITION_PENALTY] = 1.0
 
     @staticmethod
     def bytes(max_num_seqs: int, max_model_len: int, block_size: int) -> int:
         """Device memory of the tables."""
-        per_slot = 4 * (max_model_len + 1) + 4 * -(-max_model_len // block_size) + 4 * len(FLOATS) + 8 * len(INTS) + 4
+        per_slot = 4 * (max_model_len + 1) + 4 * -(-max_model_len // block_size) + 4 * len(Float) + 8 * len(Int) + 4
         return (max_num_seqs + 1) * per_slot
 
-    def apply(self, plan: StepPlan) -> list[Request]:
-        """Bring the tables up to what `plan` says; returns the requests that got a slot with this step."""
-        self.staging.next_step()
-        admitted = [c.request for c in plan.others if c.admitted]
-        pieces = [piece for request in admitted for piece in self._load(request)]
-        decodes = plan.decodes
-        pieces += [Piece(BLOCKS, decodes.slots[row], index, [block]) for row, index, block in decodes.new_blocks]
-        self.enter(pieces + new_blocks(plan.others))
+    def request(self, slot: int) -> Admitted:
+        """What is known of the request in a slot that somebody has."""
+        admitted = self.admitted[slot]
+        assert admitted is not None
         return admitted
 
-    def _load(self, request: Request) -> tuple[Piece, ...]:
-        slot, p = request.slot, request.params
-        self.host_floats[slot] = [getattr(p, name) for name in FLOATS]
-        self.host_ints[slot] = (as_int64(request.seed), p.top_k or 0, p.sample_index, len(request.prompt_ids))
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the tables up to what `plan` says."""
+        self.staging.next_step()
+        writes = [write for new in plan.admitted for write in self._load(new)]
+        self.enter(writes + block_writes(plan.new_blocks))
+
+    def _load(self, new: Admitted) -> tuple[TableWrite, ...]:
+        slot, p = new.slot, new.params
+        self.admitted[slot] = new
+        self.host_floats[slot] = [getattr(p, column.name.lower()) for column in Float]
+        self.host_ints[slot] = (as_int64(new.seed), p.top_k or 0, p.sample_index, new.num_prompt)
         return (
-            Piece(TOKEN_IDS, slot, 0, request.known_ids()),
-            Piece(BLOCKS, slot, 0, request.block_ids),
-            Piece(PARAM_FLOATS, slot, 0, self.host_floats[slot].view(np.int32)),
-            Piece(PARAM_INTS, slot, 0, self.host_ints[slot].view(np.int32)),
+            TableWrite(TOKEN_IDS, slot, 0, new.token_ids),
+            TableWrite(BLOCKS, slot, 0, new.block_ids),
+            TableWrite(FLOATS, slot, 0, self.host_floats[slot].view(np.int32)),
+            TableWrite(INTS, slot, 0, self.host_ints[slot].view(np.int32)),
         )
 
-    def enter(self, pieces: Sequence[Piece]) -> None:
-        """Write pieces of the tables: one copy and one kernel, however many there are."""
-        if not pieces:
+    def enter(self, writes: Sequence[TableWrite]) -> None:
+        """Write into the tables: one copy and one kernel, however much there is."""
+        if not writes:
             return
-        lengths = [len(p.values) for p in pieces]
-        ends = np.cumsum([len(pieces) * PIECE, *lengths]).tolist()
+        lengths = [len(w.values) for w in writes]
+        ends = np.cumsum([len(writes) * WRITE, *lengths]).tolist()
         packet = np.empty(ends[-1], np.int32)
         packet[: ends[0]] = [
             number
-            for p, length, begin in zip(pieces, lengths, ends, strict=False)
-            for number in (p.table, p.slot, p.column, length, begin)
+            for w, length, begin in zip(writes, lengths, ends, strict=False)
+            for number in (w.table, w.slot, w.column, length, begin)
         ]
-        for p, begin, end in zip(pieces, ends, ends[1:], strict=False):
-            packet[begin:end] = p.values
-        tables = self.token_ids, self.block_tables, self.floats.view(torch.int32), self.ints.view(torch.int32)
-        enter(self.staging.upload(packet), len(pieces), max(lengths), tables)
+        for w, begin, end in zip(writes, ends, ends[1:], strict=False):
+            packet[begin:end] = w.values
+        floats, ints = self.tables.floats.view(torch.int32), self.tables.ints.view(torch.int32)
+        enter(self.staging.upload(packet), len(writes), max(lengths), (self.token_ids, self.block_tables, floats, ints))
 
-    def rows(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None = None) -> ForwardBatch:
-        """The rows of sequences that compute `counts` tokens each, from positions `starts` on; all [S] int32.
+    def prepare(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, unverified: np.ndarray | None = None,
+        sampled: np.ndarray | None = None, only_sampled: bool = False,
+    ) -> Prepared:  # fmt: skip
+        """The rows of S sequences that compute `counts` tokens each, from positions `starts` on; all [S] int32.
 
-        Where `slack` > 0 the sequence starts later, by what its slot accepted, at most so much (Chunk.slack).
+        Where `unverified` > 0 the sequence starts later, by what its slot accepted, at most so much (see StepPlan). `sampled`:
+        rows whose parameters are wanted, in order (None: all); `only_sampled`: nothing else is read of any row.
         """
-        return self.rows_and_wanted(slots, starts, counts, slack, None)[0]
+        layout = Layout(slots, starts, counts, unverified, sampled)
+        arrays = [layout.numbers, np.append(np.int32(0), np.cumsum(counts, dtype=np.int32))]
+        if only_sampled:
+            assert sampled is not None
+            arrays += [sampled.astype(np.int64), np.arange(len(sampled) + 1, dtype=np.int32)]
+        numbers, query_start, *of_wanted = self.staging.upload_all(*arrays)
+        rows = Rows.empty(numbers.shape[1], self.device)
+        prepare_rows(numbers, None, self.tables, rows)
+        picked = rows.part(layout.sampled.start, layout.sampled.stop)
+        batch = self._batch(rows, layout.rows, layout.sequences, query_start, counts, layout)
+        if not only_sampled:
+            return Prepared(batch, None, picked)
+        index, begins = of_wanted
+        alone = self._batch(rows, layout.sampled, layout.sampled, begins, np.ones(len(index), np.int32), layout)
+        return Prepared(batch, WantedRows(index, alone), picked)
 
-    def rows_and_wanted(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, slack: np.ndarray | None, wanted: Sequence[int] | None
-    ) -> tuple[ForwardBatch, WantedRows | None]:
-        """As `rows`, and those of the rows that are `wanted` (perhaps none) on their own; None: all are."""
-        rows = RowNumbers(slots, starts, counts, slack, wanted)
-        lines = self.staging.upload(rows.lines)
-        return rows.read(lines, self.token_ids, self.block_tables, self.accepted, self.block_size)
-
-    def shift(self, slots: Tensor, slack: np.ndarray) -> Tensor:
-        """How much further on than the host knows each row is [R] int32: what its slot [R] accepted, where slack [R] > 0."""
-        return self.accepted[slots] * self.staging.upload((slack > 0).astype(np.int32))
-
-
-def new_blocks(chunks: Sequence[Chunk]) -> list[Piece]:
-    """Those that chunks append to the tables of slots that the device knows."""
-    return [Piece(BLOCKS, c.slot, c.block_offset, c.new_blocks) for c in chunks if c.new_blocks and not c.admitted]
-
-
-def sequences(decodes: Decodes, others: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slot, first position and number of tokens of each sequence of a step: [S] int32."""
-    if not others:  # nearly always
-        starts = np.asarray(decodes.offsets) + decodes.now
-        return np.asarray(decodes.slots), starts.astype(np.int32), np.ones(len(starts), np.int32)
-    count = len(others)
-    slots = np.concatenate([decodes.slots, np.fromiter((c.slot for c in others), np.int32, count)])
-    starts = np.concatenate([decodes.offsets, np.fromiter((c.start for c in others), np.int64, count)])
-    starts[: len(decodes)] += decodes.now
-    counts = np.ones(len(slots), np.int32)
-    counts[len(decodes) :] = [c.num_tokens for c in others]
-    return slots, starts.astype(np.int32), counts
+    def _batch(
+        self, rows: Rows, of_rows: slice, of_seqs: slice, query_start: torch.Tensor, counts: np.ndarray, layout: Layout
+    ) -> ForwardBatch:
+        bounds, exact = layout.bounds[of_seqs], not layout.unverified
+        if layout.unverified and self.device.type == "cpu":
+            # attention wants exact numbers on a CPU, where they are no further away than any others
+            bounds, exact = rows.seq_lens[of_seqs].numpy(), True
+        longer = np.flatnonzero(counts != 1)
+        return ForwardBatch(
+            token_ids=rows.token_ids[of_rows],
+            positions=rows.positions[of_rows],
+            slot_mapping=rows.slot_mapping[of_rows],
+            block_tables=self.block_tables,
+            seq_slots=rows.seq_slots[of_seqs],
+            query_start=query_start,
+            seq_lens=rows.seq_lens[of_seqs],
+            num_decodes=int(longer[0]) if longer.size else len(counts),
+            query_lens=counts.tolist(),
+            context_lens=bounds.tolist(),
+            exact=exact,
+        )
 
 
-def slack_of(decodes: Decodes, others: Sequence[Chunk]) -> np.ndarray:
-    """Chunk.slack of each sequence of a step: [S] int32."""
-    return np.asarray([0] * len(decodes) + [c.slack for c in others], np.int32)
+class Layout:
+    """The numbers of a step's rows for `prepare_rows`, and behind them once more those of each sequence's last row, and of the
+    rows that are sampled, so far as these are others: what attention and sampler read of them then lies together."""
+
+    def __init__(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, unverified: np.ndarray | None,
+        sampled: np.ndarray | None,
+    ):  # fmt: skip
+        """See BatchState.prepare."""
+        stops = np.cumsum(counts)
+        num_rows = int(stops[-1])
+        self.unverified = unverified is not None and bool(unverified.any())
+        self.rows = self.sequences = self.sampled = slice(0, num_rows)
+        parts = [np.arange(num_rows)]
+        if num_rows != len(counts):
+            self.sequences = self._add(parts, stops - 1)
+        if sampled is not None and len(sampled) != num_rows:
+            self.sampled = self._add(parts, sampled)
+        width = aligned(len(parts[0])) if len(parts) == 1 else aligned(sum(aligned(len(p)) for p in parts))
+        self.numbers = np.full((4, width), -1, np.int32)
+        self.numbers[0] = 0
+        owner = np.repeat(np.arange(len(counts)), counts)
+        begin = 0
+        for part in parts:
+            of, here = owner[part], slice(begin, begin + len(part))
+            self.numbers[0, here] = slots[of]
+            self.numbers[1, here] = (starts + counts - stops)[of] + part
+            if self.unverified:
+                assert unverified is not None
+                self.numbers[3, here] = unverified[of]
+            begin += aligned(len(part))
+        self.bounds = self.numbers[1] + np.maximum(self.numbers[3], 0) + 1
+
+    @staticmethod
+    def _add(parts: list[np.ndarray], rows: np.ndarray) -> slice:
+        begin = sum(aligned(len(part)) for part in parts)
+        parts.append(rows)
+        return slice(begin, begin + len(rows))
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def block_writes(new_blocks: Sequence[NewBlocks]) -> list[TableWrite]:
+    return [TableWrite(BLOCKS, slot, column, blocks) for slot, column, blocks in new_blocks]
 
 
 def as_int64(seed: int) -> int:

@@ -2,7 +2,7 @@
 
 A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table, drafts
 verified. So the ids feed the next step without leaving the device, and what the host gives a step is four int32 per row, which
-it reads from pinned memory itself, as it writes the ids for the host (worker/mailbox). Steps whose logits need
+it reads from pinned memory itself, as it writes the ids for the host (staging.Mailbox). Steps whose logits need
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
 Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.prepare import DecodeRows, prepare_decode, publish
+from headrace.kernels.prepare import Rows, prepare_rows, publish
 from headrace.kernels.sample import sample_rows
 from headrace.model.batch import ForwardBatch
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.worker.batch_state import BatchState
-from headrace.worker.mailbox import Mailbox
 from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
+from headrace.worker.staging import Mailbox
 
 logger = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -62,6 +62,7 @@ class Replayed:
     """What a replay leaves behind, padded rows too."""
 
     logits: Tensor | None  # [R, V]; None: sampled within the step
+    rows: Rows
     sent: Tensor  # [3, R] int32 on the host, there when the step is done: ids, failures, which rows count (with drafts)
 
 
@@ -93,7 +94,7 @@ class DecodeGraphs:
         self.few_buckets, self.buckets = (context_buckets(first, max_model_len) for first in (FEW_CONTEXTS, CONTEXTS))
         device = state.device
         self._mailbox = Mailbox(self.sizes[-1], device)
-        self._rows = DecodeRows.empty(self.sizes[-1], device)
+        self._rows = Rows.empty(self.sizes[-1], device)
         self._query_start = torch.arange(self.sizes[-1] + 1, dtype=torch.int32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -109,7 +110,7 @@ class DecodeGraphs:
         return buckets[bisect_left(buckets, context)]
 
     def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> Replayed:
-        """Launch the step of the rows `numbers` [4, R] int32 (see prepare_decode), contexts up to `context`.
+        """Launch the step of the rows `numbers` [4, R] int32 (see prepare_rows), contexts up to `context`.
 
         `related`: some of the rows are of one request.
         """
@@ -133,7 +134,7 @@ class DecodeGraphs:
             likely = [(s, self.bucket_for(context, s)) for s in others]
             likely += [(s, bucket) for bucket in self.few_buckets for s in (size, *others) if s <= FEW_ROWS]
             self._todo += [Key(s, bucket, tail, related) for s, bucket in likely]
-        return Replayed(captured.logits, sent)
+        return Replayed(captured.logits, self._rows, sent)
 
     def capture_next(self) -> bool:
         """Capture one of the graphs that are likely to be needed; False if there is none left, or no room."""
@@ -183,11 +184,8 @@ class DecodeGraphs:
 
     def _step(self, key: Key) -> Tensor | None:
         size, bucket, tail, related = key
-        state, rows, mail = self.state, self._rows.first(size), self._mailbox
-        prepare_decode(
-            mail.inbox, mail.turn, state.token_ids, state.block_tables, state.floats, state.ints, state.accepted, rows,
-            block_size=state.block_size,
-        )  # fmt: skip
+        state, rows, mail = self.state, self._rows.part(0, size), self._mailbox
+        prepare_rows(mail.inbox, mail.turn, state.tables, rows)
         batch = ForwardBatch(
             rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
             self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size, related=related,
@@ -200,6 +198,5 @@ class DecodeGraphs:
             purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
             all_greedy=tail is Tail.GREEDY, any_filter=tail is Tail.FILTERED,
         )  # fmt: skip
-        accepted = state.accepted if related else None
-        publish(token_ids, failed, rows, state.token_ids, mail.outbox, mail.turn, accepted)
+        publish(token_ids, failed, rows, state.tables, mail.outbox, mail.turn, verify=related)
         return None

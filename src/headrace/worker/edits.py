@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import zeros
-from headrace.kernels.verify import counts_with_drafts
+from headrace.kernels.prepare import Rows
+from headrace.kernels.tables import Float, Int
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.penalties import (
     BadWords,
@@ -23,16 +25,25 @@ from headrace.sampling.penalties import (
     TokenMask,
     UserProcessor,
     count_tokens,
+    counts_with_drafts,
     load_counts,
     pack_mask,
     token_counts,
 )
-from headrace.scheduler.plan import Chunk
-from headrace.scheduler.request import Request
+from headrace.scheduler.plan import Admitted
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import FLOATS, BatchState
+from headrace.worker.batch_state import BatchState
 
-PENALTIES = [FLOATS.index(name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
+PENALTIES = (Float.REPETITION_PENALTY, Float.PRESENCE_PENALTY, Float.FREQUENCY_PENALTY)
+
+
+class SampledRow(NamedTuple):
+    """A row that is sampled, as the host knows it."""
+
+    row: int  # of the logits
+    slot: int
+    output_index: int  # which output token it samples, if no unverified draft is right
+    num_before: int  # drafts that stand before its token and with it
 
 
 @dataclass(slots=True)
@@ -46,6 +57,7 @@ class SlotEdits:
     words: list[list[int]]  # bad words of several tokens
     mask: np.ndarray | None  # [ceil(V / 32)] int32
     penalties: bool
+    min_tokens: int
 
 
 @dataclass(slots=True)
@@ -67,63 +79,58 @@ class StepEdits:
         self._fixed_for = (0, b"")  # rows of the step, and those with edits
         self._fixed: _Fixed | None = None
 
-    def load(self, request: Request) -> bool:
-        """A request got its slot, all its ids are known to the host. Whether it does anything to its logits."""
+    def load(self, new: Admitted) -> bool:
+        """A request got its slot. Whether it does anything to its logits."""
         self._fixed = None
-        edits = slot_edits(request.params, self.vocab_size)
+        edits = slot_edits(new.params, self.vocab_size)
         if edits is None:
-            self._of_slot.pop(request.slot, None)
+            self._of_slot.pop(new.slot, None)
             return False
-        self._of_slot[request.slot] = edits
+        self._of_slot[new.slot] = edits
         if edits.penalties:
             if self._counts is None:
                 self._counts = zeros((self.state.dummy_slot + 1, self.vocab_size), torch.int32, self.state.device)
-            outputs = np.frombuffer(request.known_ids(), np.int32)[len(request.prompt_ids) :]
-            found = token_counts(np.frombuffer(request.prompt_ids, np.int32), outputs, self.vocab_size)
-            load_counts(self._counts, request.slot, self.state.staging.upload(found))
+            ids = np.frombuffer(new.token_ids, np.int32)
+            found = token_counts(ids[: new.num_prompt], ids[new.num_prompt :], self.vocab_size)
+            load_counts(self._counts, new.slot, self.state.staging.upload(found))
         return True
 
     def of_step(
-        self, chunks: list[tuple[int, Chunk]], device_slots: Tensor, positions: Tensor, grammar: GrammarMasks | None
+        self, special: Sequence[SampledRow], rows: Rows, grammar: GrammarMasks | None, users: Sequence[UserProcessor]
     ) -> LogitsEdits | None:
-        """Of the rows that need more than the fused sampler, with their chunks; `positions` [R] is where the new ids go."""
-        users = [
-            UserProcessor(r, c.request.params.logits_processors, [*c.request.output_ids, *c.drafts], c.request.failed)
-            for r, c in chunks
-            if c.request.params.logits_processors and c.request.finish_reason is None  # it may have ended in the step before
-        ]
-        rows = [(r, c) for r, c in chunks if c.slot in self._of_slot]
-        if not rows and not users and grammar is None:
+        """Of all sampled `rows`, of which the `special` ones need more than the fused sampler."""
+        asking = [r for r in special if r.slot in self._of_slot]
+        if not asking and not users and grammar is None:
             return None
         upload = self.state.staging.upload
         masks: list[TokenMask] = []
         must_end: set[int] = set()  # where the grammar leaves the end token alone, min_tokens cannot ban it
         if grammar is not None:
-            masked_rows, bits, must_end = grammar
-            masks.append(TokenMask(upload(bits), upload(masked_rows)))
-        if not rows:
-            return LogitsEdits(masks=masks, processors=users)
-        early = [c.output_index < c.request.params.min_tokens and r not in must_end for r, c in rows]
-        key = np.asarray([(r, c.slot, is_early) for (r, c), is_early in zip(rows, early, strict=True)], np.int64)
-        same = len(device_slots), key.tobytes()
+            must_end = grammar.must_end
+            masks.append(TokenMask(upload(grammar.bits), upload(grammar.rows)))
+        if not asking:
+            return LogitsEdits(masks=masks, processors=list(users))
+        early = [r.output_index < self._of_slot[r.slot].min_tokens and r.row not in must_end for r in asking]
+        key = np.asarray([(r.row, r.slot, is_early) for r, is_early in zip(asking, early, strict=True)], np.int64)
+        same = len(rows.seq_slots), key.tobytes()
         if self._fixed is None or same != self._fixed_for:
-            self._fixed = self._fix(key, rows, device_slots)
+            self._fixed = self._fix(key, rows.seq_slots)
             self._fixed_for = same
         fixed = self._fixed.edits
-        edits = LogitsEdits(masks + fixed.masks, None, fixed.banned, fixed.bias, users)
+        edits = LogitsEdits(masks + fixed.masks, None, fixed.banned, fixed.bias, list(users))
         if self._fixed.words is not None:
             edits.bad_words = self._fixed.words
-            edits.bad_words.lengths = positions[edits.bad_words.rows]
+            edits.bad_words.lengths = rows.seq_lens[edits.bad_words.rows].long()
         if fixed.penalties is not None:
-            edits.penalties = self._with_drafts(fixed.penalties, rows, positions)
+            edits.penalties = self._with_drafts(fixed.penalties, asking, rows)
         return edits
 
-    def count(self, slots: Tensor, token_ids: Tensor, kept: Tensor | None) -> None:
+    def count(self, rows: Rows, token_ids: Tensor, kept: Tensor | None) -> None:
         """Add the sampled ids of a step with penalties, where `kept`."""
         assert self._counts is not None
-        count_tokens(self._counts, slots, token_ids, kept)
+        count_tokens(self._counts, rows.seq_slots.long(), token_ids, kept)
 
-    def _fix(self, key: np.ndarray, rows: list[tuple[int, Chunk]], device_slots: Tensor) -> _Fixed:
+    def _fix(self, key: np.ndarray, seq_slots: Tensor) -> _Fixed:
         """`key` [N, 3]: row, slot, and whether its end is banned yet, of the rows with edits."""
         upload = self.state.staging.upload
         of_row = [(int(r), self._of_slot[slot], early) for r, slot, early in key.tolist()]
@@ -144,33 +151,33 @@ class StepEdits:
         if asking.size:
             assert self._counts is not None
             at = upload(asking)
-            slots = device_slots[at]
-            repetition, presence, frequency = (self.state.floats[slots, column] for column in PENALTIES)
-            everybody = asking.size == len(device_slots)
+            slots = seq_slots[at].long()
+            repetition, presence, frequency = (self.state.tables.floats[slots, int(column)] for column in PENALTIES)
+            everybody = asking.size == len(seq_slots)
             edits.penalties = Penalties(self._counts, slots, repetition, presence, frequency, None if everybody else at)
-        words = [(r, c, w) for r, c in rows for w in self._of_slot[c.slot].words]
+        words = [(r, slot, w) for r, slot, _ in key.tolist() for w in self._of_slot[slot].words]
         return _Fixed(edits, asking, self._bad_words(words) if words else None)
 
-    def _bad_words(self, words: list[tuple[int, Chunk, list[int]]]) -> BadWords:
+    def _bad_words(self, words: list[tuple[int, int, list[int]]]) -> BadWords:
         """All but their lengths."""
         upload = self.state.staging.upload
         width = max(len(w) for _, _, w in words) - 1
         prefixes = np.full((len(words), width), -1, np.int32)
         for i, (_, _, w) in enumerate(words):
             prefixes[i, width - len(w) + 1 :] = w[:-1]
-        columns = [(r, w[-1], c.slot, len(c.request.prompt_ids)) for r, c, w in words]
+        columns = [(r, w[-1], slot, self.state.host_ints[slot, Int.PROMPT_LEN]) for r, slot, w in words]
         rows, last, slots, prompt_lens = upload(np.asarray(columns, np.int64).T.copy())
         return BadWords(rows, upload(prefixes), last, self.state.token_ids, slots, prompt_lens, slots)
 
-    def _with_drafts(self, penalties: Penalties, rows: list[tuple[int, Chunk]], positions: Tensor) -> Penalties:
-        """Let each row's penalties know the drafts before it; `positions` [R] is where the rows' own ids go."""
+    def _with_drafts(self, penalties: Penalties, asking: Sequence[SampledRow], rows: Rows) -> Penalties:
+        """Let each row's penalties know the drafts before it."""
         assert self._fixed is not None
         place = {int(r): q for q, r in enumerate(self._fixed.penalty_rows)}
-        drafts = [(place[r], r, c.slot, 1 + i) for r, c in rows if r in place for i in range(c.draft_index)]
+        drafts = [(place[r.row], r.row, r.slot, 1 + i) for r in asking if r.row in place for i in range(r.num_before)]
         if not drafts:
             return penalties
         where, at, slots, back = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
-        ids = self.state.token_ids[slots, positions[at] - back].long()
+        ids = self.state.token_ids[slots, rows.seq_lens[at].long() - back].long()
         counts = counts_with_drafts(penalties.counts, penalties.slots, where, ids)
         own = torch.arange(len(counts), device=ids.device)
         return Penalties(counts, own, penalties.repetition, penalties.presence, penalties.frequency, penalties.rows)
@@ -198,6 +205,7 @@ def slot_edits(params: SamplingParams, vocab_size: int) -> SlotEdits | None:
         words=[w for w in params.bad_word_ids if len(w) > 1],
         mask=pack_mask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
         penalties=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1.0)),
+        min_tokens=params.min_tokens,
     )
     used = bias or edits.banned_early.size or edits.words or edits.penalties or edits.mask is not None
     return edits if used else None

@@ -10,6 +10,7 @@ the forward is launched first and the previous step is settled while it runs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.kernels.prepare import FAILED, IDS, KEPT, NEW_BLOCK, POSITION, SLOT, UNVERIFIED, Rows
 from headrace.model.forward import Forward
-from headrace.scheduler.plan import Chunk, StepPlan
-from headrace.speculative.proposer import Drafter
+from headrace.sampling.penalties import UserProcessor
+from headrace.scheduler.plan import Pooled, PromptScores, StepPlan, StepResult
+from headrace.speculative.proposer import Drafter, DraftRow
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import BatchState, new_blocks, sequences, slack_of
-from headrace.worker.sampling import DeviceOutput, StepSampler, Tail, first_rows
+from headrace.worker.batch_state import BatchState, block_writes
+from headrace.worker.sampling import DeviceOutput, RowSampler, Tail
 from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -35,23 +38,11 @@ class Pending:
     """A launched forward pass whose rows have not been sampled yet."""
 
     plan: StepPlan
-    chunks: list[Chunk]  # those that sample beside the decodes, in row order
     logits: Tensor | None  # [R, vocab]
-    prompt_logprobs: list = field(default_factory=list)  # (chunk, ids [n, k+1], logprobs [n, k+1], ranks [n]) on the device
-    pooled: list = field(default_factory=list)  # (chunk, [H]) on the device
+    rows: Rows | None  # those that are sampled
+    prompt_logprobs: list[tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=list)  # as PromptScores, on the device
+    pooled: list[tuple[int, Tensor]] = field(default_factory=list)  # as Pooled
     sampled: DeviceOutput | None = None  # by the captured step itself
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step produced, on the host. Indices are those of plan.chunks: decodes, then the others."""
-
-    tokens: list[int]  # of the decodes
-    others: list[list[int]]  # ids of each of plan.others
-    failed: frozenset[int] = frozenset()
-    logprobs: dict[int, list[tuple[np.ndarray, np.ndarray, int]]] = field(default_factory=dict)  # of each id: ids, values, rank
-    prompt_logprobs: list[tuple[Chunk, np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
-    pooled: list[tuple[Chunk, np.ndarray]] = field(default_factory=list)
 
 
 class ModelRunner:
@@ -63,8 +54,7 @@ class ModelRunner:
     ):  # fmt: skip
         self.drafter = drafter
         self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
-        self.device = state.device
-        self.sampler = StepSampler(state, decoder.vocab_size)
+        self.sampler = RowSampler(state, decoder.vocab_size)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         if not self._is_captured(plan):
@@ -85,122 +75,128 @@ class ModelRunner:
             self.graphs.leave_planned()
 
     def _is_captured(self, plan: StepPlan) -> bool:
-        """Whether a captured decode step does it; there every row is a sequence, of which max_num_seqs are the most."""
-        if self.graphs is None or not is_decode(plan):
-            return False
-        return not plan.num_drafts or plan.num_tokens <= self.graphs.sizes[-1]
+        """Whether a captured decode step does it; there every row is a sequence."""
+        return self.graphs is not None and plan.is_decode and plan.num_tokens <= self.graphs.sizes[-1]
 
     def _replay(self, plan: StepPlan, tail: Tail) -> Pending:
         assert self.graphs is not None
         self.state.staging.next_step()
         if self.drafter is not None:
-            self.drafter.placed(plan.chunks)
-        slots, starts, counts = sequences(plan.decodes, plan.others)
-        numbers = np.full((4, len(slots)), -1, np.int32)
-        numbers[0], numbers[1], numbers[3] = slots, starts, 0
-        for row, _, block in plan.decodes.new_blocks:
-            numbers[2, row] = block
-        self.state.enter(new_blocks(plan.others))
-        unsure = plan.unsure
-        if unsure:
-            numbers[3] = slack_of(plan.decodes, plan.others)
-        if plan.num_drafts:
+            self.drafter.placed(plan)
+        numbers = np.full((4, len(plan)), -1, np.int32)
+        numbers[SLOT], numbers[POSITION], numbers[UNVERIFIED] = plan.slots, plan.starts, plan.unverified
+        if plan.new_blocks:
+            self._enter_blocks(plan, numbers)
+        has_drafts = plan.num_drafts > 0
+        if has_drafts:
             # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
             self._write_drafts(plan)
-            further = np.arange(plan.num_tokens) - first_rows(counts)
-            numbers = np.repeat(numbers, counts, axis=1)
-            numbers[1] += further.astype(np.int32)
-        done = self.graphs.replay(numbers, int((numbers[1] + numbers[3]).max()) + 1, tail, plan.num_drafts > 0)
-        pending = Pending(plan, plan.others, None if done.logits is None else done.logits[: numbers.shape[1]])
+            numbers = np.repeat(numbers, plan.counts, axis=1)
+            numbers[POSITION] += np.arange(numbers.shape[1], dtype=np.int32)
+            numbers[POSITION] -= np.repeat(np.cumsum(plan.counts, dtype=np.int32) - plan.counts, plan.counts)
+        count = numbers.shape[1]
+        context = int((numbers[POSITION] + numbers[UNVERIFIED]).max()) + 1
+        done = self.graphs.replay(numbers, context, tail, has_drafts)
         if done.logits is None:
-            ids, failed, kept = done.sent
-            pending.sampled = DeviceOutput(ids, failed, {}, kept=kept if plan.num_drafts else None)
-        return pending
+            return Pending(plan, None, None, sampled=DeviceOutput(done.sent))
+        return Pending(plan, done.logits[:count], done.rows.part(0, count))
+
+    def _enter_blocks(self, plan: StepPlan, numbers: np.ndarray) -> None:
+        """Blocks that plain decodes open come with their rows' numbers, others by a write of their own."""
+        row_of = np.empty(len(self.state.admitted), np.int32)
+        row_of[plan.slots] = np.arange(len(plan))
+        others = []
+        for new in plan.new_blocks:
+            row = row_of[new.slot]
+            if row < plan.num_decodes:
+                numbers[NEW_BLOCK, row] = new.blocks[0]
+            else:
+                others.append(new)
+        self.state.enter(block_writes(others))
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
         if self._is_captured(plan):
             return self._replay(plan, Tail.LOGITS)
-        for request in self.state.apply(plan):
-            self.sampler.load(request)
+        self.state.apply(plan)
+        for new in plan.admitted:
+            self.sampler.load(new)
         if self.drafter is not None:
-            self.drafter.placed(plan.chunks)
+            self.drafter.placed(plan)
         if plan.num_drafts:
             self._write_drafts(plan)
-        slots, starts, counts = sequences(plan.decodes, plan.others)
-        rows = sampled_rows(plan, np.cumsum(counts))
-        whole = self._reads_all(plan, counts, rows)
-        slack = slack_of(plan.decodes, plan.others) if plan.unsure else None
-        batch, wanted = self.state.rows_and_wanted(slots, starts, counts, slack, None if whole else rows)
+        num_sampled, stops = plan.num_sampled, np.cumsum(plan.counts)
+        sampled = np.repeat(stops - np.cumsum(num_sampled), num_sampled) + np.arange(num_sampled.sum())
+        scored, pooled = self._scored(plan), self._pooled(plan)
+        # more rows than there are slots are more than attention takes as sequences
+        only = len(sampled) < stops[-1] and len(sampled) <= len(self.state.block_tables) and not scored and not pooled
+        batch, wanted, rows = self.state.prepare(plan.slots, plan.starts, plan.counts, plan.unverified, sampled, only)
         hidden = self.decoder.forward(batch, self.kv, wanted)
-        pending = Pending(plan, [c for c in plan.others if c.samples and c.request.pooling is None], None)
-        if rows:
-            picked = hidden if len(rows) == len(hidden) else hidden[self.state.staging.upload(np.asarray(rows))]
+        pending = Pending(plan, None, rows)
+        if len(sampled):
+            picked = hidden if len(sampled) == len(hidden) else hidden[self.state.staging.upload(sampled)]
             pending.logits = self.decoder.logits(picked)
-        start = len(plan.decodes)
-        for c in plan.others:
-            if scores_prompt(c):
-                pending.prompt_logprobs.append((c, *self._prompt_logprobs(c, hidden[start : start + c.num_tokens])))
-            if c.request.pooling is not None:
-                rows_of = hidden[start : start + c.num_tokens].float()
-                pending.pooled.append((c, rows_of.sum(0) if c.request.pooling == "mean" else rows_of[-1]))
-            start += c.num_tokens
+        for s in scored:
+            pending.prompt_logprobs.append((s, *self._prompt_logprobs(plan, s, hidden[stops[s] - plan.counts[s] : stops[s]])))
+        for s, pooling in pooled.items():
+            rows_of = hidden[stops[s] - plan.counts[s] : stops[s]].float()
+            pending.pooled.append((s, rows_of.sum(0) if pooling == "mean" else rows_of[-1]))
         return pending
 
     @torch.inference_mode()
-    def sample(self, pending: Pending, masks: GrammarMasks | None = None) -> StepHandle:
+    def sample(
+        self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = ()
+    ) -> StepHandle:
+        """`masks` and `users`: what only the host can do to the logits, with what the step before sampled."""
         output = None
-        if pending.logits is not None:
-            output = self.sampler(pending.logits, pending.plan.decodes, pending.chunks, masks)
+        if pending.logits is not None and pending.rows is not None:
+            output = self.sampler(pending.logits, pending.plan, pending.rows, masks, users)
         return StepHandle(pending, output, self.state.staging)
 
     def _write_drafts(self, plan: StepPlan) -> None:
         """Put the drafts where the forward finds its ids: those that the host knows, and then those of the drafter."""
-        known = [(c.slot, c.start, i, d, c.slack > 0) for c in plan.others for i, d in enumerate(c.drafts, 1)]
+        known = [(s, i, d) for s, ids in plan.guesses.items() for i, d in enumerate(ids, 1)]
         if known:
-            slots, starts, after, ids, unsure = self.state.staging.upload(np.asarray(known, np.int64).T.copy())
-            table, positions = self.state.token_ids, starts + after
-            if plan.unsure:  # guesses for positions that have been sampled since must not take their place
-                sampled = self.state.accepted[slots] * unsure >= after
-                ids = torch.where(sampled, table[slots, positions], ids)
-            table.index_put_((slots, positions), ids.to(torch.int32))
+            of, after, ids = np.asarray(known, np.int64).T
+            host = np.stack([plan.slots[of], plan.starts[of] + after, after, ids, plan.unverified[of] > 0])
+            slots, positions, behind, drafts, unverified = self.state.staging.upload(host)
+            table = self.state.token_ids
+            if plan.any_unverified:  # guesses for positions that have been sampled since must not take their place
+                sampled = self.state.tables.accepted[slots] * unverified >= behind
+                drafts = torch.where(sampled, table[slots, positions], drafts)
+            table.index_put_((slots, positions), drafts.to(torch.int32))
         if self.drafter is not None:
-            self.drafter.propose([c for c in plan.others if c.num_drafts and not c.drafts])
+            columns = (c.tolist() for c in (plan.slots, plan.starts, plan.drafts, plan.unverified))
+            rows = [DraftRow(*row) for row in zip(*columns, strict=True)]
+            self.drafter.propose([r for s, r in enumerate(rows) if r.num_drafts and s not in plan.guesses])
 
-    def _reads_all(self, plan: StepPlan, counts: np.ndarray, rows: list[int]) -> bool:
-        """Whether not only sampled rows are read, or they are more than attention takes as sequences."""
-        if any(scores_prompt(c) or c.request.pooling is not None for c in plan.others):
-            return True
-        return len(rows) == counts.sum() or len(rows) > len(self.state.block_tables)
+    def _scored(self, plan: StepPlan) -> list[int]:
+        """Sequences that compute rows which give logprobs of prompt tokens that are asked for."""
+        return [
+            s
+            for s, slot, start in self._prefills(plan)
+            if (new := self.state.request(slot)).params.prompt_logprobs is not None and start < new.num_prompt - 1
+        ]
 
-    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs of the prompt tokens that the rows of `chunk` predict (row p predicts position p + 1)."""
-        stop = min(chunk.stop, len(chunk.request.prompt_ids) - 1)
-        targets = self.state.token_ids[chunk.slot, chunk.start + 1 : stop + 1].to(torch.int64)
-        hidden = hidden[: stop - chunk.start]
-        num_top = chunk.request.params.prompt_logprobs
+    def _pooled(self, plan: StepPlan) -> dict[int, str]:
+        """How the sequences of prompts that are embedded are pooled."""
+        return {s: pooling for s, slot, _ in self._prefills(plan) if (pooling := self.state.request(slot).pooling) is not None}
+
+    @staticmethod
+    def _prefills(plan: StepPlan) -> list[tuple[int, int, int]]:
+        """Sequence, slot and start of all but plain decodes."""
+        begin = plan.num_decodes
+        return list(zip(range(begin, len(plan)), plan.slots[begin:].tolist(), plan.starts[begin:].tolist(), strict=True))
+
+    def _prompt_logprobs(self, plan: StepPlan, sequence: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logprobs of the prompt tokens that a sequence's rows predict (row p predicts position p + 1)."""
+        slot, start = int(plan.slots[sequence]), int(plan.starts[sequence])
+        new = self.state.request(slot)
+        stop = min(start + len(hidden), new.num_prompt - 1)
+        targets = self.state.token_ids[slot, start + 1 : stop + 1].to(torch.int64)
+        num_top = new.params.prompt_logprobs
         assert num_top is not None
-        return self.sampler.prompt_logprobs(self.decoder.logits, hidden, targets, num_top)
-
-
-def sampled_rows(plan: StepPlan, stops: np.ndarray) -> list[int]:
-    """The rows whose logits are sampled; chunk i ends before row stops[i]."""
-    count = len(plan.decodes)
-    chunks = zip(stops[count:].tolist(), plan.others, strict=True)
-    rows = [r for stop, c in chunks if c.request.pooling is None for r in range(stop - c.num_sampled, stop)]
-    return [*range(count), *rows]
-
-
-def scores_prompt(chunk: Chunk) -> bool:
-    """Whether logprobs of prompt tokens are asked for that rows of this chunk give."""
-    return chunk.request.params.prompt_logprobs is not None and chunk.start < len(chunk.request.prompt_ids) - 1
-
-
-def is_decode(plan: StepPlan) -> bool:
-    """Every row samples the next token, or one after drafts, of a request whose slot the device knows already."""
-    return all(
-        c.num_tokens == 1 + c.num_drafts and c.samples and not c.admitted and c.request.pooling is None for c in plan.others
-    )
+        return self.sampler.prompt_logprobs(self.decoder.logits, hidden[: stop - start], targets, num_top)
 
 
 class StepHandle:
@@ -208,11 +204,10 @@ class StepHandle:
 
     def __init__(self, pending: Pending, output: DeviceOutput | None, staging: Staging):
         self.plan = pending.plan
-        self._chunks = pending.chunks
         host = staging.download
         self._output = None if output is None else output.to_host(host)
-        self._prompt = [(c, host(i), host(p), host(r)) for c, i, p, r in pending.prompt_logprobs]
-        self._pooled = [(c, host(v)) for c, v in pending.pooled]
+        self._prompt = [(s, host(i), host(p), host(r)) for s, i, p, r in pending.prompt_logprobs]
+        self._pooled = [(s, host(v)) for s, v in pending.pooled]
         self._done = None
         self.finished = time.perf_counter()  # when the device was done, as far as the host knows
         if staging.device.type == "cuda":
@@ -224,35 +219,33 @@ class StepHandle:
         if self._done is not None:
             self._done.synchronize()
             self.finished = time.perf_counter()
-        decodes, others = self.plan.decodes, self.plan.others
-        output = self._output
-        chunks: list[list[int]] = [[] for _ in others]
-        prompt = [(c, i.numpy(), p.numpy(), r.numpy()) for c, i, p, r in self._prompt]
-        pooled = [(c, v.numpy()) for c, v in self._pooled]
-        if output is None:
-            return StepResult([], chunks, prompt_logprobs=prompt, pooled=pooled)
-        ids, count = output.token_ids.tolist(), len(decodes)
-        bad = set(output.failed.numpy().nonzero()[0].tolist())
-        failed = {row for row in bad if row < count}
-        if not others and not output.logprob_rows:  # nearly always
-            return StepResult(ids[:count], chunks, frozenset(failed))
-        logprobs = {}
-        for row in output.logprob_rows:
-            num_top = decodes.requests[row].params.logprobs if row < count else None
-            if num_top is not None:
-                logprobs[row] = [output.logprobs_of(row, num_top)]
-        index = {id(c): i for i, c in enumerate(others)}
-        kept = None if output.kept is None else output.kept.tolist()
-        row = count
-        for chunk in self._chunks:
-            i = index[id(chunk)]
-            stop = row + 1 if kept is None else row + sum(kept[row : row + chunk.num_sampled])
-            if row not in bad:
-                chunks[i] = ids[row:stop]
-            elif not chunk.num_drafts:  # else perhaps a draft's fault: to be computed again without
-                failed.add(count + i)
-            num_top = chunk.request.params.logprobs
-            if num_top is not None:
-                logprobs[count + i] = [output.logprobs_of(r, num_top) for r in range(row, row + len(chunks[i]))]
-            row += chunk.num_sampled
-        return StepResult(ids[:count], chunks, frozenset(failed), logprobs, prompt, pooled)
+        plan, output, count = self.plan, self._output, len(self.plan)
+        if output is not None and plan.is_plain and not output.wanted:  # nearly always
+            sent = output.sent.numpy()
+            failed = sent[FAILED, :count].nonzero()[0]
+            return StepResult(sent[IDS, :count].tolist(), [1] * count, frozenset(failed.tolist()))
+        result = StepResult([], [0] * count)
+        if output is not None:
+            self._read(plan, output, result)
+        result.prompt_logprobs = [PromptScores(s, i.numpy(), p.numpy(), r.numpy()) for s, i, p, r in self._prompt]
+        result.pooled = [Pooled(s, v.numpy()) for s, v in self._pooled]
+        return result
+
+    @staticmethod
+    def _read(plan: StepPlan, output: DeviceOutput, result: StepResult) -> None:
+        """Sort the rows' ids into sequences."""
+        sent = output.sent.numpy()
+        ids, bad, failed, row = sent[IDS].tolist(), set(sent[FAILED].nonzero()[0].tolist()), set(), 0
+        kept = sent[KEPT].tolist() if plan.num_drafts else None
+        for s, count in enumerate(plan.num_sampled.tolist()):
+            stop = row + count if kept is None else row + sum(kept[row : row + count])
+            if row in bad and count:
+                stop = row + 1 if s < plan.num_decodes else row
+                if count == 1:  # else perhaps a draft's fault: to be computed again without
+                    failed.add(s)
+            result.token_ids += ids[row:stop]
+            result.counts[s] = stop - row
+            if count and row in output.wanted:
+                result.logprobs[s] = [output.scores(r) for r in range(row, stop)]
+            row += count
+        result.failed = frozenset(failed)
