@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.attention.torch_backend import TorchAttention
-from headrace.cache.kv_cache import KVCache
+from headrace.cache.kv_cache import KVCache, zeros
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 
@@ -126,3 +126,11 @@ def test_memory_is_bounded():
     case = Case([(1, 50 + n) for n in range(40)], 2, 2, 16)
     case.run(backend, scale=0.3, window=0, softcap=0.0)
     assert max(t.numel() * t.itemsize for t in backend._scratch.values()) <= 20_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_cache_starts_as_zeros(dtype, device):
+    found = zeros((2, 3, 4), dtype, torch.device(device))
+    assert (found.shape, found.dtype, found.device.type) == ((2, 3, 4), dtype, device)
+    assert device == "meta" or not found.any()

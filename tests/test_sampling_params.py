@@ -10,6 +10,7 @@ from headrace.api.protocol import ChatRequest, CompletionRequest
 from headrace.errors import ParameterError
 from headrace.sampling.foreign import FOREIGN
 from headrace.sampling.params import SamplingParams
+from headrace.structured_output.params import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
 NO_FLOAT = [NAN, INF, -INF, "1", True, [], 10**400]
@@ -42,6 +43,7 @@ BAD = {
     "detokenize": [None, 0],
     "truncate_prompt_tokens": [*NO_INT, 0, -2],
     "logits_processors": [len, [3], "x", {}],
+    "structured_outputs": [3, "json", {"json": {}}],
 }  # fmt: skip
 GOOD = {
     "n": [1, 128],
@@ -64,6 +66,7 @@ GOOD = {
     "prompt_logprobs": [None, 0, 100],
     "truncate_prompt_tokens": [None, -1, 1],
     "logits_processors": [None, [], [lambda ids, row: row]],
+    "structured_outputs": [None, StructuredOutputsParams(regex="a")],
 }
 
 
@@ -93,8 +96,7 @@ def test_accepted_at_the_edges(field, value):
 
 def test_every_field_a_caller_may_set_is_in_the_tables():
     internal = {"eos_token_ids", "bad_word_ids", "sample_index"}
-    elsewhere = {"structured_outputs"}  # a type of its own with tests of its own
-    assert set(BAD) == set(SamplingParams.__struct_fields__) - internal - elsewhere
+    assert set(BAD) == set(SamplingParams.__struct_fields__) - internal
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
@@ -116,6 +118,7 @@ def test_parameters_that_exclude_each_other():
     for kwargs, field in [
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"stop": "x", "detokenize": False}, "stop"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a"), "ignore_eos": True}, "ignore_eos"),
     ]:
         with pytest.raises(ParameterError) as error:
             SamplingParams(**kwargs)
@@ -151,6 +154,7 @@ def test_an_explicit_value_wins_over_the_checkpoints_even_when_it_is_zero():
         0.0,
         1.0,
     )
+    assert silent.sample_index == 0, "alone, it is the first of its request"
     assert SamplingParams().resolved(defaults).top_k == 50
     assert not silent.greedy and SamplingParams(temperature=1e-6).greedy and not SamplingParams(temperature=1e-5).greedy
     with pytest.raises(ParameterError, match="top_p"):
