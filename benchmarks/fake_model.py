@@ -7,7 +7,7 @@ import time
 import torch
 
 from headrace.config import EngineConfig
-from headrace.engine.build import Engine, resolve, scheduler_config
+from headrace.engine.build import Engine, resolve, resolved
 from headrace.engine.core import EngineCore
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -49,10 +49,8 @@ def build_fake(config: EngineConfig) -> Engine:
     began = time.perf_counter()
     checkpoint = resolve_checkpoint(config)
     model, device = model_config_from_hf(checkpoint.config), torch.device("cpu")
-    config = resolve(config, model, device)
-    assert config.max_model_len and config.block_size
-    num_blocks = config.max_num_seqs * -(-config.max_model_len // config.block_size)
-    scheduler = Scheduler(scheduler_config(config, num_blocks))
+    limits = resolve(config, model, device)
+    config, scheduler = resolved(config, limits), Scheduler(limits)
     reciter = Reciter(Tokenizer.from_checkpoint(checkpoint).encode(TEXT * 4, add_special_tokens=False))
     core = EngineCore(scheduler, reciter, vocab_size=model.vocab_size)  # type: ignore[arg-type]
     return Engine(core, config, model, checkpoint, None, device, torch.float32, time.perf_counter() - began)

@@ -10,7 +10,7 @@ import torch
 
 from engine_driver import make_core
 from headrace.config import EngineConfig
-from headrace.engine.build import choose_device, draft_rows, max_decode_rows
+from headrace.engine.build import choose_device, resolve
 from headrace.errors import CapacityError, ParameterError
 from headrace.machine import available_memory, usable_cores
 from headrace.model.config import ModelConfig
@@ -30,8 +30,9 @@ def model(tmp_path_factory) -> ModelConfig:
 
 def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, **options):
     resolved = {"max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 256, **options}
+    config = EngineConfig(skip_tokenizer_init="speculative_max_rows" not in options, **resolved)
     return plan_memory(
-        EngineConfig(**resolved), model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft,
+        config, resolve(config, model, device), model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft,
         draft_block_bytes=0 if draft is None else 1000,
     )  # fmt: skip
 
@@ -117,12 +118,10 @@ def test_a_wider_draft_model_is_what_the_largest_step_is_of(model, free, tmp_pat
     (1, {"speculative_method": "ngram"}, 64), (1, {"skip_tokenizer_init": True}, 1), (256, {"speculative_method": "ngram"}, 256),
     (2, {"speculative_method": "ngram", "speculative_max_rows": 16}, 16), (1, {"speculative_method": None}, 64),
 ])  # fmt: skip
-def test_the_largest_decode_step_has_the_drafts_of_few_requests(max_num_seqs, options, rows):
+def test_the_largest_decode_step_has_the_drafts_of_few_requests(model, max_num_seqs, options, rows):
     """On a card graphs, workspaces and the fast path are made for so many rows, also where only grammars draft."""
     config = EngineConfig(max_num_seqs=max_num_seqs, **options)
-    resolved = {"speculative_max_rows": draft_rows(config, CARD), "max_num_seqs": max_num_seqs, **{
-        k: v for k, v in options.items() if k != "speculative_max_rows"}}  # fmt: skip
-    assert max_decode_rows(EngineConfig(**resolved)) == rows
+    assert resolve(config, model, CARD).max_decode_rows == rows
 
 
 def test_devices():

@@ -309,7 +309,7 @@ def test_nobody_is_asked_without_grammars(model):
 
 def test_without_grammars_there_is_nothing_to_draft(model):
     core = make_core(model, skip_tokenizer_init=True)
-    assert core.speculator is None and core.scheduler.config.max_draft_rows == 0
+    assert core.speculator is None and core.scheduler.limits.max_draft_rows == 0
     core.close()
 
 

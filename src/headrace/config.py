@@ -88,11 +88,6 @@ class EngineConfig:
             without = "nothing without speculative_method and, for want of a tokenizer, without grammars"
             raise ParameterError("speculative_max_rows", self.speculative_max_rows, without)
 
-    @property
-    def max_draft_rows(self) -> int:
-        """Rows up to which a step is filled with drafts, once this is decided; 0 where nobody drafts."""
-        return self.speculative_max_rows or 0
-
 
 # How OpenMP's threads wait for work. By default they spin for milliseconds: beside any other process that wants a core, those
 # spinning keep it from those that compute, and a step takes several times as long. With these they sleep after microseconds.

@@ -84,33 +84,31 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     check_options(config, checkpoint, model)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, model, device)
-    asked, config = config, resolve(config, model, device)
-    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
+    limits = resolve(config, model, device)
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
         weights = load_model(checkpoint, model, dtype, device, progress=progress)
     tokenizer = None if reading is None else reading.result()
-    forward = make_forward(config, model, weights, max_decode_rows(config))
+    forward = make_forward(config, model, weights, limits, limits.max_decode_rows)
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
     sampling = ", ".join(f"{name} {value:g}" for name, value in checkpoint.generation_defaults.items())
     logger.info("sampling where a request says nothing: %s", sampling or "temperature 1, no filters (the model names none)")
     weight_bytes = weights.num_bytes
     del weights  # where products are packed, nobody needs them any more
-    draft = load_draft(config, model, dtype, device, make_forward)
+    draft = load_draft(config, limits, model, dtype, device, make_forward)
     if device.type == "cpu":
         give_memory_back(device)
-    plan = planned(config, model, forward, draft, weight_bytes, dtype, device)
-    config = fit_context(config, asked, plan.num_blocks)
-    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    kv = KVCache(model, plan.num_blocks, config.block_size, dtype, device)
-    state = BatchState(config.max_num_seqs, config.max_model_len, config.block_size, device)
-    graphs = decode_graphs(config, forward, kv, state)
+    plan = planned(config, limits, model, forward, draft, weight_bytes, dtype, device)
+    limits = fit_context(config, replace(limits, num_blocks=plan.num_blocks))
+    kv = KVCache(model, limits.num_blocks, limits.block_size, dtype, device)
+    state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
+    graphs = decode_graphs(config, limits, forward, kv, state)
     structured = structured_output(config, model, checkpoint, tokenizer)
-    drafter = None if draft is None else draft.drafter(config, forward, weight_bytes, plan.num_blocks, state)
-    speculator = make_speculator(config, structured, drafter, device, graphs)
+    drafter = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
+    speculator = make_speculator(config, limits, structured, drafter, device, graphs)
     core = EngineCore(
-        Scheduler(scheduler_config(config, plan.num_blocks)),
+        Scheduler(limits),
         ModelRunner(forward, kv, state, graphs, drafter),
         vocab_size=model.vocab_size,
         async_scheduling=config.async_scheduling,
@@ -121,41 +119,25 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     )
     seconds = time.perf_counter() - began
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
+    config = resolved(config, limits)
     return Engine(core, config, model, checkpoint, tokenizer, device, dtype, seconds)
 
 
 def planned(
-    config: EngineConfig, model: ModelConfig, forward: Forward, draft: Draft | Head | None, weight_bytes: int,
+    config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | Head | None, weight_bytes: int,
     dtype: torch.dtype, device: torch.device,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan, with what its parts say that they take."""
-    assert config.block_size
-    rows = max_decode_rows(config)
+    rows = limits.max_decode_rows
     plan = plan_memory(
-        config, model, dtype, device,
+        config, limits, model, dtype, device,
         weight_bytes=weight_bytes + (draft.num_bytes if draft else 0),
         workspace_bytes=forward.workspace_bytes(rows) + (draft.workspace_bytes(rows) if draft else 0),
         draft=draft.model if draft else None,
-        draft_block_bytes=draft.block_bytes(config.block_size, dtype) if draft else 0,
+        draft_block_bytes=draft.block_bytes(limits.block_size, dtype) if draft else 0,
     )  # fmt: skip
     plan.log()
     return plan
-
-
-def scheduler_config(config: EngineConfig, num_blocks: int) -> Limits:
-    """The scheduler's part of the options, which are resolved."""
-    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    return Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
-        policy=config.scheduling_policy,
-        max_draft_rows=config.max_draft_rows,
-    )
 
 
 def takes_grammars(config: EngineConfig) -> bool:
@@ -177,35 +159,38 @@ def structured_output(
     return StructuredOutput(backend, model.vocab_size)
 
 
-def make_forward(config: EngineConfig, model: ModelConfig, weights: DecoderWeights, decode_rows: int = 0) -> Forward:
+def make_forward(
+    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, limits: Limits, decode_rows: int = 0
+) -> Forward:
     """What runs a model's steps, of the target and of a draft model: the decoder, and on a card the fused path for decode steps
-    of few rows where it can run the model. `config` is resolved; `decode_rows` as of Decoder."""
+    of few rows where it can run the model. `decode_rows` as of Decoder."""
     dtype, device = weights.embedding.dtype, weights.embedding.device
     attention, why = select_attention(config.attention_backend, model, device)
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
-        return Decoder(model, weights, attention, max_model_len=config.max_model_len)
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len)
     from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
-        return Decoder(model, weights, attention, max_model_len=config.max_model_len, decode_rows=decode_rows)
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows)
     tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
-    rows = min(max_decode_rows(config), MAX_ROWS if tiles is None else max(tiles))
-    fast = FastDecode(model, weights, rows, device, tiles, max_model_len=config.max_model_len, logits_dtype=dtype)
+    rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
+    fast = FastDecode(model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype)
     decode_rows = decode_rows if decode_rows > rows else 0
-    return FastDecoder(model, weights, attention, fast, max_model_len=config.max_model_len, decode_rows=decode_rows)
+    return FastDecoder(model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows)
 
 
-def decode_graphs(config: EngineConfig, forward: Forward, kv: KVCache, state: BatchState) -> DecodeGraphs | None:
+def decode_graphs(
+    config: EngineConfig, limits: Limits, forward: Forward, kv: KVCache, state: BatchState
+) -> DecodeGraphs | None:
     """Captured decode steps."""
     if state.device.type != "cuda" or config.enforce_eager:
         return None
     from headrace.worker.cuda_graphs import DecodeGraphs
 
-    assert config.max_model_len
-    return DecodeGraphs(forward.decode, kv, state, config.max_num_seqs, config.max_model_len, config.max_draft_rows)
+    return DecodeGraphs(forward.decode, kv, state, limits.max_num_seqs, limits.max_model_len, limits.max_draft_rows)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -229,42 +214,51 @@ def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch
     return getattr(torch, name)
 
 
-def fit_context(config: EngineConfig, asked: EngineConfig, num_blocks: int) -> EngineConfig:
+def fit_context(asked: EngineConfig, limits: Limits) -> Limits:
     """Lower max_model_len to what the KV cache holds, unless it was asked for. Who names the blocks knows what they hold."""
-    assert config.max_model_len and config.block_size
-    capacity = num_blocks * config.block_size
-    if config.num_kv_blocks is not None or capacity >= config.max_model_len:
-        return config
+    capacity = limits.num_blocks * limits.block_size
+    if asked.num_kv_blocks is not None or capacity >= limits.max_model_len:
+        return limits
     if asked.max_model_len is not None:
         raise CapacityError(
             f"max_model_len = {asked.max_model_len} needs a KV cache of as many tokens, but there is memory for {capacity}: "
             f"lower max_model_len, or raise gpu_memory_utilization or kv_cache_bytes"
         )
-    logger.warning("max_model_len lowered from %s to %d tokens: the KV cache holds no more", config.max_model_len, capacity)
-    return replace(config, max_model_len=capacity)
+    logger.warning("max_model_len lowered from %s to %d tokens: the KV cache holds no more", limits.max_model_len, capacity)
+    return replace(limits, max_model_len=capacity)
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
-    """`config` with every None decided that has a meaning."""
+def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
+    """What the options mean for this model and device. The blocks are as many as could ever be used: memory decides."""
     max_model_len = config.max_model_len or model.max_position
     block_size = config.block_size or (64 if device.type == "cuda" else 16)
-    batched = config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048)
-    if config.num_kv_blocks is not None and config.num_kv_blocks * block_size < 2:
+    num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // block_size)
+    if config.num_kv_blocks is not None and num_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_draft_rows=draft_rows(config, device),
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
+        policy=config.scheduling_policy,
+    )
+
+
+def resolved(config: EngineConfig, limits: Limits) -> EngineConfig:
+    """`config` with every None decided that has a meaning."""
     return replace(
-        config, max_model_len=max_model_len, block_size=block_size, max_num_batched_tokens=batched,
-        speculative_max_rows=draft_rows(config, device),
+        config, max_model_len=limits.max_model_len, block_size=limits.block_size,
+        max_num_batched_tokens=limits.max_num_batched_tokens, speculative_max_rows=limits.max_draft_rows or None,
     )  # fmt: skip
 
 
-def draft_rows(config: EngineConfig, device: torch.device) -> int | None:
-    """speculative_max_rows, decided: None where nobody drafts, neither a method nor grammars."""
+def draft_rows(config: EngineConfig, device: torch.device) -> int:
+    """Rows up to which a step is filled with drafts; 0 where nobody drafts, neither a method nor grammars."""
     if config.speculative_method is None and not takes_grammars(config):
-        return None
+        return 0
     rows = config.speculative_max_rows or (64 if device.type == "cuda" else 16)
-    return rows if rows > 1 else None
-
-
-def max_decode_rows(config: EngineConfig) -> int:
-    """Rows of the largest step in which all are sampled: one for each sequence, or those of drafts."""
-    return max(config.max_num_seqs, config.max_draft_rows)
+    return rows if rows > 1 else 0

@@ -42,8 +42,9 @@ class Limits:
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
 
     @property
-    def max_request_blocks(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+    def max_decode_rows(self) -> int:
+        """Rows of the largest step in which all are sampled: one for each sequence, or those of drafts."""
+        return max(self.max_num_seqs, self.max_draft_rows)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import DecoderWeights
 from headrace.model.forward import Forward
 from headrace.model.loader import load_model
+from headrace.scheduler.config import Limits
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
 from headrace.speculative.eagle import EagleHead, EagleWeights, load_eagle, tapped_layers
@@ -51,12 +52,10 @@ class Draft:
         return self.forward.workspace_bytes(max_num_seqs)
 
     def drafter(
-        self, config: EngineConfig, target: Forward, target_bytes: int, num_blocks: int, state: BatchState
+        self, config: EngineConfig, limits: Limits, target: Forward, target_bytes: int, state: BatchState
     ) -> DraftModel:
-        """`config` is resolved."""
-        assert config.block_size and config.max_num_batched_tokens and config.max_model_len
         weight = self.forward.embedding
-        kv = KVCache(self.model, num_blocks, config.block_size, weight.dtype, weight.device)
+        kv = KVCache(self.model, limits.num_blocks, limits.block_size, weight.dtype, weight.device)
         cost = self.num_bytes / target_bytes  # what decoding costs is reading the weights
         if target.tokenless is not None:
             self.forward.tokenless = target.tokenless.cut(self.model.vocab_size)
@@ -64,9 +63,9 @@ class Draft:
         if state.device.type == "cuda" and not config.enforce_eager:
             from headrace.worker.cuda_graphs import DecodeGraphs
 
-            rows = min(config.max_num_seqs, DRAFT_GRAPH_ROWS)
-            graphs = DecodeGraphs(self._decode, kv, state, rows, config.max_model_len, max_graphs=MAX_GRAPHS // 2)
-        return DraftModel(self.forward, kv, state, cost, self.vocab_size, config.max_num_batched_tokens, graphs)
+            rows = min(limits.max_num_seqs, DRAFT_GRAPH_ROWS)
+            graphs = DecodeGraphs(self._decode, kv, state, rows, limits.max_model_len, max_graphs=MAX_GRAPHS // 2)
+        return DraftModel(self.forward, kv, state, cost, self.vocab_size, limits.max_num_batched_tokens, graphs)
 
     def _decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         return self.forward.decode(batch, kv)[:, : self.vocab_size].contiguous()  # the target has no row for others
@@ -93,21 +92,19 @@ class Head:
         return self.attention.workspace_bytes(max_num_seqs) + self.table_bytes
 
     def drafter(
-        self, config: EngineConfig, target: Forward, target_bytes: int, num_blocks: int, state: BatchState
+        self, config: EngineConfig, limits: Limits, target: Forward, target_bytes: int, state: BatchState
     ) -> DraftModel:
-        """`config` is resolved."""
-        assert config.block_size and config.max_num_batched_tokens and config.max_model_len
         weight = self.weights.fc
-        kv = KVCache(self.model, num_blocks, config.block_size, weight.dtype, weight.device)
+        kv = KVCache(self.model, limits.num_blocks, limits.block_size, weight.dtype, weight.device)
         return EagleHead(
             self.weights, self.model, self.attention, target, kv, state, self.num_bytes / target_bytes, self.taps,
-            max_model_len=config.max_model_len, max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=limits.max_model_len, max_num_batched_tokens=limits.max_num_batched_tokens,
         )  # fmt: skip
 
 
 def load_draft(
-    config: EngineConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device,
-    make_forward: Callable[[EngineConfig, ModelConfig, DecoderWeights], Forward],
+    config: EngineConfig, limits: Limits, target: ModelConfig, dtype: torch.dtype, device: torch.device,
+    make_forward: Callable[[EngineConfig, ModelConfig, DecoderWeights, Limits], Forward],
 ) -> Draft | Head | None:  # fmt: skip
     """The draft model or head, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
     if config.speculative_model is None:
@@ -116,19 +113,19 @@ def load_draft(
     if config.speculative_method == "eagle3":
         attention, _ = select_attention(config.attention_backend, model, device)
         taps = tapped_layers(checkpoint.config, target.num_layers)
-        assert config.max_model_len
-        tables = 4 * config.max_model_len * model.head_dim  # a cosine and a sine for each pair, float32
+        tables = 4 * limits.max_model_len * model.head_dim  # a cosine and a sine for each pair, float32
         return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps, tables)
     weights = load_model(checkpoint, model, dtype, device, progress=False)
-    return Draft(model, make_forward(config, model, weights), weights.num_bytes, min(model.vocab_size, target.vocab_size))
+    forward = make_forward(config, model, weights, limits)
+    return Draft(model, forward, weights.num_bytes, min(model.vocab_size, target.vocab_size))
 
 
 def make_speculator(
-    config: EngineConfig, structured: StructuredOutput | None, drafter: Drafter | None, device: torch.device,
-    graphs: DecodeGraphs | None = None,
+    config: EngineConfig, limits: Limits, structured: StructuredOutput | None, drafter: Drafter | None,
+    device: torch.device, graphs: DecodeGraphs | None = None,
 ) -> Speculator | None:  # fmt: skip
-    """The core's part, if anybody drafts: who was asked to guess, and grammars; `config` is resolved."""
-    if not config.max_draft_rows:
+    """The core's part, if anybody drafts: who was asked to guess, and grammars."""
+    if not limits.max_draft_rows:
         return None
     proposer, cost = None, VERIFY_COST.get(device.type, 0.1)
     if drafter is not None:
@@ -137,7 +134,7 @@ def make_speculator(
         proposer = NGramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
     num_tokens = config.num_speculative_tokens if config.speculative_method is not None else 0
     overlap = device.type == "cuda" and config.async_scheduling  # on a CPU a launched step is done
-    speculator = Speculator(num_tokens, config.max_draft_rows, cost, proposer, structured, overlap)
+    speculator = Speculator(num_tokens, limits.max_draft_rows, cost, proposer, structured, overlap)
     if graphs is not None:
         speculator.padded = graphs.size_for
     return speculator

@@ -18,6 +18,7 @@ from headrace.errors import CapacityError
 from headrace.machine import available_memory
 from headrace.model.config import ModelConfig
 from headrace.sampling.logprobs import PROMPT_CHUNK_BYTES, SAMPLED_CHUNK_BYTES
+from headrace.scheduler.config import Limits
 from headrace.worker.batch_state import BatchState
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def logits_bytes(rows: int, prompt_rows: int, vocab: int, item: int) -> int:
 
 def plan_memory(
     config: EngineConfig,
+    limits: Limits,
     model: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -87,20 +89,19 @@ def plan_memory(
     draft: ModelConfig | None = None,
     draft_block_bytes: int = 0,
 ) -> MemoryPlan:
-    """Divide the device's memory, where the weights are already; `config` is resolved.
+    """Divide the device's memory, where the weights are already. `limits.num_blocks` is what could be used, or was asked for.
 
     `draft`: a draft model or head, whose weights and workspaces are in those terms. Raises CapacityError with the numbers and
     the options to change.
     """
-    assert config.max_model_len and config.block_size and config.max_num_batched_tokens
-    max_num_seqs, block_size, item = config.max_num_seqs, config.block_size, dtype.itemsize
+    max_num_seqs, block_size, item = limits.max_num_seqs, limits.block_size, dtype.itemsize
     vocab = max(model.vocab_size, draft.vocab_size if draft else 0)
     terms = {
         "weights": weight_bytes,
         "workspaces": workspace_bytes,
-        "activations": config.max_num_batched_tokens * max(row_elements(m) for m in (model, draft or model)) * item,
-        "logits": logits_bytes(max_num_seqs + config.max_draft_rows, config.max_num_batched_tokens, vocab, item),
-        "state": BatchState.bytes(max_num_seqs, config.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
+        "activations": limits.max_num_batched_tokens * max(row_elements(m) for m in (model, draft or model)) * item,
+        "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item),
+        "state": BatchState.bytes(max_num_seqs, limits.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
         "graphs": 0,
         "reserve": 0,
     }
@@ -110,7 +111,7 @@ def plan_memory(
         budget, terms["reserve"] = int(total * config.gpu_memory_utilization), GIB // 2
         used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
         if not config.enforce_eager:
-            terms["graphs"] = graph_bytes(model, max(max_num_seqs, config.max_draft_rows), item, MAX_GRAPHS)
+            terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
             if draft is not None:
                 terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
@@ -122,9 +123,7 @@ def plan_memory(
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
     block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + draft_block_bytes
-    # more than every slot at full length can hold would never be used
-    most = max_num_seqs * -(-config.max_model_len // block_size)
-    num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, most)
+    num_blocks = limits.num_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, limits.num_blocks)
     if num_blocks < 1:
         taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms.items())
         share = "raise gpu_memory_utilization or lower" if device.type == "cuda" else "free some memory, or lower"
