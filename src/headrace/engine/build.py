@@ -31,7 +31,7 @@ from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
 from headrace.scheduler.config import Limits
 from headrace.scheduler.scheduler import Scheduler
-from headrace.speculative.setup import Draft, Head, load_draft, make_speculator
+from headrace.speculative.setup import Draft, load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import MemoryPlan, plan_memory
@@ -124,7 +124,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
 
 
 def planned(
-    config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | Head | None, weight_bytes: int,
+    config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | None, weight_bytes: int,
     dtype: torch.dtype, device: torch.device,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan, with what its parts say that they take."""

@@ -131,6 +131,17 @@ class Decoder:
 
         With `wanted` only those rows' hidden states [R, H].
         """
+        residual = embed(batch.token_ids, self.embedding, self.embed_scale)
+        normed, norm = residual, self.layers[0].input_norm
+        if norm is not None:
+            normed = rms_norm(residual, norm, self.config.norm_eps, self.norm_offset)
+        return self.run_layers(normed, residual, batch, kv, wanted)[0]
+
+    def run_layers(
+        self, normed: Tensor, residual: Tensor, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """From what the first layer reads, and the residual stream (which may be changed in place), both [T, any], to the
+        hidden states after the final norm and the residual stream before it [T or R, H]."""
         config, layers = self.config, self.layers
         self.attention.begin(batch, kv)
         positions: Tensor | None = batch.positions
@@ -138,10 +149,6 @@ class Decoder:
         if positions is not None and not on_gpu(positions):  # no fused kernel: gather once for all layers
             tables = {kind: rotation_rows(*table, positions) for kind, table in tables.items()}
             positions = None
-        residual = embed(batch.token_ids, self.embedding, self.embed_scale)
-        normed = residual
-        if layers[0].input_norm is not None:
-            normed = rms_norm(residual, layers[0].input_norm, config.norm_eps, self.norm_offset)
         for index, layer in enumerate(layers):
             if self.hidden_state_hook is not None:
                 self.hidden_state_hook(index, residual, batch)
@@ -158,7 +165,7 @@ class Decoder:
             if last is not None:
                 batch, q, residual = last.batch, q[last.index], residual[last.index]
                 if not batch.num_rows:
-                    return residual
+                    return residual, residual
             attended = self.attention.attend(
                 q, index, kv, batch,
                 scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, own=own,
@@ -166,7 +173,7 @@ class Decoder:
             normed, residual = self._add(layer.o, attended, residual, layer.post_attn_norm, layer.mlp_norm)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
             normed, residual = self._add(layer.mlp, normed, residual, layer.post_mlp_norm, following)
-        return normed
+        return normed, residual
 
     def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
         """Close a part of a layer: norm what it gives (`post`), add it to the residual (which may be changed in place), norm

@@ -47,7 +47,7 @@ def load_model(
         return DecoderWeights.from_tensors(random_tensors(source, config, plan, dtype, device), config)
     entries = source.tensors()
     plan = _checked_plan(source, plan, entries)
-    tensors = _load_tensors(plan, entries, dtype, device, progress)
+    tensors = load_tensors(plan, entries, dtype, device, progress)
     head, embedding = tensors.get("lm_head"), tensors["embedding"]
     if head is not None and torch.equal(head[0], embedding[0]) and torch.equal(head, embedding):
         del tensors["lm_head"]  # tied, but written out twice
@@ -55,25 +55,29 @@ def load_model(
 
 
 def _checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: dict[str, TensorEntry]) -> list[WeightSpec]:
-    """The part of `plan` that `entries` can fill, after a check that nothing is missing, misshapen or left over."""
-    present = [spec for spec in plan if not spec.optional or any(name in entries for name, _ in spec.sources)]
-    used: set[str] = set()
-    for spec in present:
-        for name, rows in spec.sources:
-            if (entry := entries.get(name)) is None:
-                raise CheckpointError(f"{source.path}: the tensor {name!r} is missing")
-            if entry.shape != (rows, *spec.shape[1:]):
-                wanted = (rows, *spec.shape[1:])
-                raise CheckpointError(
-                    f"{entry.file}: the tensor {name!r} has shape {entry.shape}, the config asks for {wanted}"
-                )
-            used.add(name)
+    """As `filled_plan`, after a check that nothing is left over either."""
+    present = filled_plan(source.path, plan, entries)
+    used = {name for spec in present for name, _ in spec.sources}
     for name in entries.keys() - used:
         if not name.endswith(IGNORED_SUFFIXES):
             raise CheckpointError(f"{entries[name].file}: the tensor {name!r} is unexpected for this architecture")
     untied = source.config.get("tie_word_embeddings") is False
     if untied and "lm_head.weight" not in used:
         raise CheckpointError(f"{source.path}: the tensor 'lm_head.weight' is missing, and the config says it is not tied")
+    return present
+
+
+def filled_plan(path: Path, plan: list[WeightSpec], entries: dict[str, TensorEntry]) -> list[WeightSpec]:
+    """The part of `plan` that `entries` can fill. Raises CheckpointError if a tensor is missing or misshapen."""
+    present = [spec for spec in plan if not spec.optional or any(name in entries for name, _ in spec.sources)]
+    for spec in present:
+        for name, rows in spec.sources:
+            if (entry := entries.get(name)) is None:
+                raise CheckpointError(f"{path}: the tensor {name!r} is missing")
+            if entry.shape != (wanted := (rows, *spec.shape[1:])):
+                raise CheckpointError(
+                    f"{entry.file}: the tensor {entry.name!r} has shape {entry.shape}, the config asks for {wanted}"
+                )
     return present
 
 
@@ -121,9 +125,10 @@ def _chunks(plan: list[WeightSpec], entries: dict[str, TensorEntry], limit: int)
             row += rows
 
 
-def _load_tensors(
-    plan: list[WeightSpec], entries: dict[str, TensorEntry], dtype: torch.dtype, device: torch.device, progress: bool
+def load_tensors(
+    plan: list[WeightSpec], entries: dict[str, TensorEntry], dtype: torch.dtype, device: torch.device, progress: bool = False
 ) -> dict[str, Tensor]:
+    """{target: tensor} of a plan that `entries` fill."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     tensors = {spec.target: torch.empty(spec.shape, dtype=dtype, device=device) for spec in plan}

@@ -13,106 +13,93 @@ d2t, and perhaps embed_tokens; safetensors only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache, zeros
 from headrace.errors import CheckpointError
-from headrace.kernels.activation import act_mul
 from headrace.kernels.embedding import embed
-from headrace.kernels.norm import add_rms_norm, rms_norm
-from headrace.kernels.qkv import qkv_rope_write, rotation_rows
+from headrace.kernels.norm import rms_norm
 from headrace.model.batch import ForwardBatch
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.forward import Forward
 from headrace.model.linear import Weight, make_linear
-from headrace.model.rope import rope_tables
+from headrace.model.loader import filled_plan, load_tensors
+from headrace.model.tensor_file import TensorEntry
+from headrace.model.weight_names import PRE_NORM_NAMES, WeightSpec, plan_weights
 from headrace.speculative.draft_model import DraftModel
 from headrace.speculative.proposer import DraftRow
 from headrace.worker.batch_state import BatchState
 
 
-@dataclass(slots=True)
-class EagleWeights:
-    """Matrices are [out, in]; E is the head's width, H the target's, D the ids that it can guess."""
+class EagleParts(NamedTuple):
+    """What a head has beside the layer that a Decoder runs. E is the head's width, H the target's, D the ids it can guess."""
 
     fc: Tensor  # [E, 3 H]
-    qkv: Tensor  # [q + 2 kv, 2 E]
-    o: Tensor  # [E, q]
-    gate_up: Tensor  # [2 I, E]
-    down: Tensor  # [E, I]
     input_norm: Tensor  # [E], of the embedding
     hidden_norm: Tensor  # [E], of the features
-    mlp_norm: Tensor  # [E]
-    final_norm: Tensor  # [E]
-    lm_head: Tensor  # [D, E]
     to_target: Tensor | None  # [D] int32: the target's id of each id of the head; None: the same
-    embedding: Tensor | None  # [V, E]; None: the target's
+    own_embedding: bool  # else it reads the target's
+    taps: tuple[int, ...]  # the target's layers before which its residual stream is read
 
     @property
     def num_bytes(self) -> int:
-        tensors = (getattr(self, name) for name in self.__slots__)
-        return sum(t.numel() * t.itemsize for t in tensors if t is not None)
+        return sum(t.numel() * t.itemsize for t in self if isinstance(t, Tensor))
 
 
-def load_eagle(path: Path, config: ModelConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device) -> EagleWeights:
-    """The head in the directory `path`. Raises CheckpointError for missing tensors or other shapes."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{path} has no *.safetensors file (pickled checkpoints are never loaded)")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            tensors |= load_file(file, device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: {error}") from error
-    tensors = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
-
-    def take(name: str, *shape: int) -> Tensor:
-        tensor = tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != shape:
-            found = "is missing" if tensor is None else f"has the shape {list(tensor.shape)}"
-            raise CheckpointError(f"{path}: {name} {found}, {list(shape)} is needed")
-        return tensor.to(device, dtype)
-
-    width, inner = config.hidden_size, config.intermediate_size
-    guesses = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else 0
-    to_target = None
-    if "d2t" in tensors:
-        if tensors["d2t"].shape != (guesses,):
-            raise CheckpointError(f"{path}: d2t has the shape {list(tensors['d2t'].shape)}, [{guesses}] is needed")
-        to_target = torch.arange(guesses) + tensors["d2t"].long()  # it holds differences
-        if guesses and not 0 <= int(to_target.min()) <= int(to_target.max()) < target.vocab_size:
-            raise CheckpointError(f"{path}: d2t names ids that the target does not have")
-    elif guesses > target.vocab_size:
-        raise CheckpointError(f"{path}: lm_head has {guesses} ids, the target {target.vocab_size}")
-    own = "embed_tokens.weight" in tensors
+def load_eagle(
+    checkpoint: Checkpoint, config: ModelConfig, target: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[DecoderWeights, EagleParts]:
+    """The head's layer and the rest of it. Raises CheckpointError for missing tensors or other shapes."""
+    path, width = checkpoint.path, config.hidden_size
+    entries = {_usual_name(name): entry for name, entry in checkpoint.tensors().items()}
+    guesses = entries["lm_head.weight"].num_rows if "lm_head.weight" in entries else 0
+    plan = [WeightSpec("fc", (width, 3 * target.hidden_size), (("fc.weight", width),))]
+    plan.append(WeightSpec("hidden_norm", (width,), (("model.layers.0.hidden_norm.weight", width),)))
+    for spec in plan_weights(replace(config, vocab_size=target.vocab_size), PRE_NORM_NAMES):
+        if spec.target == "embedding":
+            spec = replace(spec, optional=True)
+        elif spec.target == "layers.0.qkv":  # of embedding and features
+            spec = replace(spec, shape=(spec.shape[0], 2 * width))
+        elif spec.target == "lm_head":
+            spec = replace(spec, shape=(guesses, width), sources=(("lm_head.weight", guesses),), optional=False)
+        plan.append(spec)
+    tensors = load_tensors(filled_plan(path, plan, entries), entries, dtype, device)
+    to_target = _target_ids(path, entries, guesses, target.vocab_size)
+    own = "embedding" in tensors
     if not own and width != target.hidden_size:
         raise CheckpointError(f"{path}: no embed_tokens.weight, and the target's is not {width} wide")
-    layer, attn = "midlayer.", "midlayer.self_attn."
-    parts = (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size))
-    return EagleWeights(
-        fc=take("fc.weight", width, 3 * target.hidden_size),
-        qkv=torch.cat([take(f"{attn}{name}_proj.weight", size, 2 * width) for name, size in parts]),
-        o=take(f"{attn}o_proj.weight", width, config.q_size),
-        gate_up=torch.cat([take(f"{layer}mlp.{name}_proj.weight", inner, width) for name in ("gate", "up")]),
-        down=take(f"{layer}mlp.down_proj.weight", width, inner),
-        input_norm=take(f"{layer}input_layernorm.weight", width),
-        hidden_norm=take(f"{layer}hidden_norm.weight", width),
-        mlp_norm=take(f"{layer}post_attention_layernorm.weight", width),
-        final_norm=take("norm.weight", width),
-        lm_head=take("lm_head.weight", guesses, width),
-        to_target=None if to_target is None else to_target.to(device, torch.int32),
-        embedding=take("embed_tokens.weight", target.vocab_size, width) if own else None,
-    )
+    fc, hidden_norm = tensors.pop("fc"), tensors.pop("hidden_norm")
+    tensors.setdefault("embedding", fc.new_empty((0, width)))
+    weights = DecoderWeights.from_tensors(tensors, config)
+    to_target = None if to_target is None else to_target.to(device, torch.int32)
+    taps = tapped_layers(checkpoint.config, target.num_layers)
+    return weights, EagleParts(fc, tensors["layers.0.input_norm"], hidden_norm, to_target, own, taps)
+
+
+def _usual_name(name: str) -> str:
+    """The name that the tensor has in a Llama of one layer."""
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    return f"model.{name}" if name.startswith(("layers.", "norm.", "embed_tokens.")) else name
+
+
+def _target_ids(path: Path, entries: dict[str, TensorEntry], guesses: int, vocab_size: int) -> Tensor | None:
+    if "d2t" not in entries:
+        if guesses > vocab_size:
+            raise CheckpointError(f"{path}: lm_head has {guesses} ids, the target {vocab_size}")
+        return None
+    plan = filled_plan(path, [WeightSpec("d2t", (guesses,), (("d2t", guesses),))], entries)
+    ids = torch.arange(guesses) + load_tensors(plan, entries, torch.int64, torch.device("cpu"))["d2t"]  # it holds differences
+    if guesses and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise CheckpointError(f"{path}: d2t names ids that the target does not have")
+    return ids
 
 
 def tapped_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -125,29 +112,27 @@ def tapped_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 class EagleHead(DraftModel):
-    """See Drafter. `taps`: the target's layers before which its residual stream is read."""
+    """See Drafter. `layer` runs the head's one layer."""
 
     def __init__(
-        self, weights: EagleWeights, config: ModelConfig, attention: AttentionBackend, target: Forward, kv: KVCache,
-        state: BatchState, cost: float, taps: tuple[int, ...], *, max_model_len: int, max_num_batched_tokens: int,
+        self, layer: Decoder, parts: EagleParts, target: Forward, kv: KVCache, state: BatchState, cost: float, vocab_size: int,
+        max_num_batched_tokens: int,
     ):  # fmt: skip
-        super().__init__(target, kv, state, cost, len(weights.lm_head), max_num_batched_tokens)
-        self.weights, self.config, self.attention, self.taps = weights, config, attention, taps
-        self._embedding = weights.embedding if weights.embedding is not None else target.embedding
-        self._parts = [make_linear(Weight(w.contiguous())) for w in weights.fc.chunk(3, dim=1)]
-        self._qkv, self._o = make_linear(Weight(weights.qkv)), make_linear(Weight(weights.o))
-        self._gate_up, self._down = make_linear(Weight(weights.gate_up)), make_linear(Weight(weights.down))
-        self._lm_head = make_linear(Weight(weights.lm_head))
-        device, dtype = weights.fc.device, weights.fc.dtype
-        self._rope = rope_tables(config.rope, max_model_len, device)
+        super().__init__(target, kv, state, cost, vocab_size, max_num_batched_tokens)
+        self.layer, self.parts, self.taps = layer, parts, parts.taps
+        if not parts.own_embedding:
+            layer.embedding = target.embedding
+        self._parts = [make_linear(Weight(w.contiguous())) for w in parts.fc.chunk(3, dim=1)]
         # one more for the padded rows of captured steps
-        self._features = zeros((kv.num_blocks * kv.block_size + 1, config.hidden_size), dtype, device)
+        places = kv.num_blocks * kv.block_size + 1
+        self._features = zeros((places, layer.config.hidden_size), parts.fc.dtype, parts.fc.device)
         self._fused: Tensor | None = None
         target.hidden_state_hook = self._read
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return KVCache.bytes_per_block(config, block_size, dtype) + block_size * config.hidden_size * dtype.itemsize
+        """Of the features."""
+        return block_size * config.hidden_size * dtype.itemsize
 
     def _read(self, layer: int, residual: Tensor, batch: ForwardBatch) -> None:
         """The target is about to run a layer; after the last tapped one the features of the rows are kept."""
@@ -187,27 +172,14 @@ class EagleHead(DraftModel):
 
     def _run(self, batch: ForwardBatch, features: Tensor) -> Tensor:
         """The residual stream after the layer [T, E]: what stands in for features, and, normed, goes to the lm_head."""
-        w, config, eps = self.weights, self.config, self.config.norm_eps
-        self.attention.begin(batch, self.kv)
-        embedded = embed(batch.token_ids, self._embedding)
-        both = torch.cat([rms_norm(embedded, w.input_norm, eps), rms_norm(features, w.hidden_norm, eps)], dim=-1)
-        positions: Tensor | None = batch.positions
-        cos, sin = self._rope
-        if not batch.positions.is_cuda:
-            (cos, sin), positions = rotation_rows(cos, sin, batch.positions), None
-        q, own = qkv_rope_write(
-            self._qkv(both), positions, cos, sin, self.kv, 0, batch.slot_mapping,
-            num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            q_norm=None, k_norm=None, eps=eps, norm_offset=0.0, keep=self.attention.keeps_own,
-        )  # fmt: skip
-        attended = self.attention.attend(q, 0, self.kv, batch, scale=config.attn_scale, window=0, softcap=0.0, own=own)
-        normed, residual = add_rms_norm(self._o(attended), features, w.mlp_norm, eps)
-        return residual + self._down(act_mul(self._gate_up(normed), config.activation))
+        parts, eps = self.parts, self.layer.config.norm_eps
+        embedded = rms_norm(embed(batch.token_ids, self.layer.embedding), parts.input_norm, eps)
+        both = torch.cat([embedded, rms_norm(features, parts.hidden_norm, eps)], dim=-1)
+        return self.layer.run_layers(both, features, batch, self.kv)[1]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self._lm_head(rms_norm(hidden, self.weights.final_norm, self.config.norm_eps))
-        return logits if logits.is_cuda else logits.float()
+        return self.layer.logits(rms_norm(hidden, self.layer.final_norm, self.layer.config.norm_eps))
 
     def _target_ids(self, token_ids: Tensor) -> Tensor:
-        to_target = self.weights.to_target
+        to_target = self.parts.to_target
         return token_ids if to_target is None else to_target[token_ids.long()]

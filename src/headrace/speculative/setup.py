@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headrace.attention import AttentionBackend
 from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.forward import Forward
 from headrace.model.loader import load_model
 from headrace.scheduler.config import Limits
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
-from headrace.speculative.eagle import EagleHead, EagleWeights, load_eagle, tapped_layers
+from headrace.speculative.eagle import EagleHead, EagleParts, load_eagle
 from headrace.speculative.ngram import NGramProposer
 from headrace.speculative.proposer import Drafter
 from headrace.speculative.speculator import Speculator
@@ -38,15 +37,17 @@ VERIFY_COST = {"cuda": 0.03, "cpu": 0.15}
 
 @dataclass(slots=True)
 class Draft:
-    """A draft model that has been loaded; its cache comes when the memory plan is made."""
+    """A draft model or an EAGLE-3 head that has been loaded; its cache comes when the memory plan is made."""
 
     model: ModelConfig
     forward: Forward
     num_bytes: int  # of the weights
     vocab_size: int  # ids that both models have
+    eagle: EagleParts | None = None
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        return KVCache.bytes_per_block(self.model, block_size, dtype)
+        cache = KVCache.bytes_per_block(self.model, block_size, dtype)
+        return cache if self.eagle is None else cache + EagleHead.bytes_per_block(self.model, block_size, dtype)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         return self.forward.workspace_bytes(max_num_seqs)
@@ -57,6 +58,10 @@ class Draft:
         weight = self.forward.embedding
         kv = KVCache(self.model, limits.num_blocks, limits.block_size, weight.dtype, weight.device)
         cost = self.num_bytes / target_bytes  # what decoding costs is reading the weights
+        if self.eagle is not None:
+            assert isinstance(self.forward, Decoder)
+            rows = limits.max_num_batched_tokens
+            return EagleHead(self.forward, self.eagle, target, kv, state, cost, self.vocab_size, rows)
         if target.tokenless is not None:
             self.forward.tokenless = target.tokenless.cut(self.model.vocab_size)
         graphs = None
@@ -71,50 +76,19 @@ class Draft:
         return self.forward.decode(batch, kv)[:, : self.vocab_size].contiguous()  # the target has no row for others
 
 
-@dataclass(slots=True)
-class Head:
-    """An EAGLE-3 head that has been loaded."""
-
-    model: ModelConfig
-    weights: EagleWeights
-    attention: AttentionBackend
-    taps: tuple[int, ...]
-    table_bytes: int  # of its rope tables, which are made later
-
-    @property
-    def num_bytes(self) -> int:
-        return self.weights.num_bytes
-
-    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        return EagleHead.bytes_per_block(self.model, block_size, dtype)
-
-    def workspace_bytes(self, max_num_seqs: int) -> int:
-        return self.attention.workspace_bytes(max_num_seqs) + self.table_bytes
-
-    def drafter(
-        self, config: EngineConfig, limits: Limits, target: Forward, target_bytes: int, state: BatchState
-    ) -> DraftModel:
-        weight = self.weights.fc
-        kv = KVCache(self.model, limits.num_blocks, limits.block_size, weight.dtype, weight.device)
-        return EagleHead(
-            self.weights, self.model, self.attention, target, kv, state, self.num_bytes / target_bytes, self.taps,
-            max_model_len=limits.max_model_len, max_num_batched_tokens=limits.max_num_batched_tokens,
-        )  # fmt: skip
-
-
 def load_draft(
     config: EngineConfig, limits: Limits, target: ModelConfig, dtype: torch.dtype, device: torch.device,
     make_forward: Callable[[EngineConfig, ModelConfig, DecoderWeights, Limits], Forward],
-) -> Draft | Head | None:  # fmt: skip
+) -> Draft | None:  # fmt: skip
     """The draft model or head, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
     if config.speculative_model is None:
         return None
     checkpoint, model = draft_checkpoint(config, target)
     if config.speculative_method == "eagle3":
+        layer, parts = load_eagle(checkpoint, model, target, dtype, device)
         attention, _ = select_attention(config.attention_backend, model, device)
-        taps = tapped_layers(checkpoint.config, target.num_layers)
-        tables = 4 * limits.max_model_len * model.head_dim  # a cosine and a sine for each pair, float32
-        return Head(model, load_eagle(checkpoint.path, model, target, dtype, device), attention, taps, tables)
+        decoder = Decoder(model, layer, attention, max_model_len=limits.max_model_len)
+        return Draft(model, decoder, layer.num_bytes + parts.num_bytes, len(layer.lm_head.data), parts)
     weights = load_model(checkpoint, model, dtype, device, progress=False)
     forward = make_forward(config, model, weights, limits)
     return Draft(model, forward, weights.num_bytes, min(model.vocab_size, target.vocab_size))
