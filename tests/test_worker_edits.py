@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_driver import complete
+from headrace.kernels.prepare import Rows
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.penalties import apply_edits
-from headrace.scheduler.plan import Chunk, Decodes
+from headrace.scheduler.plan import Admitted, StepPlan
 from headrace.scheduler.request import Request
-from headrace.worker.batch_state import BatchState, Piece
-from headrace.worker.edits import StepEdits
-from headrace.worker.sampling import StepSampler
+from headrace.worker import sampling as worker_sampling
+from headrace.worker.batch_state import BatchState, TableWrite
+from headrace.worker.edits import SampledRow, StepEdits
+from headrace.worker.sampling import RowSampler
 
 VOCAB, SLOTS = 41, 6
 CPU = torch.device("cpu")
@@ -62,25 +64,26 @@ def admitted(some: list[Request]) -> tuple[BatchState, StepEdits]:
     return state, edits
 
 
+def admission(request: Request) -> Admitted:
+    known = request.known_ids()
+    return Admitted(request.slot, known, len(request.prompt_ids), 0, [], request.params, request.seed, None)
+
+
 def load(state: BatchState, edits: StepEdits, some: list[Request]) -> None:
     for request in some:
-        state.enter(list(state._load(request)))
-        edits.load(request)
+        state.enter(list(state._load(admission(request))))
+        edits.load(admission(request))
 
 
 def edited(state: BatchState, edits: StepEdits, some: list[Request], logits: torch.Tensor) -> torch.Tensor:
     """A step that samples the next token of each request."""
-    rows = [(r, chunk(request)) for r, request in enumerate(some)]
-    slots, positions = (torch.tensor(v) for v in zip(*((c.slot, c.start + 1) for _, c in rows), strict=True))
-    found = edits.of_step(rows, slots, positions, None)
+    rows = Rows.empty(len(some), CPU)
+    rows.seq_slots[:], rows.seq_lens[:] = torch.tensor([r.slot for r in some]), torch.tensor([r.num_known for r in some])
+    found = edits.of_step([SampledRow(i, r.slot, len(r.output_ids), 0) for i, r in enumerate(some)], rows, None, ())
     work = logits.clone()
     if found is not None:
         apply_edits(work, found)
     return work
-
-
-def chunk(request: Request) -> Chunk:
-    return Chunk(request, request.slot, request.num_known - 1, 1, True, output_index=len(request.output_ids))
 
 
 @settings(max_examples=150, deadline=None)
@@ -103,9 +106,11 @@ def test_a_mixed_batch_is_edited_as_each_request_alone(first, second, seed, data
                 assert torch.equal(got[row], alone[0]), request.params
         for request in some:  # each gets a token, as the sampler would write it
             token = int(rng.integers(VOCAB))
-            state.enter([Piece(0, request.slot, request.num_known, [token])])
+            state.enter([TableWrite(0, request.slot, request.num_known, [token])])
             if edits._counts is not None:
-                edits.count(torch.tensor([request.slot]), torch.tensor([token]), None)
+                rows = Rows.empty(1, CPU)
+                rows.seq_slots[:] = request.slot
+                edits.count(rows, torch.tensor([token]), None)
             request.output_ids.append(token)
 
 
@@ -122,7 +127,7 @@ def test_a_steady_step_uploads_nothing_for_its_edits(monkeypatch):
         edited(state, edits, [request], torch.zeros(1, VOCAB))
         assert (len(uploads) > before) == (step in (0, 9)), "but for the end of min_tokens"
         request.output_ids.append(3)
-        state.enter([Piece(0, 2, request.num_known - 1, [3])])
+        state.enter([TableWrite(0, 2, request.num_known - 1, [3])])
         uploads.clear()
 
 
@@ -150,14 +155,19 @@ def test_admissions_copy_by_staging_alone(monkeypatch, kind, drafts):
     monkeypatch.setattr(state.staging, "upload", lambda a: torch.empty(a.shape, dtype=torch.from_numpy(a).dtype, device="meta"))
     shape = lambda logits: torch.empty(len(logits), dtype=torch.int32, device="meta")  # noqa: E731
     monkeypatch.setattr(sampler, "choose", lambda logits, inputs: (shape(logits), shape(logits).bool()))
-    sampling = StepSampler(state, VOCAB)
+    monkeypatch.setattr(worker_sampling, "publish", lambda *args: None)  # a kernel
+    sampling = RowSampler(state, VOCAB)
     words = [[4], [5, 6]] if "bad" in kind else []
     one = complete(SamplingParams(**{k: v for k, v in kind.items() if k != "bad"}), bad_word_ids=words, eos_token_ids=[2])
     some = [Request("a", array("i", [3, 4, 5] * 9), one, 7, slot=1, output_ids=[3, 4]),
             Request("b", array("i", [3, 4]), complete(SamplingParams()), 7, slot=0)]  # fmt: skip
-    chunks = [Chunk(r, r.slot, r.num_known - 1, 1 + drafts, True, admitted=True, output_index=0, num_drafts=drafts,
-                    drafts=(7, 8)[:drafts]) for r in some]  # fmt: skip
+    news = [admission(r) for r in some]
+    slots, starts = (np.asarray(v, np.int32) for v in zip(*((r.slot, r.num_known - 1) for r in some), strict=True))
+    guesses = {i: [7, 8][:drafts] for i in range(2 * bool(drafts))}
+    plan = StepPlan(1, 0, 0, ["a", "b"], slots, starts, 1 + 0 * slots + drafts, 0 * slots + drafts, 0 * slots, slots >= 0, news, [], guesses)
     with NoCopies():
-        for request in some:
-            sampling.load(request)
-        sampling(torch.empty(2 * (1 + drafts), VOCAB, dtype=torch.bfloat16, device="meta"), Decodes.none(), chunks)
+        for new in news:
+            state.admitted[new.slot] = new
+            sampling.load(new)
+        count = 2 * (1 + drafts)
+        sampling(torch.empty(count, VOCAB, dtype=torch.bfloat16, device="meta"), plan, Rows.empty(count, state.device))

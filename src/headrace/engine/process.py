@@ -215,7 +215,7 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
         resolved = engine.config
         ready = Ready(
             max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
-            num_blocks=engine.core.scheduler.config.num_blocks, max_num_seqs=resolved.max_num_seqs,
+            num_blocks=engine.core.scheduler.limits.num_blocks, max_num_seqs=resolved.max_num_seqs,
             device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
         )  # fmt: skip
         loop = CoreLoop(engine.core, inbox, send, traced)
