@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from headrace.sampling import logprobs
 from headrace.sampling.logprobs import LogprobsRequest, logprobs_of, prompt_logprobs, rows_per_chunk, token_logprobs
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import sample
@@ -42,6 +43,20 @@ def test_only_the_rows_that_ask():
     found = token_logprobs(logits, ids, LogprobsRequest(torch.tensor([4, 1]), 2))
     assert found.token_ids.tolist() == [12, 3]
     torch.testing.assert_close(found.logprobs, logits.log_softmax(-1)[torch.tensor([4, 1]), torch.tensor([12, 3])])
+
+
+@pytest.mark.parametrize(("chunk_bytes", "most"), [(1, 1), (4 * 90 * 7, 7), (1 << 30, 20)])
+def test_sampled_logprobs_in_chunks(chunk_bytes, most, monkeypatch):
+    logits, ids, sizes = torch.randn(25, 90), torch.arange(25), []
+
+    def seen(rows, *rest):
+        sizes.append(len(rows))
+        return logprobs_of(rows, *rest)
+
+    monkeypatch.setattr(logprobs, "logprobs_of", seen)
+    found = token_logprobs(logits, ids, LogprobsRequest(torch.arange(20), 2), chunk_bytes)
+    assert sum(sizes) == 20 and max(sizes) == most
+    torch.testing.assert_close(found.logprobs, logprobs_of(logits, ids, 2).logprobs[:20])
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 90, 4 * 90 * 7, 1 << 30])

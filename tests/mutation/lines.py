@@ -117,8 +117,8 @@ class Coverage:
     def tests(self, mutant: Mutant) -> tuple[list[str], bool]:
         """The tests that run a mutant's line, file by file, the quickest first; whether the budget left some out."""
         found = next((f for line in mutant.lines if (f := self.by_line.get((mutant.module, line)))), set())
-        if not found and self.imported[mutant.module].intersection(mutant.lines):
-            found = self.by_module[mutant.module]
+        if self.imported[mutant.module].intersection(mutant.lines):
+            found = found | self.by_module[mutant.module]  # what was made then is used later
         files: dict[str, list[str]] = defaultdict(list)
         for test in sorted(found, key=self.seconds.__getitem__):
             files[test.partition("::")[0]].append(test)

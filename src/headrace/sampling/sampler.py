@@ -50,10 +50,10 @@ class SampleInputs:
     seed: Tensor  # int64, any bits
     output_index: Tensor  # int64: index among the request's output tokens of the one that is sampled
     sample_index: Tensor  # int32: which of the request's n samples
-    all_greedy: bool = False
-    any_top_k: bool = True
-    any_top_p: bool = True
-    any_min_p: bool = True
+    all_greedy: bool
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
     edits: LogitsEdits | None = None
     logprobs: LogprobsRequest | None = None
 
