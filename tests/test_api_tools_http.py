@@ -310,6 +310,11 @@ def test_responses_input_items():
     api.close()
 
 
+@pytest.mark.parametrize("value", ["hi", [{"role": "user", "content": "hi"}]])
+def test_responses_instructions_are_a_message_of_their_own(value):
+    assert messages(value, "I") == [{"role": "system", "content": "I"}, {"role": "user", "content": "hi"}]
+
+
 ITEMS = {
     "reasoning": lambda i: {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": f"r{i}"}]},
     "encrypted": lambda i: {"type": "reasoning", "summary": [], "encrypted_content": "?"},

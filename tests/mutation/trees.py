@@ -30,7 +30,7 @@ def copy_tree(checkout: Path, to: Path) -> Path:
     subprocess.run([sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", to / "src"], check=True)
     (to / "src/sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")  # idle unless tests are traced
     (to / "coverage.rc").write_text(
-        "[run]\nparallel = true\nsigterm = true\ncontext = ${PYTEST_CURRENT_TEST-}\ninclude =\n"
+        "[run]\nparallel = true\ncontext = ${PYTEST_CURRENT_TEST-}\ninclude =\n"
         + "".join(f"  {p}\n" for p in TRACED)
     )
     return to

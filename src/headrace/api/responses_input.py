@@ -142,7 +142,7 @@ def messages(value: str | list[dict[str, Any]], instructions: str | None) -> lis
 def _add_instructions(found: list[dict[str, Any]], instructions: str) -> None:
     """In front, and in one system message with the input's own: many templates take only one."""
     first = found[0] if found else {}
-    if first.get("role") in ("system", "developer") and isinstance(first.get("content"), str):
+    if first.get("role") in ("system", "developer"):
         first["content"] = f"{instructions}\n\n{first['content']}"
     else:
         found.insert(0, {"role": "system", "content": instructions})
