@@ -65,7 +65,7 @@ def test_verification_equals_the_reference(seed):
     lengths = rng.integers(1, 6, rng.integers(1, 20))  # rows of each request
     rows = Rows.empty(int(lengths.sum()) + seed % 3, torch.device("cpu"))  # and padded rows, of the dummy slot
     count = len(rows.token_ids)
-    rows.seq_slots[:] = slots - 1
+    rows.seq_slots[:], rows.seq_lens[:] = slots - 1, 0
     rows.seq_slots[: lengths.sum()] = torch.from_numpy(np.repeat(rng.permutation(slots - 1)[: len(lengths)], lengths)).int()
     rows.seq_lens[: lengths.sum()] = torch.arange(1, int(lengths.sum()) + 1).int()
     ids = torch.from_numpy(rng.integers(0, 50, count).astype(np.int32))

@@ -55,7 +55,7 @@ class Rows:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Rows:
-        return cls(**{name: torch.zeros(rows, dtype=t, device=device) for name, t in TYPES.items()})
+        return cls(**{name: torch.empty(rows, dtype=t, device=device) for name, t in TYPES.items()})
 
     def part(self, start: int, stop: int) -> Rows:
         """Views of some of the rows."""
