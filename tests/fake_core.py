@@ -31,11 +31,11 @@ class Grammars(StructuredOutput):
     """Compiles when it is told to."""
 
     def __init__(self, vocab_size: int):
-        super().__init__(backend, vocab_size)
+        super().__init__(lambda _: backend(), vocab_size)
         self._backend = backend()
         self.held: list[tuple[object, Future]] = []
 
-    def _submit(self, wish):
+    def _submit(self, wish, end_token_ids):
         future: Future = Future()
         self.held.append((wish, future))
         return future

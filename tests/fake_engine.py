@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config import EngineConfig
-from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
+from headrace.engine.messages import CoreStats, EngineOutput, RequestTimes, TokenLogprobs
 from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.sampling.params import SamplingParams
@@ -119,6 +119,11 @@ class FakeEngine:
             family="llama", vocab_size=ByteTokenizer.vocab_size, hidden_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
             head_dim=8, intermediate_size=8, max_position=self.max_model_len, rope=rope, eos_token_ids=(EOS, IM_END),
         )  # fmt: skip
+
+    info, restarts, num_poisonous = None, 0, 0
+
+    def counters(self) -> CoreStats:
+        return CoreStats()
 
     def status(self) -> FakeStatus:
         return self.state

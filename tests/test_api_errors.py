@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from api_client import MODEL, Api, error_of, parse_events
 from fake_engine import FakeEngine
-from headrace.api.telemetry import EngineGauges
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
+from headrace.metrics.prometheus import PrometheusMetrics
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {
@@ -305,7 +305,7 @@ def test_one_failed_sample_ends_its_siblings():
     api.close()
 
 
-class Records(EngineGauges):
+class Records(PrometheusMetrics):
     """Keeps what the metrics are told of the samples that have ended."""
 
     def __init__(self, engine):

@@ -7,8 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.engine.inputs import checked_ids
-from headrace.engine.messages import Add, EngineRequest, ToCore, from_wire, to_wire
+from headrace.engine.messages import Add, EngineRequest, ToCore, checked_ids, from_wire, to_wire
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.request import Request, packed

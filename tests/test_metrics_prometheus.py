@@ -11,13 +11,12 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.api.telemetry import SampleRecord
 from headrace.engine.client import EngineClient
 from headrace.engine.messages import CoreStats, EngineOutput, EngineRequest, Ready, RequestTimes, StepTrace
 from headrace.engine.streams import Stream
 from headrace.errors import ParameterError
 from headrace.metrics.log_line import StatsLine
-from headrace.metrics.prometheus import PATHS, Histogram, PrometheusMetrics
+from headrace.metrics.prometheus import PATHS, Histogram, PrometheusMetrics, SampleRecord
 from headrace.metrics.trace import TraceFile
 from headrace.sampling.params import SamplingParams
 from server_process import parse_metrics

@@ -203,19 +203,19 @@ def test_the_cache_is_bounded_and_used(monkeypatch):
 
     monkeypatch.setattr(manager, "Trial", Passing)
     monkeypatch.setattr(manager, "CACHE_BYTES", 5000)
-    structured = StructuredOutput(Counting, VOCAB)
+    structured = StructuredOutput(lambda _: Counting(), VOCAB)
     wishes = [StructuredOutputsParams(regex="a" * 500 + str(i)) for i in range(12)]
     for wish in wishes:
-        structured.compile(wish, wish.key())
+        structured.compile(wish, wish.key(), [EOS])
         assert not isinstance(wait(structured)[wish.key()], Exception)
     assert len(compiled) == 12
     assert sum(map(len, structured._cache)) <= 5000
-    structured.compile(wishes[-1], "last")
-    structured.compile(wishes[0], "first")
+    structured.compile(wishes[-1], "last", [EOS])
+    structured.compile(wishes[0], "first", [EOS])
     assert set(wait(structured)) == {"last", "first"}
     assert compiled[12:] == [wishes[0].key()]  # the last one was known, the first one had been dropped
-    structured.compile(wishes[1], "a")
-    structured.compile(wishes[1], "b")  # the same wish twice at a time is compiled once
+    structured.compile(wishes[1], "a", [EOS])
+    structured.compile(wishes[1], "b", [EOS])  # the same wish twice at a time is compiled once
     both = wait(structured)
     assert compiled[13:] == [wishes[1].key()] and both["a"] is not both["b"]
     structured.close()

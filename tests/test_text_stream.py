@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace.engine.text import MAX_BYTE_RUN, Markers, MarkerScanner, TextOffsets, TextStream, continuation
+from headrace.text.detokenizer import MAX_BYTE_RUN, TextOffsets
+from headrace.text.markers import Markers, MarkerScanner, TextStream, continuation
 
 CORPUS = ["the theme of the thesis", "naïve café 😀😀🎉", "aab aaab ab", "日本語のテキスト", "\n\n  indented\n"]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headrace.beam_search import BeamSearchParams as BeamSearchParams
     from headrace.config import EngineConfig as EngineConfig
-    from headrace.engine.output import RequestOutput as RequestOutput
     from headrace.llm import LLM as LLM
     from headrace.sampling.params import SamplingParams as SamplingParams
     from headrace.structured_output.params import StructuredOutputsParams as StructuredOutputsParams
+    from headrace.text.output import RequestOutput as RequestOutput
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "BeamSearchParams", "EngineConfig", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
@@ -23,7 +23,7 @@ _HOME = {
     "LLM": "headrace.llm",
     "BeamSearchParams": "headrace.beam_search",
     "EngineConfig": "headrace.config",
-    "RequestOutput": "headrace.engine.output",
+    "RequestOutput": "headrace.text.output",
     "SamplingParams": "headrace.sampling.params",
     "StructuredOutputsParams": "headrace.structured_output.params",
 }

@@ -25,7 +25,7 @@ from headrace.sampling.params import MAX_LOGPROBS, AtMost, SamplingParams, check
 from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
-    from headrace.api.interface import AsyncEngine
+    from headrace.engine.interface import AsyncEngine
 
 NONE = -1.0e9  # the score of a beam that is not there yet, as in Transformers
 

@@ -12,16 +12,16 @@ import msgspec
 from headrace.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_in_core
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
-from headrace.engine.inputs import InputProcessor, end_token_ids
 from headrace.engine.messages import EngineOutput, EngineRequest
-from headrace.engine.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
 from headrace.engine.sharing import Reader, SharedCore
-from headrace.engine.text import continuation
 from headrace.errors import ParameterError
 from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams
 from headrace.scoring import ScoreOutput, score_in_core
+from headrace.text.inputs import InputProcessor
+from headrace.text.markers import continuation
+from headrace.text.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -75,11 +75,21 @@ class LLM:
         self.inputs = InputProcessor(
             self.tokenizer,
             dict(checkpoint.generation_defaults),
-            end_token_ids(checkpoint, self.tokenizer),
+            self._end_token_ids(),
             self.engine.model.vocab_size,
             self.config.max_model_len or 0,
         )
         self._shared = SharedCore(self.engine.core)
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        """All that end a text: what the files name, and what the chat template writes behind an answer."""
+        assert self.engine is not None
+        named = self.engine.checkpoint.end_token_ids(self.tokenizer)
+        if self.tokenizer is None:
+            return named
+        from headrace.api.chat_end import end_token_ids  # renders templates: no import where there is no text
+
+        return tuple(dict.fromkeys([*named, *sorted(end_token_ids(self.tokenizer))]))
 
     def __enter__(self) -> LLM:
         return self

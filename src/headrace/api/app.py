@@ -22,13 +22,13 @@ from headrace.api.context import ApiContext
 from headrace.api.embeddings import embeddings
 from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
-from headrace.api.interface import AsyncEngine
 from headrace.api.middleware import Gate
 from headrace.api.responses import responses
-from headrace.api.service import health, metrics, models, one_model, ready, server_version
+from headrace.api.service import health, metrics_page, models, one_model, ready, server_version
 from headrace.api.sse import RAW_SEND
-from headrace.api.telemetry import Metrics
 from headrace.api.tokenize import detokenize, tokenize
+from headrace.engine.interface import AsyncEngine
+from headrace.metrics.prometheus import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,11 @@ class Application(Starlette):
         await super().__call__(scope, receive, send)
 
 
-def create_app(engine: AsyncEngine, config: ServerConfig | None = None, metrics_hook: Metrics | None = None) -> Starlette:
+def create_app(
+    engine: AsyncEngine, config: ServerConfig | None = None, metrics: PrometheusMetrics | None = None
+) -> Starlette:
     """The server's application around a running (or still loading) engine. It does not own the engine."""
-    ctx = ApiContext(engine, config or ServerConfig(), metrics_hook)
+    ctx = ApiContext(engine, config or ServerConfig(), metrics)
 
     def route(path: str, handler: Handler, method: str, *, needs_engine: bool = False) -> Route:
         return Route(path, Endpoint(ctx, handler, needs_engine), methods=[method])
@@ -103,7 +105,7 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None, metrics_
             route("/health", health, "GET"),
             route("/ready", ready, "GET"),
             route("/version", server_version, "GET"),
-            route("/metrics", metrics, "GET"),
+            route("/metrics", metrics_page, "GET"),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

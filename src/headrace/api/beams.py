@@ -16,10 +16,10 @@ from headrace.api.errors import bad_request, unsupported
 from headrace.api.generation import Answer, Generation, Sample, run_all
 from headrace.api.protocol import GenerationFields
 from headrace.api.sse import EventStream
-from headrace.api.telemetry import SampleRecord
 from headrace.beam_search import BeamSearch, BeamSearchParams, run_in_engine
 from headrace.engine.messages import EngineOutput
 from headrace.errors import ParameterError
+from headrace.metrics.prometheus import SampleRecord
 
 # what a search cannot honour, with the values that ask for nothing
 WITHOUT: dict[str, tuple[Any, ...]] = {

@@ -27,8 +27,8 @@ from headrace.api.sse import DONE
 from headrace.api.sse import event as sse_event
 from headrace.api.structured import constrain, wish_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
-from headrace.engine.output import Delta
 from headrace.sampling.params import SamplingParams, check_int
+from headrace.text.output import Delta
 
 encode = msgspec.json.encode
 

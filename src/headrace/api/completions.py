@@ -20,9 +20,9 @@ from headrace.api.options import check_fan_out, check_generation, response_id
 from headrace.api.protocol import CompletionRequest, prompts
 from headrace.api.sse import DONE, event
 from headrace.api.structured import constrain, wish_of
-from headrace.engine.output import Delta
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams, check_int
+from headrace.text.output import Delta
 
 encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16

@@ -17,13 +17,13 @@ from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
 from headrace.api.chat_end import end_token_ids
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request
-from headrace.api.interface import AsyncEngine
 from headrace.api.limits import Limits
 from headrace.api.sse import Ticker
-from headrace.api.telemetry import EngineGauges, Metrics
-from headrace.engine.inputs import InputProcessor
+from headrace.engine.interface import AsyncEngine
 from headrace.errors import ParameterError
+from headrace.metrics.prometheus import PrometheusMetrics
 from headrace.sampling.params import SamplingParams
+from headrace.text.inputs import InputProcessor
 
 Prompt = str | list[int]
 T = TypeVar("T")
@@ -32,9 +32,8 @@ T = TypeVar("T")
 class ApiContext:
     """State of one application; attributes that need the model are made at first use, after it has been loaded."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, metrics: Metrics | None = None):
-        self.engine, self.config = engine, config
-        self.metrics: Metrics = metrics or EngineGauges(engine)
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, metrics: PrometheusMetrics | None = None):
+        self.engine, self.config, self.metrics = engine, config, metrics or PrometheusMetrics(engine)
         self.limits = Limits(engine, config)
         self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
         self.created = int(time.time())
@@ -59,9 +58,8 @@ class ApiContext:
     @cached_property
     def inputs(self) -> InputProcessor:
         e = self.engine
-        ends = e.model_config.eos_token_ids
-        if self.config.chat_template is not None:  # the operator's own may end a turn in another way
-            ends = tuple(dict.fromkeys([*ends, *sorted(end_token_ids(e.tokenizer, self.config.chat_template))]))
+        of_chat = end_token_ids(e.tokenizer, self.config.chat_template)  # the operator's own may end a turn in another way
+        ends = tuple(dict.fromkeys([*e.model_config.eos_token_ids, *sorted(of_chat)]))
         return InputProcessor(e.tokenizer, e.generation_defaults, ends, e.model_config.vocab_size, e.max_model_len)
 
     @cached_property

@@ -17,8 +17,8 @@ from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
 from headrace.api.options import check_common, check_fan_out, check_priority, check_text
 from headrace.api.protocol import GenerateRequest
 from headrace.api.sse import DONE, event
-from headrace.engine.output import Delta
 from headrace.sampling.params import SamplingParams, check_int
+from headrace.text.output import Delta
 
 encode = msgspec.json.encode
 

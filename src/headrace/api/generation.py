@@ -21,11 +21,11 @@ from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.limits import Ticket
 from headrace.api.sse import DONE, EventStream, event
 from headrace.api.structured import Structure, renamed
-from headrace.api.telemetry import SampleRecord
 from headrace.engine.messages import EngineOutput
-from headrace.engine.output import Delta, SampleStream
 from headrace.errors import ParameterError
+from headrace.metrics.prometheus import SampleRecord
 from headrace.sampling.params import SamplingParams
+from headrace.text.output import Delta, SampleStream
 
 logger = logging.getLogger(__name__)
 

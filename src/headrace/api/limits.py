@@ -6,7 +6,7 @@ import math
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, too_many, unavailable
-from headrace.api.interface import AsyncEngine
+from headrace.engine.interface import AsyncEngine
 
 MAX_RETRY_AFTER = 120
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.engine.output import Logprob
-from headrace.engine.text import TextOffsets
+from headrace.text.detokenizer import TextOffsets
+from headrace.text.output import Logprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 

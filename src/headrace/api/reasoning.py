@@ -8,7 +8,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 from headrace.api.events import Event, Reasoning, Text
-from headrace.engine.text import Markers, MarkerScanner
+from headrace.text.markers import Markers, MarkerScanner
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,6 @@ async def server_version(ctx: ApiContext, request: Request) -> Response:
     return json_response({"version": package_version()})
 
 
-async def metrics(ctx: ApiContext, request: Request) -> Response:
+async def metrics_page(ctx: ApiContext, request: Request) -> Response:
     data, media_type = ctx.metrics.render()
     return Response(data, headers={"content-type": media_type})

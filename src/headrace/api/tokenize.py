@@ -13,7 +13,7 @@ from headrace.api.conversation import Conversation, check_messages, prompt_of
 from headrace.api.errors import bad_request
 from headrace.api.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.api.service import json_response
-from headrace.engine.inputs import checked_ids
+from headrace.engine.messages import checked_ids
 
 
 async def tokenize(ctx: ApiContext, request: Request) -> Response:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from headrace.api.events import CallArguments, CallBegin, Event, Text
 from headrace.api.tool_syntax import MAX_NAME, BracketScanner, cut_off, read_call
-from headrace.engine.text import Markers, MarkerScanner
+from headrace.text.markers import Markers, MarkerScanner
 
 
 def random_id() -> str:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from headrace.api.events import CallArguments, CallBegin, Event
 from headrace.api.tool_parser import JsonObjectParser, ToolParser, random_id, short_id
 from headrace.api.tool_syntax import MAX_NAME, BracketScanner, as_written, parse_json, read_python_calls
-from headrace.engine.text import Markers
+from headrace.text.markers import Markers
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
-from headrace.engine.inputs import end_token_ids
 from headrace.engine.options import check_options
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
@@ -104,7 +104,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     kv = KVCache(model, limits.num_blocks, limits.block_size, dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     graphs = decode_graphs(config, limits, forward, kv, state)
-    structured = structured_output(config, model, checkpoint, tokenizer)
+    structured = structured_output(config, model, tokenizer)
     drafter = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
     speculator = make_speculator(config, limits, structured, drafter, device, graphs)
     core = EngineCore(
@@ -144,17 +144,15 @@ def takes_grammars(config: EngineConfig) -> bool:
     return not config.skip_tokenizer_init and is_installed("llguidance")
 
 
-def structured_output(
-    config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None
-) -> StructuredOutput | None:
+def structured_output(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> StructuredOutput | None:
     """Grammars, where there are a backend and a tokenizer; the backend is not loaded before the first wish."""
     if tokenizer is None or not takes_grammars(config):
         return None
 
-    def backend():
+    def backend(end_token_ids: Sequence[int]):
         from headrace.structured_output.llguidance_backend import LLGuidance
 
-        return LLGuidance(tokenizer.backend.to_str(), model.vocab_size, end_token_ids(checkpoint, tokenizer))
+        return LLGuidance(tokenizer.backend.to_str(), model.vocab_size, end_token_ids)
 
     return StructuredOutput(backend, model.vocab_size)
 

@@ -14,13 +14,13 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
-from headrace.engine.inputs import end_token_ids
+from headrace.engine.interface import EngineStatus
 from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready
 from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
@@ -36,20 +36,6 @@ from headrace.scheduler.request import packed
 
 logger = logging.getLogger(__name__)
 STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves
-
-
-@dataclass(slots=True)
-class EngineStatus:
-    """A snapshot for /ready, admission and metrics."""
-
-    loaded: bool
-    alive: bool
-    draining: bool
-    progressing: bool
-    num_running: int
-    num_waiting: int
-    waiting_tokens: int
-    drain_rate: float
 
 
 class EngineClient:
@@ -77,7 +63,7 @@ class EngineClient:
         self.generation_defaults = dict(self.checkpoint.generation_defaults)
         model_config = model_config_from_hf(self.checkpoint.config)
         check_options(config, self.checkpoint, model_config)
-        self.model_config = replace(model_config, eos_token_ids=end_token_ids(self.checkpoint, self.tokenizer))
+        self.model_config = replace(model_config, eos_token_ids=self.checkpoint.end_token_ids(self.tokenizer))
         self.info: Ready | None = None
         self.stats = CoreStats()  # of the present core
         self.restarts = self.num_poisonous = 0

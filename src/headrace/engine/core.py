@@ -19,8 +19,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
-from headrace.engine.inputs import checked_ids
-from headrace.engine.messages import EngineOutput, EngineRequest, Outputs
+from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, checked_ids
 from headrace.engine.outputs import OutputBuilder, refused
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import without_grammars
@@ -99,7 +98,7 @@ class EngineCore:
         elif not request.params.eos_token_ids:
             raise ParameterError("structured_outputs", spec.kind, "nothing: this model has no end token")
         else:
-            self.structured.compile(spec, self._request(request, ids))
+            self.structured.compile(spec, self._request(request, ids), request.params.eos_token_ids)
 
     def _request(self, request: EngineRequest, prompt_ids: array) -> Request:
         return Request(

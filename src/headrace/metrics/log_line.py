@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from headrace.metrics.prometheus import PrometheusMetrics, Source
+from headrace.engine.interface import AsyncEngine
+from headrace.metrics.prometheus import PrometheusMetrics
 
 
 class StatsLine:
     """Differences between two looks at the counters, as a line of text."""
 
-    def __init__(self, engine: Source, metrics: PrometheusMetrics, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, engine: AsyncEngine, metrics: PrometheusMetrics, clock: Callable[[], float] = time.monotonic):
         self.engine, self.metrics, self._clock = engine, metrics, clock
         self._last = self._look()
 

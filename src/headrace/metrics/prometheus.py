@@ -9,15 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from headrace.api.interface import EngineStatus
-from headrace.api.telemetry import SampleRecord
-from headrace.engine.messages import CoreStats, EngineOutput, Ready, StepTrace
+from headrace.engine.interface import AsyncEngine, EngineStatus
+from headrace.engine.messages import EngineOutput, StepTrace
 from headrace.engine.streams import Stream
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,16 +46,17 @@ REJECTIONS = {
 PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
 
 
-class Source(Protocol):
-    """The engine's client, as far as it is read here."""
+@dataclass(slots=True)
+class SampleRecord:
+    """One sample that ended. Times are in seconds, measured in the HTTP process."""
 
-    model_name: str
-    info: Ready | None
-    restarts: int
-    num_poisonous: int
-
-    def status(self) -> EngineStatus: ...
-    def counters(self) -> CoreStats: ...
+    endpoint: str
+    reason: str  # stop | length | abort | error
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    first_output: float | None  # arrival of the request to the sample's first tokens
+    total: float  # arrival to end
 
 
 class Histogram:
@@ -80,9 +81,9 @@ class Histogram:
 
 
 class PrometheusMetrics(Collector):
-    """An `api.telemetry.Metrics` for the HTTP layer, an `engine.client.Observer` for the client, a collector for Prometheus."""
+    """Told by the HTTP layer and, as an observer, by the engine's client; a collector for Prometheus."""
 
-    def __init__(self, engine: Source, prefix: str = "headrace", model_name: str | None = None):
+    def __init__(self, engine: AsyncEngine, prefix: str = "headrace", model_name: str | None = None):
         self.engine, self.prefix = engine, prefix
         self.labels = [model_name or engine.model_name, "0"]
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
 from headrace.errors import CheckpointError, ParameterError
@@ -17,6 +17,9 @@ from headrace.model.gguf import GgufFile, read_gguf
 from headrace.model.gguf_model import end_token_ids, hf_config, hf_tensors
 from headrace.model.safetensors_file import find_tensors, read_json
 from headrace.model.tensor_file import TensorEntry
+
+if TYPE_CHECKING:
+    from headrace.model.tokenizer import Tokenizer
 
 # Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -43,6 +46,10 @@ class Checkpoint:
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     tokenizer_path: Path | None = None  # a directory or .gguf file; None: `path`
     gguf: GgufFile | None = field(default=None, repr=False)
+
+    def end_token_ids(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        """What the files name as the end of a text: each may be silent, or name only what ended the base model's texts."""
+        return tuple(dict.fromkeys([*self.eos_token_ids, *(tokenizer.end_token_ids if tokenizer is not None else ())]))
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Where each tensor lies, by Hugging Face name. Raises CheckpointError for broken headers or missing shards."""

@@ -51,7 +51,8 @@ class _Job:
 class StructuredOutput:
     """Compiles grammar specs and keeps the matchers of live requests. All methods belong to the core's thread."""
 
-    def __init__(self, make_backend: Callable[[], LLGuidance], vocab_size: int):
+    def __init__(self, make_backend: Callable[[Sequence[int]], LLGuidance], vocab_size: int):
+        """`make_backend` is given the end tokens, which the first spec brings with it."""
         self._make_backend = make_backend
         self._backend: LLGuidance | None = None
         self._words = -(-vocab_size // 32)
@@ -68,8 +69,8 @@ class StructuredOutput:
     def compiling(self) -> bool:
         return bool(self._jobs)
 
-    def compile(self, spec: StructuredOutputsParams, item: Any) -> None:
-        """Start to compile; `item` comes back from `compiled`."""
+    def compile(self, spec: StructuredOutputsParams, item: Any, end_token_ids: Sequence[int]) -> None:
+        """Start to compile; `item` comes back from `compiled`. The end tokens are the same for all requests of an engine."""
         key = spec.key()
         known = self._cache.get(key)
         if known is not None:
@@ -78,7 +79,7 @@ class StructuredOutput:
             future.set_result(known)
         else:
             same = [job.future for job in self._jobs if job.key == key]
-            future = same[0] if same else self._submit(spec)
+            future = same[0] if same else self._submit(spec, end_token_ids)
         self._jobs.append(_Job(key, future, item))
 
     def compiled(self) -> list[tuple[Any, Matcher | HeadraceError]]:
@@ -168,16 +169,16 @@ class StructuredOutput:
         for trial in self._trials:
             trial.close()
 
-    def _submit(self, spec: StructuredOutputsParams) -> Future[Matcher | ParameterError]:
+    def _submit(self, spec: StructuredOutputsParams, end_token_ids: Sequence[int]) -> Future[Matcher | ParameterError]:
         before = threading.stack_size(STACK_BYTES)  # the pool starts its threads in submit
         try:
-            return self._pool.submit(self._compile, spec)
+            return self._pool.submit(self._compile, spec, end_token_ids)
         finally:
             threading.stack_size(before)
 
-    def _compile(self, spec: StructuredOutputsParams) -> Matcher | ParameterError:
-        if self._backend is None:
-            self._backend = self._make_backend()  # two threads may make one each: the same, and only at the beginning
+    def _compile(self, spec: StructuredOutputsParams, end_token_ids: Sequence[int]) -> Matcher | ParameterError:
+        if self._backend is None:  # two threads may make one each: the same, and only at the beginning
+            self._backend = self._make_backend(end_token_ids)
         trial = getattr(self._local, "trial", None)
         if trial is None:
             trial = self._local.trial = Trial(self._backend.spec)

@@ -1,31 +1,20 @@
-"""What the HTTP layer needs of an engine; the clients in `engine/` fit it by structure, and so does a fake in the tests."""
+"""What the layers above need of an engine; EngineClient fits it by structure, and so does a fake in the tests."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from headrace.config import EngineConfig
-from headrace.engine.messages import EngineOutput
+from headrace.engine.messages import CoreStats, EngineOutput, Ready
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 
 
-class Tokenizer(Protocol):
-    """Text and ids; the methods that the HTTP layer calls."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-    def valid_ids(self, vocab_size: int) -> np.ndarray: ...
-    def token_to_text(self, token_id: int) -> str: ...
-
-
-class EngineStatus(Protocol):
-    """A snapshot of the engine; all fields are cheap to read."""
+@dataclass(slots=True)
+class EngineStatus:
+    """A snapshot for /ready, admission and metrics; all fields are cheap to read."""
 
     loaded: bool  # weights are there and the core has been built
     alive: bool  # the core runs, or is being restarted; False: given up
@@ -38,7 +27,7 @@ class EngineStatus(Protocol):
 
 
 class AsyncEngine(Protocol):
-    """An engine as the HTTP layer sees it. `generate` runs ONE sample; closing the generator aborts it.
+    """An engine as the server sees it. `generate` runs ONE sample; closing the generator aborts it.
 
     `tokenizer`, `model_config`, `max_model_len` and `generation_defaults` may be read once `status().loaded` is true.
     `generate` raises ParameterError or CapacityError for a request that can never run (a constraint that does not compile
@@ -51,6 +40,9 @@ class AsyncEngine(Protocol):
     generation_defaults: dict[str, Any]
     model_name: str
     supports_structured: bool
+    info: Ready | None  # None: the model has not been loaded yet
+    restarts: int
+    num_poisonous: int
 
     @property
     def max_model_len(self) -> int: ...
@@ -72,3 +64,5 @@ class AsyncEngine(Protocol):
     async def abort(self, request_id: str) -> None: ...
 
     def status(self) -> EngineStatus: ...
+
+    def counters(self) -> CoreStats: ...

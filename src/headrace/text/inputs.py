@@ -7,51 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy as np
 
+from headrace.engine.messages import checked_ids
 from headrace.errors import ParameterError
 from headrace.sampling.params import AtMost, SamplingParams
-from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
-    from headrace.model.checkpoint import Checkpoint
     from headrace.model.tokenizer import Tokenizer
 
 Ids = TypeVar("Ids", list[int], array)
-
-
-def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """All ids that end a text: what the configs or the GGUF metadata, the tokenizer and its chat template know. Each of
-    them may be silent, or name only what ended the base model's texts."""
-    found = list(checkpoint.eos_token_ids)
-    if tokenizer is not None:
-        from headrace.api.chat_end import end_token_ids as ends_of_chat  # renders the template: no import for ids alone
-
-        found += [*tokenizer.end_token_ids, *sorted(ends_of_chat(tokenizer))]
-    return tuple(dict.fromkeys(found))
-
-
-def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt", valid: np.ndarray | None = None) -> array:
-    """The ids packed. Raises ParameterError naming `field` unless all are integers in [0, vocab_size), and `valid`
-    (bool [vocab_size]; None: all are).
-
-    Long prompts come here: no loop in Python, and what is packed already costs next to nothing.
-    """
-    try:
-        if not isinstance(ids, array):
-            msgspec.convert(ids, list[int])  # the quickest to see that none is a bool, or some other thing like an integer
-            ids = packed(ids)
-        values = np.frombuffer(ids, np.int32)
-        in_range = values.size == 0 or 0 <= values.min() <= values.max() < vocab_size
-        if in_range and (valid is None or valid[values].all()):
-            return ids
-    except (msgspec.ValidationError, ParameterError):
-        pass
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)
-    if wrong is not None or valid is None:
-        raise ParameterError(field, wrong, f"token ids in [0, {vocab_size - 1}]")
-    known = f"token ids in [0, {int(valid.nonzero()[0].max(initial=0))}] that the tokenizer has a token for"
-    raise ParameterError(field, next(i for i in ids if not valid[i]), known)
 
 
 class InputProcessor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
-from headrace.engine.text import TextStream
 from headrace.sampling.params import SamplingParams
+from headrace.text.markers import TextStream
 
 if TYPE_CHECKING:
     from headrace.model.tokenizer import Tokenizer
