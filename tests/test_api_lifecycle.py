@@ -363,6 +363,10 @@ def test_the_queued_tokens_are_bounded():
             engine.gate.set()
             assert (await first).status_code == 200
             assert (await server.client.post("/v1/completions", json=long)).status_code == 200
+            engine.script, engine.delay = endless, 0.01
+            async with server.client.stream("POST", "/v1/completions", json={**long, "max_tokens": 4000, "stream": True}) as begun:
+                await anext(begun.aiter_text())  # it waits no more
+                assert (await server.client.post("/v1/completions", json=long)).status_code == 200
             await server.idle()
 
     run(test)

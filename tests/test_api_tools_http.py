@@ -310,6 +310,13 @@ def test_responses_input_items():
     api.close()
 
 
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_responses_say_whether_calls_may_be_parallel(parallel):
+    api = make("x")
+    assert api.ok("/v1/responses", {"input": "hi", "tools": FLAT, "parallel_tool_calls": parallel})["parallel_tool_calls"] == (parallel is not False)
+    api.close()
+
+
 @pytest.mark.parametrize("value", ["hi", [{"role": "user", "content": "hi"}]])
 def test_responses_instructions_are_a_message_of_their_own(value):
     assert messages(value, "I") == [{"role": "system", "content": "I"}, {"role": "user", "content": "hi"}]
