@@ -53,6 +53,11 @@ class ByteTokenizer:
             text = text[at + len(special) :]
         return ids
 
+    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        assert not any(s in text for s in SPECIALS)
+        own = [(i, i + 1) for i, c in enumerate(text) for _ in c.encode()]
+        return [(0, 0)] * add_special_tokens + own
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         shown = [i for i in ids if not (skip_special_tokens and i >= 256)]
         return b"".join(map(self.token_bytes, shown)).decode("utf-8", "replace")

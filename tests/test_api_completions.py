@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from api_client import Api, error_of, joined
 from fake_engine import BOS, EOS, FakeEngine, random_text
+from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
+from test_tokenizer_json import write_metaspace_tokenizer
 
 PATH = "/v1/completions"
 
@@ -158,6 +162,67 @@ def test_offsets_point_into_the_text(api):
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         if token not in ("\ufffd", "<eos>"):
             assert choice["text"].startswith(token, offset)
+
+
+class WordEngine(FakeEngine):
+    """Samples the ids that it is given, of a SentencePiece-like tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__(tokenizer=tokenizer)  # type: ignore[arg-type]
+        self.model_config = dataclasses.replace(self.model_config, vocab_size=tokenizer.vocab_size)
+        self.ids: list[int] = []
+
+    def sample(self, prompt_ids, params):
+        return self.ids[: params.max_tokens], "length", None
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    path = write_metaspace_tokenizer(tmp_path_factory.mktemp("words") / "tokenizer")
+    api = Api(WordEngine(Tokenizer.from_directory(path)))
+    yield api
+    api.close()
+
+
+WORDS = st.lists(st.sampled_from(["hello", " ", "  ", "world", "é", "日", "🙂", "\n", "</s>", "x", "wor"]), max_size=6).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(WORDS, st.data(), st.booleans(), st.booleans(), st.booleans())
+def test_tokens_and_offsets_are_those_of_the_text_that_is_sent(words, prompt, data, echo, special, skip):
+    """Prompts with and without a first space, special tokens and bytes; what follows begins with any token."""
+    tokenizer = words.engine.tokenizer
+    plain = sorted(set(range(3, tokenizer.vocab_size)) - set(tokenizer.byte_fallback))
+    words.engine.ids = data.draw(st.lists(st.sampled_from(plain), min_size=1, max_size=5))
+    given = tokenizer.encode(prompt, add_special_tokens=special)
+    assume(given)
+    body = {
+        "prompt": data.draw(st.sampled_from([prompt, given])) or given, "max_tokens": len(words.engine.ids), "logprobs": 2,
+        "echo": echo, "add_special_tokens": special, "skip_special_tokens": skip,
+    }  # fmt: skip
+    choice = words.ok(PATH, body)["choices"][0]
+    text, logprobs = choice["text"], choice["logprobs"]
+    offsets = logprobs["text_offset"]
+    assert joined(words.events(PATH, body))[0]["logprobs"] == logprobs
+    alone = words.ok(PATH, {**body, "echo": False})["choices"][0]["text"]
+    before = body["prompt"] if isinstance(body["prompt"], str) else tokenizer.decode(given, skip)
+    assert text == (before if echo else "") + alone
+    assert len(offsets) == len(words.engine.ids) + echo * len(given)
+    assert offsets == sorted(offsets) and offsets[0] == 0
+    for token, top, start, end in zip(logprobs["tokens"], logprobs["top_logprobs"], offsets, [*offsets[1:], len(text)], strict=True):
+        assert top is None or token in top
+        if "\ufffd" not in token:  # a part of a character
+            assert text[start:end] == token or (token in tokenizer.special_texts and start == end)
+
+
+def test_the_first_word_of_an_echoed_prompt(words):
+    words.engine.ids = words.engine.tokenizer.encode(" world", add_special_tokens=False)[-1:]
+    body = {"prompt": "hello world", "max_tokens": 1, "logprobs": 0, "echo": True}
+    for prompt in (body["prompt"], words.engine.tokenizer.encode("hello world")):
+        logprobs = words.ok(PATH, {**body, "prompt": prompt})["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["<s>", "hello", " world", " world"] and logprobs["text_offset"] == [0, 0, 5, 11]
+    written = words.ok(PATH, {**body, "prompt": "</s>hello"})["choices"][0]
+    assert written["text"] == "</s>hello world" and written["logprobs"]["text_offset"] == [0, 0, 4, 9]
 
 
 def test_stop_token_is_not_shown_unless_asked(api):

@@ -164,7 +164,7 @@ def test_behind_a_prompt_the_text_is_what_it_adds_to_the_prompts(case, data, ski
     pieces, places = [], []
     for part in split(data.draw, output):
         pieces.append(stream.push(part).text)
-        places += map(offsets.push, part)
+        places += [offsets.push(i)[0] for i in part]
     text = "".join([*pieces, stream.finish()])
     before, whole = (tokenizer.decode(some, skip_special_tokens=skip) for some in (prompt, ids))
     if whole.startswith(before):

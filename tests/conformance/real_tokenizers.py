@@ -95,7 +95,7 @@ def checkpoint(source: Path, place: Path) -> Path:
 
 
 def check_ids_and_templates(path: Path) -> None:
-    import transformers
+    import transformers  # not AutoTokenizer: its Llama 2 loses a first space, which tokenizer.json and SentencePiece keep
 
     from headrace.api.chat import ChatTemplate
     from headrace.errors import ParameterError
@@ -166,7 +166,6 @@ def check_continuation(url: str) -> None:
         if "�" in whole["text"]:
             continue
         shown = [(o, t) for o, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True) if t.isascii()]
-        shown[:1] = [(o, t.lstrip()) for o, t in shown[:1]]  # some tokenizers put a space before a text
         wrong = [(o, t) for o, t in shown if whole["text"][o : o + len(t)] not in (t, "") and "<" not in t]
         assert not wrong, (whole["text"], wrong)
 

@@ -15,7 +15,7 @@ from headrace.api.body import read_json
 from headrace.api.context import ApiContext, Prompt, for_sample, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
-from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, prompt_logprobs
+from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, Span, prompt_logprobs
 from headrace.api.options import check_fan_out, check_generation, response_id
 from headrace.api.protocol import CompletionRequest, prompts
 from headrace.api.sse import DONE, event
@@ -92,13 +92,15 @@ class CompletionAnswer:
             params = msgspec.structs.replace(params, max_tokens=max(room, params.min_tokens))
         ids, params = await ctx.check_prompt(given, params, field="prompt", side=body.truncation_side)
         self.usage.prompt_tokens += len(ids)
-        echo = ""
+        echo, spans = "", None
         if body.echo:
             whole = isinstance(prompt, str) and params.truncate_prompt_tokens is None
             echo = prompt if whole else ctx.engine.tokenizer.decode(ids, params.skip_special_tokens)  # type: ignore[assignment]
+            if whole and body.logprobs is not None:
+                spans = await ctx.in_thread(ctx.engine.tokenizer.spans, prompt, body.add_special_tokens is not False)
         for index in range(params.n):
             own = for_sample(params, index)
-            choice = CompletionChoice(self, len(self.choices), own, ids, echo)
+            choice = CompletionChoice(self, len(self.choices), own, ids, echo, spans)
             self.choices.append(choice)
             sample = Sample(
                 ctx, new_id(f"{self.id}-"), ids, own, choice,
@@ -127,11 +129,14 @@ class CompletionChoice:
 
     sample: Sample
 
-    def __init__(self, answer: CompletionAnswer, index: int, params: SamplingParams, prompt_ids: array, echo: str):
+    def __init__(
+        self, answer: CompletionAnswer, index: int, params: SamplingParams, prompt_ids: array, echo: str,
+        spans: list[Span] | None,
+    ):  # fmt: skip
         body = answer.body
         self.answer, self.index, self.prompt_ids = answer, index, prompt_ids
         self.streaming, self.scoring = bool(body.stream), body.max_tokens == 0
-        self.echo, self.with_echo = echo, bool(body.echo)
+        self.echo, self.spans, self.with_echo = echo, spans, bool(body.echo)
         self.with_ids = bool(body.return_token_ids)
         self.begun = False
         form = LogprobFormat(
@@ -173,7 +178,7 @@ class CompletionChoice:
         if not self.with_echo:
             return ""
         if self.logprobs is not None:
-            self.logprobs.add_prompt(self.prompt_ids, self.sample.text.prompt_logprobs or [], len(self.echo))
+            self.logprobs.add_prompt(self.prompt_ids, self.sample.text.prompt_logprobs or [], self.echo, self.spans)
         return self.echo
 
     def _fields(self, text: str) -> bytes:

@@ -11,6 +11,7 @@ from headrace.text.output import Logprob
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 Entry = dict[int, Logprob]  # the actual token first, then the most likely ones
+Span = tuple[int, int]  # characters of a text: begin and end
 
 
 def _value(logprob: float) -> float:
@@ -23,11 +24,13 @@ class LogprobFormat:
     def __init__(self, tokenizer: Any, *, as_ids: bool = False, skip_special_tokens: bool = True):
         self.tokenizer, self.as_ids, self.skip_special_tokens = tokenizer, as_ids, skip_special_tokens
 
-    def token(self, token_id: int, logprob: Logprob) -> str:
+    def token(self, token_id: int, logprob: Logprob, bare: bool = False) -> str:
+        """`bare`: without the space that it begins with."""
         if self.as_ids:
             return f"token_id:{token_id}"
         text = logprob.decoded_token
-        return self.tokenizer.token_to_text(token_id) if text is None else text
+        text = self.tokenizer.token_to_text(token_id) if text is None else text
+        return text.removeprefix(" ") if bare else text
 
 
 class CompletionLogprobs:
@@ -46,31 +49,36 @@ class CompletionLogprobs:
         self._offsets: list[int] = []
 
     def add(self, entries: Sequence[Entry]) -> None:
-        form = self.form
         for entry in entries:
             actual = next(iter(entry))
-            self._append(actual, form.token(actual, entry[actual]), _value(entry[actual].logprob))
-            top: dict[str, float] = {}
-            for token_id, p in entry.items():
-                top.setdefault(form.token(token_id, p), _value(p.logprob))
-            self._tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
+            self._append(entry, *self._text.push(actual, self.form.tokenizer.token_to_text(actual)))
 
-    def add_prompt(self, ids: Sequence[int], entries: Sequence[Entry | None], num_chars: int) -> None:
-        """The tokens of an echoed prompt, sent as text of `num_chars`; the first has no logprob."""
-        for token_id, entry in zip(ids, entries, strict=False):
+    def add_prompt(self, ids: Sequence[int], entries: Sequence[Entry | None], text: str, spans: Sequence[Span] | None) -> None:
+        """The tokens of an echoed prompt, sent as `text`; the first has no logprob. `spans`: where they lie in it; None if
+        it is the text that the ids decode to."""
+        form = self.form
+        written = [form.tokenizer.token_to_text(i) for i in ids]
+        if spans is None:
+            places = [self._text.push(i, w) for i, w in zip(ids, written, strict=True)]
+        else:
+            places = _places(text, written, spans)
+        for token_id, entry, place in zip(ids, entries, places, strict=False):
+            self._append({token_id: Logprob(0.0, None, None)} if entry is None else entry, *place)
             if entry is None:
-                unknown = Logprob(0.0, None, None)
-                self._append(token_id, self.form.token(token_id, unknown), None)
-                self._tops.append(None)
-            else:
-                self.add([entry])
-        self._text = TextOffsets(self.form.tokenizer, self.form.skip_special_tokens, ids)
-        self._text.num_out = num_chars
+                self._values[-1] = self._tops[-1] = None
+        self._text = TextOffsets(form.tokenizer, form.skip_special_tokens, ids)
+        self._text.num_out = len(text)
 
-    def _append(self, token_id: int, text: str, value: float | None) -> None:
-        self._tokens.append(text)
-        self._values.append(value)
-        self._offsets.append(self._text.push(token_id))
+    def _append(self, entry: Entry, offset: int, bare: bool) -> None:
+        """The tokens that could have stood in the place of the actual one are shown as it is: `bare` or not."""
+        shown = [(self.form.token(i, p, bare), _value(p.logprob)) for i, p in entry.items()]
+        self._tokens.append(shown[0][0])
+        self._values.append(shown[0][1])
+        top: dict[str, float] = {}
+        for text, value in shown:
+            top.setdefault(text, value)
+        self._tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
+        self._offsets.append(offset)
 
     def take(self) -> dict[str, list[Any]]:
         taken: dict[str, list[Any]] = {
@@ -79,6 +87,18 @@ class CompletionLogprobs:
         }  # fmt: skip
         self._clear()
         return taken
+
+
+def _places(text: str, written: Sequence[str], spans: Sequence[Span]) -> list[tuple[int, bool]]:
+    """Of each token of `text`, as TextOffsets has it: its offset, and whether it lacks its space there."""
+    offsets, end = [], 0
+    for token, (start, stop) in zip(written, spans, strict=True):
+        # one that is a part of a character begins where it ends, and the offsets of some tokenizers leave out spaces
+        offsets.append(start if text.startswith(token, start) else end)
+        if token != " " or text.startswith(" ", start):  # else it is only what the tokenizer puts before a text
+            end = max(end, stop)
+    stops = [*offsets[1:], len(text)]
+    return [(a, token == " " + text[a:b]) for token, a, b in zip(written, offsets, stops, strict=True)]
 
 
 class ChatLogprobs:

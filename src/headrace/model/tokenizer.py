@@ -150,6 +150,15 @@ class Tokenizer:
         batch = [encoding.ids for encoding in encodings]
         return [self._finish(*pair) for pair in zip(texts, batch, strict=True)] if add_special_tokens else batch
 
+    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+        """Of each token of encode(text), the characters of the text that it was made from: begin and end. They may overlap;
+        a token that was put around the text has none."""
+        encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._prefix is None)
+        if not add_special_tokens:
+            return encoding.offsets
+        spans = [*[(0, 0)] * len(self._prefix or ()), *encoding.offsets, *[(len(text),) * 2] * len(self._suffix)]
+        return spans[len(spans) - len(self._finish(text, encoding.ids)) :]
+
     def _finish(self, text: str, ids: list[int]) -> list[int]:
         if self._prefix is not None:
             ids = [*self._prefix, *ids, *self._suffix]

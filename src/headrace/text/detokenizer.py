@@ -198,13 +198,18 @@ def detokenizer(
 
 
 class TextOffsets:
-    """Where in the text each token begins: behind all characters that begin in the tokens before it."""
+    """Where in the text each token begins: behind all characters that begin in the tokens before it.
+
+    And how it stands there: the first word of a text lacks the space that SentencePiece-like vocabularies write it with.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()):
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_ids)
         self.num_out = 0  # characters
 
-    def push(self, token_id: int) -> int:
+    def push(self, token_id: int, written: str = "") -> tuple[int, bool]:
+        """The offset, and whether the text lacks the space that the token is `written` with."""
         offset = self.num_out + self._detokenizer.num_open
-        self.num_out += len(self._detokenizer.push(token_id))
-        return offset
+        piece = self._detokenizer.push(token_id)
+        self.num_out += len(piece)
+        return offset, written == " " + piece and not self._detokenizer.num_open
