@@ -11,7 +11,7 @@ import pytest
 from fake_engine import BOS, EOS, IM_END, ByteTokenizer
 from gguf_reference import rewritten
 from headrace import LLM, SamplingParams
-from headrace.api.chat_end import SECONDS, end_token_ids
+from headrace.conversation.turn_end import SECONDS, end_token_ids
 from tiny_models import write_tiny
 
 LOOP = "{% for m in messages %}"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.api.chat import ChatTemplate, check_messages
-from headrace.api.tool_prompt import shown_to, with_tools
+from headrace.conversation.template import ChatTemplate, check_messages
+from headrace.conversation.tool_prompt import shown_to, with_tools
 from headrace.errors import ParameterError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -11,10 +11,9 @@ import pytest
 from api_client import Api, error_of, joined
 from engine_driver import make_core, run
 from fake_engine import TEMPLATE, FakeEngine
-from headrace.api.events import CallArguments, CallBegin, Text
-from headrace.api.protocol import FunctionDef, Tool
-from headrace.api.tool_grammar import forced_calls, free_calls
-from headrace.api.tools import TOOL_PARSERS, JsonListParser, ToolParser
+from headrace.conversation.events import CallArguments, CallBegin, Text
+from headrace.conversation.tool_formats import TOOL_PARSERS, JsonListParser, ToolParser
+from headrace.conversation.tool_grammar import FunctionDef, Tool, forced_calls, free_calls
 from structured_driver import EOS, compiled, decode, encode, takes
 from test_structured_generation import constrained
 from tiny_models import write_tiny

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from headrace.api.answer import special_id
-from headrace.api.tool_grammar import forced_calls, free_calls
+from headrace.conversation.answer import special_id
+from headrace.conversation.tool_grammar import forced_calls, free_calls
 from headrace.model.tokenizer import Tokenizer as OurTokenizer
 from headrace.model.tokenizer import TokenizerExtras
 from headrace.structured_output.llguidance_backend import LLGuidance, Matcher

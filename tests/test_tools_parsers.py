@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.api.answer import AnswerFormat, AnswerParser
-from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
-from headrace.api.reasoning import REASONING_FORMATS, ReasoningParser
-from headrace.api.tools import TOOL_PARSERS, JsonListParser, NamedCallParser
+from headrace.conversation.answer import AnswerFormat, AnswerParser
+from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
+from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser
+from headrace.conversation.tool_formats import TOOL_PARSERS, JsonListParser, NamedCallParser
 from headrace.errors import ParameterError
 
 NAMES = sorted(TOOL_PARSERS)

@@ -87,7 +87,7 @@ class LLM:
         named = self.engine.checkpoint.end_token_ids(self.tokenizer)
         if self.tokenizer is None:
             return named
-        from headrace.api.chat_end import end_token_ids  # renders templates: no import where there is no text
+        from headrace.conversation.turn_end import end_token_ids  # renders templates: no import where there is no text
 
         return tuple(dict.fromkeys([*named, *sorted(end_token_ids(self.tokenizer))]))
 
@@ -205,8 +205,8 @@ class LLM:
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
     ) -> dict[str, Any]:
         """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
-        from headrace.api.chat import ChatTemplate
-        from headrace.api.tool_prompt import shown_to
+        from headrace.conversation.template import ChatTemplate
+        from headrace.conversation.tool_prompt import shown_to
 
         tokenizer = self.get_tokenizer()
         template = ChatTemplate.from_tokenizer(tokenizer)

@@ -15,8 +15,8 @@ import pathlib
 import random
 import sys
 
-from headrace.api.answer import AnswerFormat
-from headrace.api.events import CallArguments, CallBegin, Reasoning, Text
+from headrace.conversation.answer import AnswerFormat
+from headrace.conversation.events import CallArguments, CallBegin, Reasoning, Text
 
 FAMILIES = ("qwen3-hermes", "llama", "mistral")
 

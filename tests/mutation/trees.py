@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PARTS = ("scheduler", "cache", "engine", "sampling", "api")  # of src/headrace
+PARTS = ("scheduler", "cache", "engine", "sampling", "text", "conversation", "api")  # of src/headrace
 TRACED = [f"*/src/headrace/{part}/*" for part in PARTS]
 LIBRARIES = "numpy torch tokenizers jinja2 msgspec hypothesis pytest httpx starlette uvicorn prometheus_client llguidance transformers jsonschema"
 

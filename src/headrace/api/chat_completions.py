@@ -15,10 +15,9 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
+from headrace.api.chat_prompt import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.context import ApiContext, for_sample, new_id
-from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.errors import ApiError, bad_request, unsupported
-from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat, prompt_logprobs
 from headrace.api.options import check_fan_out, check_generation, response_id
@@ -27,6 +26,7 @@ from headrace.api.sse import DONE
 from headrace.api.sse import event as sse_event
 from headrace.api.structured import constrain, wish_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
+from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.sampling.params import SamplingParams, check_int
 from headrace.text.output import Delta
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.api.chat import ALLOWED_KWARGS
-from headrace.api.reasoning import REASONING_FORMATS
-from headrace.api.tools import TOOL_PARSERS
 from headrace.config import KEY_FORM, is_api_key
+from headrace.conversation.reasoning import REASONING_FORMATS
+from headrace.conversation.template import ALLOWED_KWARGS
+from headrace.conversation.tool_formats import TOOL_PARSERS
 from headrace.errors import ParameterError
 
 

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
-from headrace.api.answer import AnswerFormat
-from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
-from headrace.api.chat_end import end_token_ids
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.limits import Limits
 from headrace.api.sse import Ticker
+from headrace.conversation.answer import AnswerFormat
+from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate
+from headrace.conversation.turn_end import end_token_ids
 from headrace.engine.interface import AsyncEngine
 from headrace.errors import ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics

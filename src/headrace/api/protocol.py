@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.api.errors import bad_request, unsupported
+from headrace.conversation.tool_grammar import Tool
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
@@ -129,18 +130,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: int | None = None
     suffix: Any = None
     prompt_embeds: Any = None
-
-
-class FunctionDef(Body, kw_only=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Body, kw_only=True):
-    function: FunctionDef
-    type: Literal["function"] = "function"
 
 
 class FunctionName(Body, kw_only=True):

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs
+from headrace.api.chat_prompt import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.context import ApiContext, for_sample, new_id
-from headrace.api.conversation import Conversation, check_messages, check_tools, prompt_of
 from headrace.api.errors import ApiError
 from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import Body, FunctionDef, FunctionName, NamedTool, SamplingFields, StreamOptions, Tool
+from headrace.api.protocol import Body, FunctionName, NamedTool, SamplingFields, StreamOptions
 from headrace.api.structured import Structure, from_response_format, json_schema
+from headrace.conversation.tool_grammar import FunctionDef, Tool
 
 LOGPROBS = "message.output_text.logprobs"
 # what `include` may name; all but LOGPROBS concern tools that are not run here, or storage

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from headrace.api.context import new_id
-from headrace.api.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.api.sse import named_event
+from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
 
 encode = msgspec.json.encode
 Fields = dict[str, Any]

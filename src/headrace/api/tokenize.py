@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
+from headrace.api.chat_prompt import Conversation, check_messages, prompt_of
 from headrace.api.context import ApiContext
-from headrace.api.conversation import Conversation, check_messages, prompt_of
 from headrace.api.errors import bad_request
 from headrace.api.protocol import DetokenizeRequest, TokenizeRequest
 from headrace.api.service import json_response

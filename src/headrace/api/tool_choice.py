@@ -6,14 +6,14 @@ import json
 
 import msgspec
 
-from headrace.api.answer import AnswerParser, special_id
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.events import CallArguments, CallBegin, Event, Text
-from headrace.api.protocol import NamedTool, Tool
+from headrace.api.protocol import NamedTool
 from headrace.api.structured import Structure
-from headrace.api.tool_grammar import JSON_FORMATS, forced_calls, free_calls
-from headrace.api.tools import JsonListParser, NamedCallParser
+from headrace.conversation.answer import AnswerParser, special_id
+from headrace.conversation.events import CallArguments, CallBegin, Event, Text
+from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
+from headrace.conversation.tool_grammar import JSON_FORMATS, Tool, forced_calls, free_calls
 from headrace.sampling.params import SamplingParams
 
 

@@ -47,8 +47,8 @@ class EngineBackend:
 
     def __init__(self, options: dict[str, Any], progress: bool):
         from headrace import LLM
-        from headrace.api.answer import AnswerFormat
-        from headrace.api.chat import ChatTemplate
+        from headrace.conversation.answer import AnswerFormat
+        from headrace.conversation.template import ChatTemplate
 
         self._llm = LLM(progress=progress, **options)
         try:
@@ -63,7 +63,7 @@ class EngineBackend:
         self.finish_reason: str | None = None
 
     def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
-        from headrace.api.events import Reasoning, Text
+        from headrace.conversation.events import Reasoning, Text
         from headrace.sampling.params import SamplingParams
 
         self.num_tokens, self.finish_reason = 0, None

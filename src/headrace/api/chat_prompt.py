@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from headrace.api.chat import ROLES
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import NamedTool, Tool
-from headrace.api.tool_prompt import shown_to
+from headrace.api.protocol import NamedTool
+from headrace.conversation.message_forms import ROLES
+from headrace.conversation.tool_grammar import Tool
+from headrace.conversation.tool_prompt import shown_to
 
 MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.api.chat import ChatTemplate, check_messages
+from headrace.conversation.template import ChatTemplate, check_messages
 
 INTRODUCTION = """# Tools
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.api.events import Event, Text
-from headrace.api.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning_format
-from headrace.api.tools import TOOL_PARSERS, ToolParser, detect_tool_parser
+from headrace.conversation.events import Event, Text
+from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning_format
+from headrace.conversation.tool_formats import TOOL_PARSERS, ToolParser, detect_tool_parser
 from headrace.errors import ParameterError
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jinja2
 
-from headrace.api.message_forms import PROBE, ROLES, MessageForms
-from headrace.api.template_sandbox import BoundedSandbox, TemplateLimitError
+from headrace.conversation.message_forms import PROBE, ROLES, MessageForms
+from headrace.conversation.sandbox import BoundedSandbox, TemplateLimitError
 from headrace.errors import ParameterError
 
 # What `chat_template_kwargs` of a request may set unless the operator says otherwise: switches of known templates.

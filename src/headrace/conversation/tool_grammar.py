@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from headrace.api.protocol import Tool
+import msgspec
+
 from headrace.structured_output.objects import JSON_OPTIONS
 
 JSON_FORMATS = ("hermes", "llama3_json", "mistral")
 DATA = ("const", "enum", "default", "examples")  # of a schema: no schemas in there
 Special = Callable[[str], str]  # a marker as Lark: a special token, or a text where the tokenizer has none
+
+
+class FunctionDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function as OpenAI's API describes it."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    function: FunctionDef
+    type: Literal["function"] = "function"
 
 
 def forced_calls(form: str | None, tools: Sequence[Tool], many: bool, special: Special, *, args_tags: bool = False) -> str:

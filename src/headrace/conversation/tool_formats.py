@@ -9,9 +9,9 @@ import string
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from headrace.api.events import CallArguments, CallBegin, Event
-from headrace.api.tool_parser import JsonObjectParser, ToolParser, random_id, short_id
-from headrace.api.tool_syntax import MAX_NAME, BracketScanner, as_written, parse_json, read_python_calls
+from headrace.conversation.events import CallArguments, CallBegin, Event
+from headrace.conversation.tool_parser import JsonObjectParser, ToolParser, random_id, short_id
+from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, as_written, parse_json, read_python_calls
 from headrace.text.markers import Markers
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")

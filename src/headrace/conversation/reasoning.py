@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
-from headrace.api.events import Event, Reasoning, Text
+from headrace.conversation.events import Event, Reasoning, Text
 from headrace.text.markers import Markers, MarkerScanner
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from headrace.api.chat import SPECIAL_TOKENS, ChatTemplate
+from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate
 from headrace.errors import ParameterError
 
 QUESTION, THOUGHT, ANSWER, VALUES = "zq7question", "zq7thought", "zq7answer", ("zq7first", "zq7second")

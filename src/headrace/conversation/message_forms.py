@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from headrace.api.tool_syntax import parse_json
+from headrace.conversation.tool_syntax import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PROBE = "zq7probe"

@@ -16,8 +16,8 @@ import secrets
 import string
 from collections.abc import Callable
 
-from headrace.api.events import CallArguments, CallBegin, Event, Text
-from headrace.api.tool_syntax import MAX_NAME, BracketScanner, cut_off, read_call
+from headrace.conversation.events import CallArguments, CallBegin, Event, Text
+from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, cut_off, read_call
 from headrace.text.markers import Markers, MarkerScanner
 
 
