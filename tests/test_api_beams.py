@@ -96,7 +96,8 @@ def test_ignore_eos(api):
         ({"early_stopping": "always"}, "early_stopping"), ({"early_stopping": 1}, "early_stopping"),
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping"), ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"logprobs": 0}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"), ({"stop_token_ids": [1]}, "stop_token_ids"),
-        ({"bad_words": ["x"]}, "bad_words"), ({"logit_bias": {"1": 1}}, "logit_bias"), ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"bad_words": ["x"]}, "bad_words"), ({"min_p": 1}, "min_p"), ({"top_p": 0.5}, "top_p"), ({"presence_penalty": 1}, "presence_penalty"),
+        ({"frequency_penalty": 1}, "frequency_penalty"), ({"include_stop_str_in_output": True}, "include_stop_str_in_output"), ({"logit_bias": {"1": 1}}, "logit_bias"), ({"allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )  # fmt: skip
 def test_what_a_search_cannot_do_is_refused(api, extra, param):
@@ -106,9 +107,15 @@ def test_what_a_search_cannot_do_is_refused(api, extra, param):
     assert not api.engine.params, "something reached the engine"
 
 
-def test_neutral_values_are_taken(api):
-    body = {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 3, "temperature": 0, "top_p": 1, "stop": [], "seed": 5}
-    assert api.ok("/v1/completions", body)["choices"]
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "seed": 5},
+        {"top_k": -1, "logit_bias": {}, "bad_words": [], "min_tokens": 0, "stop": [], "stop_token_ids": [], "include_stop_str_in_output": False},
+    ],
+)  # fmt: skip
+def test_neutral_values_are_taken(api, extra):
+    assert api.ok("/v1/completions", {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 3, **extra})["choices"]
 
 
 def test_early_stopping_is_named_with_its_values(api):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.api.errors import ClientGone
@@ -44,6 +44,7 @@ def stream_to(reader: Reader, on_stuck=lambda: None) -> EventStream:
 waits = st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]), max_size=20)
 
 
+@settings(deadline=None)
 @given(pauses=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4), min_size=1, max_size=4), waits=waits)
 def test_writers_take_turns(pauses, waits):
     """Each writer's bytes arrive once and in its order, and no write returns before its bytes have been taken."""
@@ -70,6 +71,7 @@ def test_writers_take_turns(pauses, waits):
     run(test())
 
 
+@settings(deadline=None)
 @given(cancelled=st.floats(0.0, 4.0), waits=waits)
 def test_bytes_of_a_cancelled_write_come_first_in_the_next(cancelled, waits):
     async def test() -> None:
@@ -116,6 +118,7 @@ def test_the_end_waits_for_a_comment_under_way():
     run(test())
 
 
+@settings(deadline=None)
 @given(interval=st.sampled_from([1.0, 10.0, 100.0]), timeout=st.sampled_from([1.0, 8.0, 600.0]), silence=st.floats(0.0, 50.0))
 def test_a_reader_is_stuck_after_its_time_and_not_before(interval, timeout, silence):
     """Counted from when it began to take nothing: a silence of the engine before that is not the reader's."""
@@ -146,6 +149,7 @@ def test_a_reader_is_stuck_after_its_time_and_not_before(interval, timeout, sile
     run(test())
 
 
+@settings(deadline=None)
 @given(interval=st.sampled_from([1.0, 10.0, 100.0]), silence=st.floats(0.0, 500.0))
 def test_silence_is_filled_with_comments(interval, silence):
     async def test() -> None:
@@ -198,6 +202,19 @@ def test_what_comes_first_ends_the_block(gone, deadline, reason):
                     assert loop.time() == 1.0
                     await asyncio.sleep(5)  # what is tidied up meanwhile is not disturbed by the other reason
         assert loop.time() == 6.0
+
+    run(test())
+
+
+def test_nothing_reaches_a_block_that_has_ended():
+    async def test() -> None:
+        async def receive() -> dict:
+            await asyncio.sleep(2.0)
+            return {"type": "http.disconnect"}
+
+        async with Lifeline(receive, 1.0):
+            await asyncio.sleep(0.5)
+        await asyncio.sleep(5)
 
     run(test())
 

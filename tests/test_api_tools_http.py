@@ -332,6 +332,7 @@ ITEMS = {
 }
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(ITEMS)), min_size=1, max_size=8))
 def test_responses_input_keeps_everything_in_its_order(kinds):
     """Reasoning stays with the turn of the assistant that it stands in, before a message or a call; none is lost or moved on."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from mutants import Mutant
 from trees import TRACED, Pool, pytest_main
 
-# of other parts, or minutes long
+# of other parts, minutes long, or with a tracer of their own (llm_readers)
 LEFT_OUT = re.compile(
-    "kernels|gpu|loader|model_|tokenizer|cuda|fast_decode|attention|plot|smollm2|chat_screen|cli_chat|chaos|conformance"
+    "kernels|gpu|loader|model_|tokenizer|cuda|fast_decode|attention|plot|smollm2|chat_screen|cli_chat|chaos|conformance|llm_readers"
 )
 PASSED = (0, 5)  # exit codes of pytest: all passed, nothing to run here
 BUDGET = 90.0  # seconds of tests for one mutant; what is left over is reported as cut
