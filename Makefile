@@ -37,7 +37,7 @@ run: $(VENV)/.run
 	$(BIN)/headrace serve
 
 generate: $(VENV)/.run
-	$(BIN)/headrace generate --prompt "The capital of France is" --max-tokens 48 --show-stats
+	$(BIN)/headrace generate --chat --prompt "Explain what a river is in one sentence." --max-tokens 64 --show-stats
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", **metadata: Any) -> Path:
-    """A GGUF model file with the package's own writer; `metadata` are further keys under the architecture's prefix."""
+    """A GGUF model file with the package's own writer; `metadata` are further keys under the architecture's prefix, or under `general`."""
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -51,11 +51,11 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", 
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in metadata.items():
-        add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        key = key.replace("__", ".")
+        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         if isinstance(value, str):
-            writer.add_string(f"{arch}.{key.replace('__', '.')}", value)
-        else:
-            add(f"{arch}.{key.replace('__', '.')}", value)
+            add = writer.add_string
+        add(key if key.startswith("general.") else f"{arch}.{key}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(["a", "b", "c"])

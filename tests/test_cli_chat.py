@@ -96,7 +96,7 @@ SAID = ((None, ["hello", "and then?"]), (None, ["hello"]), ("Be brief.", ["two\n
 
 def test_conversation_in_process(monkeypatch, capsys, tiny):
     code, out, err = chat(monkeypatch, capsys, TYPED, "--model", str(tiny), "--show-stats", *GREEDY, *COMMAND)
-    assert code == 0 and out == expected(tiny, *SAID)
+    assert code == 0 and out == expected(tiny, *SAID) and "sampling: temperature 0\n" in err
     assert "/reset" in err and "/nonsense is no command" in err and "12 tokens, " in err
 
 
@@ -105,6 +105,7 @@ def test_conversation_with_a_server(monkeypatch, capsys, tiny):
     with ServerProcess(tiny, *options) as server:  # greedy unless a request says otherwise
         server.http.headers["Authorization"] = "Bearer k"
         server.wait_ready()
+        assert "says nothing: temperature 0\n" in server.log()  # at the default level
         for url in (server.url, server.url + "/v1/"):
             code, out, err = chat(monkeypatch, capsys, TYPED, "--url", url, "--api-key", "k", "--show-stats")
             assert code == 0 and out == expected(tiny, *SAID) and "12 tokens, " in err

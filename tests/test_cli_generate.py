@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,3 +99,23 @@ def test_figures_and_json(generate):
     assert code == 0 and answer["prompt"] == "hello" and [len(o["token_ids"]) for o in answer["outputs"]] == [6, 6]
     figures = dict(word.split("=") for word in err.split())
     assert figures["generated_tokens"] == "12" and figures["device"] == "cpu" and figures["dtype"] == "float32"
+    assert figures["temperature"] == "0" and "top_p" not in figures
+
+
+def test_the_models_own_sampling_is_told(tiny, tmp_path, capsys, monkeypatch, caplog):
+    """With the figures, and in the log; what is asked for comes before it, and a temperature of 1 is told too."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny, model)
+    words = ["--device", "cpu", "--max-model-len", "128", "--model", str(model), "--max-tokens", "2", "--show-stats"]
+    with caplog.at_level("INFO"):
+        assert main(["generate", *words, "--prompt", "a"]) == 0
+    assert "temperature=1" in capsys.readouterr().err.split() and "temperature 1 (the model names none)" in caplog.text
+    (model / "generation_config.json").write_text('{"temperature": 0.2, "top_p": 0.9, "top_k": 0}')
+    with caplog.at_level("INFO"):
+        assert main(["generate", *words, "--prompt", "a", "--top-p", "0.5"]) == 0
+    figures = capsys.readouterr().err.split()
+    assert {"temperature=0.2", "top_p=0.5"} < set(figures) and not any("top_k" in f for f in figures)
+    assert "says nothing: temperature 0.2, top_p 0.9\n" in caplog.text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    assert main(["chat", *words]) == 0
+    assert "sampling: temperature 0.2, top_p 0.9\n" in capsys.readouterr().err

@@ -177,6 +177,24 @@ def test_generation_defaults_that_are_no_numbers_are_errors(value: object, tmp_p
         resolve(write_directory(tmp_path / "m", generation={"temperature": value}))
 
 
+def test_a_gguf_file_says_how_to_sample(tmp_path: Path):
+    """general.sampling.*, which converters write from the generation config."""
+    given = {"temp": 0.3, "top_k": 20, "top_p": 0.75, "min_p": 0.05, "penalty_repeat": 1.25, "penalty_last_n": 64, "mirostat": 2}
+    path = files.write_llama_gguf(tmp_path / "a.gguf", **{f"general__sampling__{k}": v for k, v in given.items()})
+    wanted = {"temperature": 0.3, "top_k": 20, "top_p": 0.75, "min_p": 0.05, "repetition_penalty": 1.25}
+    assert dict(resolve(path).generation_defaults) == pytest.approx(wanted)
+    path = files.write_llama_gguf(tmp_path / "b.gguf", general__sampling__temp=0)
+    assert resolve(path).generation_defaults == {"temperature": 0}
+    assert resolve(files.write_llama_gguf(tmp_path / "c.gguf")).generation_defaults == {}
+
+
+@pytest.mark.parametrize("value", ["hot", float("nan"), float("inf")])
+def test_a_gguf_file_whose_sampling_is_no_number_is_an_error(value: object, tmp_path: Path):
+    path = files.write_llama_gguf(tmp_path / "a.gguf", general__sampling__temp=value)
+    with pytest.raises(CheckpointError, match=rf"{path}: temperature"):
+        resolve(path)
+
+
 def test_a_directory_with_one_gguf_means_that_file(tmp_path: Path):
     path = files.write_llama_gguf(tmp_path / "a.gguf")
     checkpoint = resolve(tmp_path)

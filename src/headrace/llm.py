@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import ParameterError
 from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import SamplingParams, defaults_in_words
 from headrace.scoring import ScoreOutput, score_in_core
 from headrace.text.inputs import InputProcessor
 from headrace.text.markers import continuation
 from headrace.text.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int] | dict[str, Any]
 
@@ -79,6 +82,7 @@ class LLM:
             self.engine.model.vocab_size,
             self.config.max_model_len or 0,
         )
+        logger.info("sampling where a request says nothing: %s", defaults_in_words(self.inputs.defaults))
         self._shared = SharedCore(self.engine.core)
 
     def _end_token_ids(self) -> tuple[int, ...]:

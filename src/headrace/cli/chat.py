@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.n != 1:
         raise ParameterError("--n", args.n, "1: a conversation has one answer")
-    sampling_params(args)  # a bad value is reported before anything is loaded
+    params = sampling_params(args)  # a bad value is reported before anything is loaded
     sampling = {k: getattr(args, k) for k in SAMPLING}
     if not 0 < args.timeout <= 1e7:
         raise ParameterError("--timeout", args.timeout, "seconds in (0, 1e7]")
@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         if interactive:
             screen.note(f"{backend.name}. /help lists the commands, Ctrl-D ends.")
+        if backend.defaults is not None and (interactive or args.show_stats):
+            told = params.resolved(backend.defaults).told()
+            screen.note("sampling: " + ", ".join(f"{name} {value:g}" for name, value in told.items()))
         chat = Chat(backend, screen, sampling, args.system, args.show_stats)
         for text in read_messages(interactive):
             if not chat.take(text):

@@ -30,6 +30,7 @@ class Backend(Protocol):
     """`answer` ends early when the consumer closes it, or raises KeyboardInterrupt; nothing keeps running then."""
 
     name: str
+    defaults: dict[str, Any] | None  # how it samples where `sampling` says nothing, if that is known
     interrupt_between_steps: bool  # True: not to be interrupted in the middle of a step
 
     def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]: ...
@@ -43,6 +44,7 @@ class Backend(Protocol):
 class EngineBackend:
     """A model in this process."""
 
+    defaults: dict[str, Any] | None
     interrupt_between_steps = True
 
     def __init__(self, options: dict[str, Any], progress: bool):
@@ -53,7 +55,7 @@ class EngineBackend:
         self._llm = LLM(progress=progress, **options)
         try:
             assert self._llm.engine is not None
-            self.name = options.get("model") or EMBEDDED
+            self.name, self.defaults = options.get("model") or EMBEDDED, self._llm.inputs.defaults
             source = ChatTemplate.from_tokenizer(self._llm.get_tokenizer()).source()  # refuses a model without one
             self._format = AnswerFormat.choose(source, tools=None)
         except BaseException:
@@ -96,6 +98,7 @@ class EngineBackend:
 class ServerBackend:
     """An OpenAI-compatible server. `url` may end in /v1 or not; without `model` it is the first that is served."""
 
+    defaults = None  # the server logs them
     interrupt_between_steps = False
 
     def __init__(self, url: str, api_key: str | None, model: str | None, timeout: float):

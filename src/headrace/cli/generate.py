@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             for prompt, output in zip(prompts, outputs, strict=True):
                 print(json.dumps(as_json(prompt, output), ensure_ascii=not holds_unicode(sys.stdout)))
         if args.show_stats:
-            print(stats_line(llm, outputs, elapsed), file=sys.stderr)
+            print(stats_line(llm, outputs, elapsed, params), file=sys.stderr)
     failed = [o for output in outputs for o in output.outputs if o.finish_reason == "error"]
     for o in failed:
         print(f"headrace: {o.error}", file=sys.stderr)
@@ -117,7 +117,7 @@ def as_json(prompt: str, output) -> dict[str, Any]:
     }
 
 
-def stats_line(llm, outputs, elapsed: float) -> str:
+def stats_line(llm, outputs, elapsed: float, params) -> str:
     generated = sum(len(o.token_ids) for output in outputs for o in output.outputs)
     metrics = [output.metrics for output in outputs if output.metrics]
     count = max(len(metrics), 1)
@@ -131,4 +131,5 @@ def stats_line(llm, outputs, elapsed: float) -> str:
         "device": llm.engine.device.type,
         "dtype": str(llm.engine.dtype).removeprefix("torch."),
     }
+    figures |= {k: f"{v:g}" for k, v in params.resolved(llm.inputs.defaults).told().items()}  # the model's defaults among them
     return " ".join(f"{k}={v}" for k, v in figures.items())

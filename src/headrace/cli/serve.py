@@ -236,6 +236,7 @@ class Server:
         from headrace.engine.supervision import SupervisionConfig
         from headrace.metrics.prometheus import PrometheusMetrics
         from headrace.metrics.trace import TraceFile
+        from headrace.sampling.params import defaults_in_words
 
         args = self.args
         config, defaults = server_config(args), generation_defaults(args.override_generation_config)
@@ -250,6 +251,7 @@ class Server:
         )  # fmt: skip
         client.generation_defaults |= defaults
         logger.info("%s: tokenizer and configuration read", client.model_name)
+        logger.info("sampling where a request says nothing: %s", defaults_in_words(client.generation_defaults))
         metrics = PrometheusMetrics(client, args.metrics_prefix, (config.served_model_names or (client.model_name,))[0])
         client.observers.append(metrics)
         if args.trace is not None:
@@ -308,7 +310,7 @@ class Server:
                 info.max_model_len, info.num_blocks, info.block_size,
             )  # fmt: skip
             name = (self.args.served_model_name or [client.model_name])[0]
-            question = {"role": "user", "content": "Where does the water go?"}
+            question = {"role": "user", "content": "Explain in one sentence why plants need water."}
             body = json.dumps({"model": name, "messages": [question], "max_tokens": 64})
             kind = "Content-Type: application/json"
             logger.info("try:\n  curl %s/v1/chat/completions -H '%s' \\\n    -d '%s'", base, kind, body)

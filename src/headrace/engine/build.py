@@ -92,8 +92,6 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     forward = make_forward(config, model, weights, limits, limits.max_decode_rows)
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
-    sampling = ", ".join(f"{name} {value:g}" for name, value in checkpoint.generation_defaults.items())
-    logger.info("sampling where a request says nothing: %s", sampling or "temperature 1, no filters (the model names none)")
     weight_bytes = weights.num_bytes
     del weights  # where products are packed, nobody needs them any more
     draft = load_draft(config, limits, model, dtype, device, make_forward)

@@ -16,6 +16,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
 INT64 = 2**63
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # as if there were none
 
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output ids so far, logits [vocab] float32) -> logits [vocab]
 
@@ -148,14 +149,25 @@ class SamplingParams(msgspec.Struct, metaclass=_Named, kw_only=True, omit_defaul
     def resolved(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which every None that has a neutral value is replaced: by `defaults` (the checkpoint's
         generation_config), else by the neutral value. An explicit value wins, also when it is 0."""
-        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-        given = {k: v for k, v in defaults.items() if k in neutral and v is not None}
-        changes = {k: v for k, v in (neutral | given).items() if getattr(self, k) is None}
+        given = {k: v for k, v in defaults.items() if k in _NEUTRAL and v is not None}
+        changes = {k: v for k, v in (_NEUTRAL | given).items() if getattr(self, k) is None}
         return msgspec.structs.replace(self, **changes)
+
+    def told(self) -> dict[str, float]:
+        """What decides how it samples, by name; without what changes nothing."""
+        values = ((name, getattr(self, name)) for name in _NEUTRAL)
+        return {k: v for k, v in values if v is not None and (v != _NEUTRAL[k] or k == "temperature")}
 
     @property
     def greedy(self) -> bool:
         return self.temperature is not None and self.temperature < GREEDY_EPS
+
+
+def defaults_in_words(defaults: dict[str, Any]) -> str:
+    """How a request samples that says nothing, where a model has these defaults."""
+    told = SamplingParams().resolved(defaults).told()
+    named = any(defaults.get(k) is not None for k in _NEUTRAL)
+    return ", ".join(f"{k} {v:g}" for k, v in told.items()) + ("" if named else " (the model names none)")
 
 
 def check_float(name, value, low, high, *, optional=False, open_low=False) -> None:
