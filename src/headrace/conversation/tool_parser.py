@@ -1,8 +1,9 @@
 """What all parsers of tool calls share.
 
-All parsers are linear scanners with a little state. A call is given out when it is complete: a client never gets the
-beginning of a call that then turns out to be broken or cut off. But where a grammar makes the calls, which can then only be
-cut off, the arguments are given out as they are written, and what there is of them at the end stays.
+A format is a generator that reads the text as if it were all there; where it is not, the generator waits. A call is given out
+when it is complete: a client never gets the beginning of a call that then turns out to be broken or cut off. But where a
+grammar makes the calls, which can then only be cut off, the arguments are given out as they are written, and what there is
+of them at the end stays.
 - What looked like a call but is not well-formed is plain text, every character of it.
 - A call that the output ends in the middle of is dropped if its format marks calls (its beginning is no answer), and
   plain text if the format does not (it may be anything).
@@ -14,11 +15,19 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import TypeVar
 
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
-from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, cut_off, read_call
+from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, cut_off, has_arguments, read_call
 from headrace.text.markers import Markers, MarkerScanner
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # yields where it waits for more text
+NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")
+# what the grammars put before the arguments
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w.:/-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_MAX_HEAD = 2 * MAX_NAME  # characters: no more is looked at again with each piece of text
 
 
 def random_id() -> str:
@@ -30,66 +39,78 @@ def short_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-Handler = Callable[[str, list[Event]], str]  # takes text, adds events, gives back what it did not take
+class NotACall(Exception):
+    """What has been taken is none."""
+
+
+class CutOff(Exception):
+    """The output has ended within a call."""
 
 
 class ToolParser:
     """State of one output. What push() and finish() return is, joined, the same for every way to cut the text.
 
-    A subclass names the markers that open a call and has a handler for each state within one; it calls _take() for
-    what it consumes, then _call() when a call is complete, or _reject() when what was taken is none.
+    A subclass names the markers that open calls and reads them in _calls(), with what stands in the second part here.
     """
 
     opening = Markers([])
     markers: tuple[str, ...] = ()  # of these some may be special tokens: then the text must be decoded with them
+    unmarked = ""  # the characters that calls without a marker begin with, at the beginning of the output
     constrained = False  # the calls obey a grammar of tool_grammar
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
 
     def __init__(self, new_id: Callable[[], str] = random_id):
-        self.num_calls = 0
-        self.new_id = new_id
-        self._scanner = MarkerScanner(self.opening)
-        self._handler: Handler = self._plain
+        self.num_calls, self.new_id = 0, new_id
+        self._events: list[Event] = []
+        self._text, self._at = "", 0  # the last piece, and how far it has been read
+        self._ended = False
         self._taken: list[str] = []  # of the call that is being read
+        self._json: list[str] | None = None  # of its object, as far as that is there
         self._space: list[str] | None = []  # white space not given out yet; None: text has come since the last call
+        self._reading = self._read()
 
     def push(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        while text:
-            text = self._handler(text, events)
-        return events
+        self._text, self._at, self._events = text, 0, []
+        next(self._reading, None)
+        return self._events
 
     def finish(self) -> list[Event]:
         """The output has ended."""
-        events: list[Event] = []
-        if self._taken:
-            self._end_within(events)
-        else:
-            self._give(self._scanner.flush(), events)
+        self._ended = True
+        events = self.push("")
         space = "".join(self._space or ())
         if space and not self.num_calls:
             events.append(Text(space))
         self._space = None
         return events
 
-    def _end_within(self, events: list[Event]) -> None:
-        """The output has ended in a call."""
-        self._reject(events)
+    def _read(self) -> Reading[None]:
+        scanner = MarkerScanner(self.opening)
+        if self.unmarked:
+            yield from self._spaces(self._give)
+            if (yield from self._more()) and self._text[self._at] in self.unmarked:
+                yield from self._try_calls("")
+        while (yield from self._more()):
+            scan = scanner.push(self._text[self._at :])
+            self._text, self._at = scan.rest, 0
+            self._give(scan.text)
+            if scan.marker is not None:
+                yield from self._try_calls(scan.marker)
+        self._give(scanner.flush())
 
-    # ------------------------------------------------------------------------------------------- for the subclasses
+    def _try_calls(self, marker: str) -> Reading[None]:
+        self._taken, self._json = [marker], None
+        try:
+            yield from self._calls(marker)
+        except NotACall:
+            self._give("".join(self._taken))
+        except CutOff:
+            may_be_call = bool(marker) or self.num_calls > 0
+            if not may_be_call or (self._json is not None and not cut_off("".join(self._json))):
+                self._give("".join(self._taken))
+        self._taken = []
 
-    def _plain(self, text: str, events: list[Event]) -> str:
-        scan = self._scanner.push(text)
-        self._give(scan.text, events)
-        if scan.marker is not None:
-            self._taken = [scan.marker]
-            self._opened()
-        return scan.rest
-
-    def _opened(self) -> None:
-        """Set the handler of what follows the opening marker."""
-        raise NotImplementedError
-
-    def _give(self, text: str, events: list[Event]) -> None:
+    def _give(self, text: str) -> None:
         if self._space is not None:
             stripped = text.lstrip()
             self._space.append(text[: len(text) - len(stripped)])
@@ -97,119 +118,147 @@ class ToolParser:
                 return
             text, self._space = "".join((*self._space, stripped)), None
         if text:
-            events.append(Text(text))
+            self._events.append(Text(text))
 
-    def _take(self, text: str, end: int) -> str:
-        self._taken.append(text[:end])
-        return text[end:]
+    def _calls(self, marker: str) -> Reading[None]:
+        """The calls behind a marker, or behind none. Raises NotACall and CutOff."""
+        raise NotImplementedError
 
-    def _call(self, name: str, arguments: str, events: list[Event], call_id: str | None = None) -> None:
-        self._begin_call(name, events, call_id)
-        events.append(CallArguments(self.num_calls - 1, arguments))
+    # -------------------------------------------------------------------------------------------- what formats are made of
 
-    def _begin_call(self, name: str, events: list[Event], call_id: str | None = None) -> None:
-        events.append(CallBegin(self.num_calls, call_id or self.new_id(), name))
-        self.num_calls += 1
-        self._taken, self._space = [], []
-        self._handler = self._plain
+    def _more(self) -> Reading[bool]:
+        """Whether there is a next character."""
+        while self._at == len(self._text):
+            if self._ended:
+                return False
+            yield
+        return True
 
-    def _reject(self, events: list[Event]) -> None:
-        taken, self._taken = "".join(self._taken), []
-        self._handler = self._plain
-        self._give(taken, events)
+    def _next(self) -> Reading[str]:
+        """The next character, which is not taken. Raises CutOff."""
+        if not (yield from self._more()):
+            raise CutOff
+        return self._text[self._at]
 
+    def _take(self, count: int = 1) -> str:
+        """The next characters: part of the call."""
+        piece = self._text[self._at : self._at + count]
+        self._at += len(piece)
+        self._taken.append(piece)
+        return piece
 
-# what the grammars put before the arguments
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w.:/-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_MAX_HEAD = 2 * MAX_NAME  # characters: no more is looked at again with each piece of text
+    def _spaces(self, give: Callable[[str], None] | None = None) -> Reading[None]:
+        """White space, taken, or else given to `give`."""
+        while (yield from self._more()) and self._text[self._at].isspace():
+            rest = self._text[self._at :]
+            space = rest[: len(rest) - len(rest.lstrip())]
+            (give or self._taken.append)(space)
+            self._at += len(space)
 
+    def _expect(self, character: str) -> Reading[None]:
+        """White space, then this, which is not taken. Raises NotACall."""
+        yield from self._spaces()
+        if (yield from self._next()) != character:
+            raise NotACall
 
-class JsonObjectParser(ToolParser):
-    """What the formats share that write a call as a JSON object."""
+    def _word(self) -> Reading[str]:
+        """A name. Raises NotACall."""
+        word = ""
+        while (yield from self._next()) in NAME and len(word) < MAX_NAME:
+            word += self._take()
+        if not word:
+            raise NotACall
+        return word
 
-    argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    def _one_of(self, words: tuple[str, ...]) -> Reading[str]:
+        """One of these, of which none begins another. Raises NotACall."""
+        seen = ""
+        while seen not in words:
+            c = yield from self._next()
+            if not any(word.startswith(seen + c) for word in words):
+                raise NotACall
+            seen += self._take()
+        return seen
 
-    def _start_object(self) -> None:
-        """The next character is the object's opening bracket."""
-        self._object: list[str] = []
-        self._size = 0  # of the object so far
-        self._brackets = BracketScanner()
-        self._handler = self._in_object
+    def _perhaps(self, word: str) -> Reading[bool]:
+        """Skip `word` if it is there; its beginning at the end of the output is no text."""
+        seen = ""
+        while seen != word:
+            if not (yield from self._more()):
+                return False
+            if not word.startswith(seen + self._text[self._at]):
+                self._text, self._at = seen + self._text[self._at :], 0
+                return False
+            seen += self._text[self._at]
+            self._at += 1
+        return True
 
-    def _in_object(self, text: str, events: list[Event]) -> str:
-        if self.constrained and self._size < _MAX_HEAD:
-            so_far = "".join((*self._object, text))
-            if head := _HEAD.match(so_far, 0, _MAX_HEAD):
-                self._begin_call(head.group(1), events)
-                self._start_arguments(enclosed=True)
-                return so_far[head.end() :]
-        end = self._brackets.push(text)
-        taken = len(text) if end < 0 else end
-        self._object.append(text[:taken])
-        self._size += taken
-        text = self._take(text, taken)
-        if self._brackets.too_deep:
-            self._reject(events)
-        elif end >= 0:
-            self._read_object(events)
-        return text
+    def _bracketed(self, scanner: BracketScanner, pieces: list[str]) -> Reading[str]:
+        """A bracketed value, of which `pieces` have been taken; the others are added to them. Raises NotACall."""
+        scanner.push("".join(pieces))
+        ended = False
+        while not ended:
+            yield from self._next()
+            if self.constrained and (yield from self._given_out(pieces)):
+                return ""
+            piece, ended = self._piece(scanner)
+            pieces.append(piece)
+            if scanner.too_deep:
+                raise NotACall
+        return "".join(pieces)
 
-    def _read_object(self, events: list[Event]) -> None:
+    def _piece(self, scanner: BracketScanner) -> tuple[str, bool]:
+        """What is there of a bracketed value, which is taken, and whether it is the end of it."""
+        rest = self._text[self._at :]
+        end = scanner.push(rest)
+        return self._take(len(rest) if end < 0 else end), end >= 0
+
+    def _call_object(self, head: str = "", *, needs_arguments: bool = False) -> Reading[None]:
+        """A call as a JSON object, of which `head` has been taken. Raises NotACall."""
+        if not head:
+            yield from self._expect("{")
+        self._json = [head]
+        text = yield from self._bracketed(BracketScanner(), self._json)
+        if not text:
+            return
         try:
-            call = read_call("".join(self._object), self.argument_keys)
+            call = read_call(text, self.argument_keys)
         except (ValueError, RecursionError):
             call = None
-        if call is None:
-            self._reject(events)
-            return
-        self._call(*call, events)
-        self._after_call()
+        if call is None or (needs_arguments and not has_arguments(text, self.argument_keys)):
+            raise NotACall
+        self._call(*call)
 
-    def _start_arguments(self, *, enclosed: bool) -> None:
-        """The next character is the opening bracket of the arguments of the call that has begun."""
-        self._brackets, self._enclosed = BracketScanner(), enclosed
-        self._handler = self._in_arguments
+    def _given_out(self, pieces: list[str]) -> Reading[bool]:
+        """Whether a grammar's call begins with `pieces` and what is there; then it is given out as it comes."""
+        if sum(map(len, pieces)) >= _MAX_HEAD:
+            return False
+        so_far = "".join(pieces) + self._text[self._at :]
+        head = _HEAD.match(so_far, 0, _MAX_HEAD)
+        if head is None:
+            return False
+        self._text, self._at = so_far[head.end() :], 0
+        self._begin(head[1])
+        yield from self._arguments()
+        yield from self._spaces()
+        yield from self._perhaps("}")
+        self._taken = []
+        return True
 
-    def _in_arguments(self, text: str, events: list[Event]) -> str:
-        end = self._brackets.push(text)
-        if end < 0:
-            end = len(text)
-        elif self._enclosed:
-            self._handler = self._behind_arguments
-        else:
-            self._end_call()
-        events.append(CallArguments(self.num_calls - 1, text[:end]))
-        return text[end:]
+    def _begin(self, name: str, call_id: str | None = None) -> None:
+        self._events.append(CallBegin(self.num_calls, call_id or self.new_id(), name))
+        self.num_calls += 1
+        self._taken, self._space, self._json = [], [], None
 
-    def _behind_arguments(self, text: str, events: list[Event]) -> str:
-        """The call's object has still to end."""
-        rest = text.lstrip()
-        if rest:
-            self._end_call()
-        return rest.removeprefix("}")
+    def _call(self, name: str, arguments: str, call_id: str | None = None) -> None:
+        self._begin(name, call_id)
+        self._events.append(CallArguments(self.num_calls - 1, arguments))
 
-    def _end_call(self) -> None:
-        self._handler = self._plain
-        self._after_call()
-
-    def _after_call(self) -> None:
-        """Set the handler of what follows a call, if that is not plain text."""
-
-    def _expect_object(self, text: str, events: list[Event]) -> str:
-        """After a marker: white space, then an object."""
-        stripped = text.lstrip()
-        rest = self._take(text, len(text) - len(stripped))
-        if rest.startswith("{"):
-            self._start_object()
-        elif rest:
-            self._reject(events)
-        return rest
-
-    def _end_within(self, events: list[Event]) -> None:
-        if self._handler == self._expect_object or (self._handler == self._in_object and self._unfinished()):
+    def _arguments(self) -> Reading[None]:
+        """Of the call that has begun: given out as they come."""
+        scanner, ended = BracketScanner(), False
+        while not ended:
+            yield from self._next()
+            piece, ended = self._piece(scanner)
+            self._events.append(CallArguments(self.num_calls - 1, piece))
             self._taken = []
-        else:
-            self._reject(events)
-
-    def _unfinished(self) -> bool:
-        return cut_off("".join(self._object))

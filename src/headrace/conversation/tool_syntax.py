@@ -137,6 +137,12 @@ def read_call(text: str, keys: tuple[str, ...]) -> tuple[str, str] | None:
     return (value["name"], as_written(written)) if isinstance(arguments, dict | None) else None
 
 
+def has_arguments(text: str, keys: tuple[str, ...]) -> bool:
+    """Whether an object that read_call() took names its arguments, under one of `keys`."""
+    value = parse_json(text)
+    return any(key in value for key in keys) or isinstance(value.get("function"), dict)
+
+
 def read_python_calls(text: str, names: Mapping[str, Any]) -> list[tuple[str, str]] | None:
     """[(name, arguments as JSON)] of `[f(a=1), g()]`; None if it is anything else."""
     try:
