@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -215,3 +217,61 @@ def test_both_spellings_of_rope_mean_what_transformers_takes_them_for(new, old, 
     rope = model_config_from_hf({**base, **copy.deepcopy(given)}).rope
     theirs = transformers.LlamaConfig(**{**base, **copy.deepcopy(given)}).rope_parameters
     assert (rope.kind, rope.theta, rope.param("factor")) == (theirs["rope_type"], theirs["rope_theta"], theirs.get("factor"))
+
+
+PAIRS: dict[str, dict[str, list[Any]]] = {  # fields that speak of one thing; ... : the field is not there
+    "windows": {
+        "sliding_window": [..., None, 13], "use_sliding_window": [..., True, False], "max_window_layers": [..., 2],
+        "layer_types": [..., None, ["full_attention", "sliding_attention"] * 2],
+    },
+    "heads": {"head_dim": [..., None, 24], "num_key_value_heads": [..., None, 16]},
+    "dtype": {"dtype": [..., None, "bfloat16", "float16"], "torch_dtype": [..., None, "float16", "bfloat16"]},
+    "theta": {
+        "rope_theta": [..., 777.0], "rope_parameters": [..., None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 999.0}],
+    },
+}  # fmt: skip
+WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")  # of the others Transformers keeps what it does not use
+
+
+def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What Transformers reads in a config, in our words."""
+    import transformers
+
+    theirs = transformers.AutoConfig.for_model(kind, **copy.deepcopy({k: v for k, v in config.items() if k != "model_type"}))
+    window, layers = getattr(theirs, "sliding_window", None) or 0, theirs.num_hidden_layers
+    # Mistral and Phi-3 look at the window alone
+    types = None if kind in ("mistral", "phi3") else getattr(theirs, "layer_types", None)
+    windows = (window,) * layers if types is None else tuple(window * (t == "sliding_attention") for t in types)
+    rope = theirs.rope_parameters
+    return {
+        "windows": windows if any(windows) and kind in WINDOWED else (),
+        "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+        "num_kv_heads": theirs.num_key_value_heads,
+        "dtype": str(theirs.dtype or "float32").removeprefix("torch."),
+        "theta": rope.get("full_attention", rope)["rope_theta"],
+    }
+
+
+@pytest.mark.parametrize("group", PAIRS)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fields_that_speak_of_one_thing_mean_what_transformers_takes_them_for(kind, group):
+    base = {
+        "model_type": kind, "vocab_size": 512, "hidden_size": 512, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    }  # fmt: skip
+    compared = 0
+    for values in itertools.product(*PAIRS[group].values()):
+        given = dict(zip(PAIRS[group], values, strict=True))
+        config = {k: v for k, v in (base | given).items() if v is not ...}
+        try:
+            theirs = meaning(kind, config)
+        except Exception:  # some classes take no null, where ours take it for absent
+            continue
+        if kind == "gemma3_text" and config.get("rope_parameters"):  # has two: Transformers drops what is neither
+            with pytest.raises(CheckpointError, match="full_attention and sliding_attention"):
+                model_config_from_hf(config)
+            continue
+        ours = model_config_from_hf(config)
+        assert {name: getattr(ours, name) for name in theirs if name != "theta"} | {"theta": ours.rope.theta} == theirs, given
+        compared += 1
+    assert compared > 1

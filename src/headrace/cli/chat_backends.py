@@ -98,7 +98,7 @@ class EngineBackend:
 class ServerBackend:
     """An OpenAI-compatible server. `url` may end in /v1 or not; without `model` it is the first that is served."""
 
-    defaults = None  # the server logs them
+    defaults: dict[str, Any] | None = None  # the server logs them
     interrupt_between_steps = False
 
     def __init__(self, url: str, api_key: str | None, model: str | None, timeout: float):

@@ -96,6 +96,9 @@ def _gemma2(c: HfConfig) -> dict[str, Any]:
 def _gemma3(c: HfConfig) -> dict[str, Any]:
     if c.raw.get("attn_logit_softcapping"):
         raise CheckpointError("config.json: attn_logit_softcapping is not defined for Gemma-3")
+    rope = c.raw.get("rope_parameters")
+    if isinstance(rope, dict) and rope and not any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"config.json: rope_parameters is {rope!r}, wanted full_attention and sliding_attention in it")
     pattern = c.count("sliding_window_pattern", 6)
     return {
         **_gemma(c),
@@ -106,13 +109,16 @@ def _gemma3(c: HfConfig) -> dict[str, Any]:
     }
 
 
-_GEMMA_DEFAULTS = {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096}
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+}  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({
     "llama": Family(("LlamaForCausalLM",), _biases),
-    "mistral": Family(("MistralForCausalLM",), _mistral),
-    "qwen2": Family(("Qwen2ForCausalLM",), _qwen2),
-    "qwen3": Family(("Qwen3ForCausalLM",), _qwen3, defaults={"head_dim": 128}),
+    "mistral": Family(("MistralForCausalLM",), _mistral, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Family(("Qwen2ForCausalLM",), _qwen2, defaults=_QWEN_DEFAULTS),
+    "qwen3": Family(("Qwen3ForCausalLM",), _qwen3, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
     "olmo2": Family(("Olmo2ForCausalLM",), _olmo2, POST_NORM_NAMES, {"rms_norm_eps": 1e-5}),
     "granite": Family(("GraniteForCausalLM",), _granite),
     "phi3": Family(
