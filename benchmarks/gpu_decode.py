@@ -177,7 +177,7 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
 
 MANY_ROWS = [n for n in ROW_STEPS if n > decode_tiles.ALL_ROWS]
 KINDS = {  # path -> (tile of a shape, numbers of rows)
-    "gemv": (decode_tiles.gemv_tile, [n for n in ROW_STEPS if n <= 8]),
+    "gemv": (decode_tiles.gemv_tile, [1]),
     "gemm": (decode_tiles.gemm_tile, [n for n in ROW_STEPS if 1 < n <= 64]),
     "ahead": (tile_search.ahead_tile, [n for n in ROW_STEPS if 1 < n <= 64]),
     "wide": (decode_tiles.wide_tile, MANY_ROWS),

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.attention.flash import find_flash_attention_3
 from headrace.kernels.activation import ActTile, act_mul, act_mul_triton
-from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
+from headrace.kernels.attention_decode import SplitTile, split_attention, split_space
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.embedding import embed
 from headrace.kernels.gather_kv import gather_kv
@@ -200,7 +200,7 @@ def bench_decode(report: Report, heads: int, case: str, lens: list[int], bound: 
     num_bytes = 2 * sum(lens) * KV_HEADS * DIM * 2
     caches, tables, slots, seq_lens = paged(lens, rotation(num_bytes))
     seqs = len(lens)
-    workspace = SplitWorkspace.allocate(seqs, heads, KV_HEADS, DIM, DEVICE)
+    workspace = split_space(seqs, heads, KV_HEADS, DIM, DEVICE)
     q = torch.randn((seqs, heads, DIM), dtype=BF16, device=DEVICE)
     out = torch.empty((seqs, heads * DIM), dtype=BF16, device=DEVICE)
     start = torch.arange(seqs + 1, dtype=torch.int32, device=DEVICE)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from headrace.fast_decode.attention import AttentionTile
-from headrace.fast_decode.gemv import MAX_ROWS as GEMV_MAX_ROWS
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
@@ -71,14 +70,13 @@ def candidates(shape: Shape, rows: int) -> list[Tile]:
     found = wide_candidates(shape, rows) if rows > ALL_ROWS else []
     if rows > GEMM_MAX_ROWS:
         return found
-    if rows <= GEMV_MAX_ROWS:
-        wide = ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1))
-        for block_n, warps in wide if rows == 1 else wide[1:3] + wide[5:8] if rows <= 4 else wide[1:3]:
+    if rows == 1:
+        for block_n, warps in ((16, 4), (8, 4), (4, 4), (8, 8), (16, 8), (8, 2), (4, 2), (4, 1), (2, 1), (8, 1)):
             if 256 * warps > shape.width or (block_n == 16 and shape.gated):
                 continue
-            early = early_steps(shape, block_n, 256 * warps, 32 * warps, 128 if rows == 1 else 64)
+            early = early_steps(shape, block_n, 256 * warps, 32 * warps, 128)
             found.append(GemvTile(block_n, 256 * warps, warps, early))
-    if rows > 1:
+    else:
         for block_n in (16, 32, 64):
             for splits in (1, 2, 4, 8):
                 programs = -(-shape.columns // block_n) * splits

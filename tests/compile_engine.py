@@ -24,7 +24,7 @@ import headrace.engine.build as build
 from engine_driver import complete, make_core
 from headrace.attention.triton_backend import TritonAttention
 from headrace.engine.messages import EngineRequest
-from headrace.kernels import launch, launcher
+from headrace.kernels import launch
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
 from tiny_models import write_shape
@@ -59,7 +59,7 @@ def main(directory: str) -> None:
     )  # fmt: skip
     compile_ahead.install(90)
     compile_ahead.replace_everywhere(launch.on_gpu, lambda tensor: True)
-    launcher._KNOWN = False  # a compiled form is not launched again
+    launch._KNOWN = False  # a compiled form is not launched again
     sampler.choose = choose
     JITFunction._do_compile = note  # type: ignore[method-assign]
     rng = random.Random(1)

@@ -25,14 +25,13 @@ from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
-from headrace.kernels.attention_decode import SplitWorkspace, split_attention
+from headrace.kernels.attention_decode import split_attention, split_space
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.embedding import embed_triton
 from headrace.kernels.gather_kv import gather_kv
-from headrace.kernels.mask import add_mask_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
-from headrace.kernels.sample import sample_rows
+from headrace.kernels.sample import add_mask_triton, sample_rows
 
 META = torch.device("meta")
 
@@ -57,7 +56,7 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
             out = meta(4096, kv_heads, head_dim, dtype=dtype)
             gather_kv(cache, cache, out, out, ints(257, 64), ints(32), ints(33), first_seq=2, num_seqs=3, max_context=4096)
         elif kind == "split":
-            workspace = SplitWorkspace.allocate(256, heads, kv_heads, head_dim, META)
+            workspace = split_space(256, heads, kv_heads, head_dim, META)
             split_attention(*args, workspace, first_seq=0, num_seqs=32, tokens=tokens, max_context=4096, **options)
         else:
             varlen_attention(*args, first_seq=2, num_seqs=3, num_rows=512, max_tokens=512, tile=tile, **options)

@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from compile_ahead import NoDevice
-from headrace.kernels import launch, launcher
+from headrace.kernels import launch
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
@@ -47,7 +47,7 @@ class Card(NoDevice):
 def main() -> None:
     driver.set_active(Card(90))
     launch.capability = lambda device: (9, 0)  # type: ignore[assignment]
-    launcher.on_gpu = lambda tensor: True  # type: ignore[assignment]
+    launch.on_gpu = lambda tensor: True  # type: ignore[assignment]
     run = JITFunction.run
     JITFunction.run = lambda self, *args, **options: slow.append(self.fn.__name__) or run(self, *args, **options)  # type: ignore
     bf16 = torch.bfloat16

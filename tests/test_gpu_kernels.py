@@ -12,12 +12,13 @@ from headrace.attention import flash
 from headrace.attention.flash import CudnnAttention, FlashAttention3, find_flash_attention_3
 from headrace.attention.triton_backend import TritonAttention
 from headrace.kernels.activation import act_mul, act_mul_reference
-from headrace.kernels.attention_decode import SplitWorkspace, split_attention
+from headrace.kernels.attention_decode import split_attention, split_space
 from headrace.kernels.attention_prefill import VarlenTile, default_tile, varlen_attention
 from headrace.kernels.embedding import embed
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from headrace.kernels.qkv import qkv_rope_write, qkv_rope_write_reference
+from headrace.kernels.split import SplitSpace
 from headrace.model.config import ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.gpu
@@ -40,11 +41,11 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 8e-3) -> Non
     assert error.max() < tolerance, f"row {int(error.argmax())}: {float(error.max()):.4f}"
 
 
-def split(case: PagedCase, tokens: int = 1, max_context: int | None = None, workspace: SplitWorkspace | None = None,
+def split(case: PagedCase, tokens: int = 1, max_context: int | None = None, workspace: SplitSpace | None = None,
           out: torch.Tensor | None = None, **options) -> torch.Tensor:  # fmt: skip
     rows, heads, head_dim = case.q.shape
     seqs, kv_heads = len(case.query_lens), case.k_cache.shape[2]
-    workspace = workspace or SplitWorkspace.allocate(seqs, heads, kv_heads, head_dim, DEVICE)
+    workspace = workspace or split_space(seqs, heads, kv_heads, head_dim, DEVICE)
     out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=DEVICE) if out is None else out
     split_attention(
         case.q, case.k_cache, case.v_cache, out, *case.tensors(), workspace, first_seq=0, num_seqs=seqs, tokens=tokens,
@@ -239,7 +240,7 @@ def test_graph_serves_every_length_mix_and_replays_are_identical() -> None:
     """One capture, many lengths, padded rows among them; the same bits whatever order the programs finish in."""
     lens = [4000, 1, 1000, 64, 129, 0, 0, 2048]
     case = paged_case([1] * 8, [4096] * 8, 16, 8, 128, 64, dtype=BF16, device="cuda")
-    workspace = SplitWorkspace.allocate(8, 16, 8, 128, DEVICE)
+    workspace = split_space(8, 16, 8, 128, DEVICE)
     out = torch.empty((8, 16 * 128), dtype=BF16, device=DEVICE)
     split(case, workspace=workspace, out=out, max_context=4096)
     graph = torch.cuda.CUDAGraph()
@@ -252,7 +253,7 @@ def test_graph_serves_every_length_mix_and_replays_are_identical() -> None:
         graph.replay()
         first = out.clone()
         close(first, reference(case))
-        assert not workspace.counters.any()
+        assert not workspace.tickets.any()
         for _ in range(100):
             graph.replay()
             assert torch.equal(out, first)
@@ -271,7 +272,7 @@ def test_chained_launches_under_pdl_are_identical() -> None:
     cos, sin = angle.cos(), angle.sin()
     x = torch.randn((16, (heads + 2 * kv_heads) * dim), device=DEVICE).to(BF16)
     weight = torch.randn(x.shape[1], device=DEVICE).to(BF16)
-    workspace = SplitWorkspace.allocate(16, heads, kv_heads, dim, DEVICE)
+    workspace = split_space(16, heads, kv_heads, dim, DEVICE)
     out = torch.empty((16, hidden), dtype=BF16, device=DEVICE)
     result = torch.empty_like(out)
 

@@ -6,25 +6,26 @@ import pytest
 import torch
 
 from attention_cases import PagedCase, attention_reference, paged_case
-from headrace.kernels.attention_decode import SplitWorkspace, choose_chunk, max_tokens, split_attention
+from headrace.kernels.attention_decode import choose_chunk, max_tokens, num_slots, split_attention, split_space
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
+from headrace.kernels.split import SplitSpace
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
 SCALE = 0.17
 
 
-def run_split(case: PagedCase, workspace: SplitWorkspace | None = None, *, tokens: int = 1, max_context: int | None = None,
+def run_split(case: PagedCase, workspace: SplitSpace | None = None, *, tokens: int = 1, max_context: int | None = None,
               **options) -> torch.Tensor:  # fmt: skip
     seqs, (rows, heads, head_dim) = len(case.query_lens), case.q.shape
     kv_heads = case.k_cache.shape[2]
     if workspace is None:
-        workspace = SplitWorkspace.allocate(seqs, heads, kv_heads, head_dim, torch.device("cpu"))
+        workspace = split_space(seqs, heads, kv_heads, head_dim, torch.device("cpu"))
     out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype)
     split_attention(
         case.q, case.k_cache, case.v_cache, out, *case.tensors(), workspace, first_seq=0, num_seqs=seqs, tokens=tokens,
         max_context=max_context or max(case.context_lens), scale=SCALE, **options,
     )  # fmt: skip
-    assert not workspace.counters.any(), "the counters are left as they were found"
+    assert not workspace.tickets.any(), "the counters are left as they were found"
     return out
 
 
@@ -76,8 +77,8 @@ def test_decode_padded_sequences_are_zero_and_read_nothing() -> None:
 
 def test_decode_grid_larger_than_any_context_and_workspace_reuse() -> None:
     """One workspace and one grid serve every length mix, as in a CUDA graph."""
-    workspace = SplitWorkspace.allocate(3, 4, 2, 32, torch.device("cpu"))
-    workspace.partial.fill_(float("nan"))
+    workspace = split_space(3, 4, 2, 32, torch.device("cpu"))
+    workspace.partials.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     for lens in ([300, 2, 130], [1, 64, 65], [0, 512, 0]):
         case = paged_case([1] * 3, lens, 4, 2, 32, 64, seed=sum(lens))
@@ -100,7 +101,7 @@ def test_decode_half_precision() -> None:
 @pytest.mark.parametrize("context", [1, 1000, 40960, 131072, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_chunks_fit_the_workspace(seqs: int, context: int, tokens: int) -> None:
-    slots = SplitWorkspace.num_slots(1024)
+    slots = num_slots(1024)
     chunk = choose_chunk(seqs, tokens, 8, context, 132, slots)
     parts = -(-context // chunk)
     assert chunk % 64 == 0 and (parts == 1 or seqs * tokens * parts <= slots) and parts <= 128

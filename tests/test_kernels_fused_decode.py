@@ -11,15 +11,15 @@ from headrace.fast_decode import products
 from headrace.fast_decode.attention import (
     AttentionTile,
     HeadShape,
-    MergeSpace,
     decode_attention,
     decode_attention_reference,
 )
 from headrace.fast_decode.embed_residual import embed_residual
-from headrace.fast_decode.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
+from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels.split import SplitSpace
 from headrace.model.config import ModelConfig, RopeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,15 +42,19 @@ GEMV_TILES = [GemvTile(32, 64, 4, 2), GemvTile(16, 256, 4, 1), GemvTile(64, 32, 
 GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 32, 2, 4, 2, prefetch=1), GemmTile(16, 16, 5, 4, 2, prefetch=9)]
 WIDE_TILES = [WideTile(64, 32, 64, 1, 4, 3), WideTile(64, 64, 32, 3, 4, 2), WideTile(128, 16, 32, 2, 8, 2)]
 TILES = [*GEMV_TILES, *GEMM_TILES, *WIDE_TILES]
-SHAPES = [(1, 64, 128), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
+SHAPES = [(1, 64, 128), (1, 50, 96), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
+
+
+def fits(tile, rows: int) -> None:
+    if rows > products.MAX_ROWS[type(tile)]:
+        pytest.skip("more rows than this tile takes")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("rows", "columns", "width"), [*SHAPES, (20, 48, 80)])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_project(tile, rows, columns, width, dtype):
-    if isinstance(tile, GemvTile) and rows > 8:
-        pytest.skip("more rows than a GEMV takes")
+    fits(tile, rows)
     x, w, bias = random(rows, width, dtype=dtype), random(columns, width, dtype=dtype, seed=1), random(columns, seed=2)
     sumsq = random(rows, 5, seed=3).square() * width
     splits = products.num_splits(tile)
@@ -63,6 +67,7 @@ def test_project(tile, rows, columns, width, dtype):
 @pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
 @pytest.mark.parametrize("tile", [tile for tile in TILES if products.num_splits(tile) == 1], ids=str)
 def test_glu(tile, rows, columns, width, kind):
+    fits(tile, rows)
     x, w = random(rows, width), random(2 * columns, width, seed=1)
     sumsq = random(rows, 7, seed=3).square() * width
     out = torch.full((rows, columns), NAN, device=DEVICE)
@@ -91,6 +96,7 @@ def check_residual(tile, rows: int, columns: int, width: int, bias: Tensor | Non
 @pytest.mark.parametrize(("rows", "columns", "width"), SHAPES)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_residual(tile, rows, columns, width):
+    fits(tile, rows)
     check_residual(tile, rows, columns, width, random(columns, seed=2))
 
 
@@ -143,6 +149,10 @@ def test_embed_residual():
     assert not residual[3:].any()  # ids of padded rows
     close(normed, residual * (norm + 1.0), 1e-6)
     close(sumsq.sum(1), residual.square().sum(1), 1e-6)
+
+
+def attention_space(rows: int, splits: int, heads: int, kv_heads: int, dim: int) -> SplitSpace:
+    return SplitSpace(rows * splits * heads * dim, rows * kv_heads, torch.device(DEVICE), lse=rows * splits * heads)
 
 
 def attention_case(lengths, *, heads, kv_heads, dim, block_size, dtype=torch.float32, seed=0):
@@ -204,7 +214,7 @@ def test_decode_attention(
     partial = torch.randn(slabs - 1, *qkv.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     parts = torch.cat((partial, (qkv - partial.sum(0))[None]))
     out = torch.full_like(expected, NAN)
-    space = MergeSpace(len(lengths), len(lengths) * splits, heads, kv_heads, dim, torch.device(DEVICE))
+    space = attention_space(len(lengths), splits, heads, kv_heads, dim)
     space.partials.fill_(NAN)
     tile = AttentionTile(block_n=16, num_stages=2, min_tiles=min_tiles)
     decode_attention(parts, out, kv, 1, **options, num_splits=splits, tile=tile, space=space)
@@ -224,7 +234,7 @@ def test_splits_do_not_matter():
         out = torch.full((2, 64), NAN, device=DEVICE)
         decode_attention(
             qkv[None], out, kv, 0, **batch, **angles(16), q_norm=None, k_norm=None, heads=HeadShape(4, 2, 16, 0.25),
-            window=0, num_splits=splits, tile=AttentionTile(block_n=16), space=MergeSpace(2, 32, 4, 2, 16, kv.k[0].device),
+            window=0, num_splits=splits, tile=AttentionTile(block_n=16), space=attention_space(2, 16, 4, 2, 16),
         )  # fmt: skip
         results.append(out)
     for out in results[1:]:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels import sample as kernels
-from headrace.kernels.mask import add_mask_reference, add_mask_triton
-from headrace.kernels.sample import sample_rows
+from headrace.kernels.sample import add_mask_reference, add_mask_triton, sample_rows
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
 from headrace.sampling.sampler import choose

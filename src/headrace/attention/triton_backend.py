@@ -11,8 +11,9 @@ from torch import Tensor
 
 from headrace.attention import AttentionBackend, KeyValues
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.attention_decode import SplitWorkspace, max_tokens, split_attention
+from headrace.kernels.attention_decode import max_tokens, num_slots, split_attention, split_space
 from headrace.kernels.attention_prefill import varlen_attention
+from headrace.kernels.split import SplitSpace
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 
@@ -80,19 +81,20 @@ class TritonAttention(AttentionBackend):
     def __init__(self, model: ModelConfig, device: torch.device):
         self.model, self.device = model, device
         self.group = model.num_heads // model.num_kv_heads
-        self.workspace: SplitWorkspace | None = None
+        self.workspace: SplitSpace | None = None
         self.runs: list[Run] = []
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Device memory that this backend keeps, for the memory plan."""
         m = self.model
-        return SplitWorkspace.bytes(max_num_seqs + 1, m.num_heads, m.num_kv_heads, m.head_dim)
+        seqs = max_num_seqs + 1
+        return 4 * (num_slots(seqs) * m.num_heads * (m.head_dim + 1) + seqs * m.num_kv_heads)
 
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
         m = self.model
         if self.workspace is None:
             seqs = max(batch.block_tables.shape[0], batch.num_seqs)
-            self.workspace = SplitWorkspace.allocate(seqs, m.num_heads, m.num_kv_heads, m.head_dim, self.device)
+            self.workspace = split_space(seqs, m.num_heads, m.num_kv_heads, m.head_dim, self.device)
         self.runs = plan_runs(batch, self.group)
 
     def attend(

@@ -2,9 +2,9 @@
 
 A program owns (sequence, KV head, split of the context). It sums the partial QKV products, applies qk-norm and rotary
 embedding, attends over its part of the paged cache with all query heads of the group at once, and the split that holds the new
-token also writes its key and value to the cache. Splits are merged by the program that finishes last (an integer ticket),
-always in the order of the splits: replays are bit-identical (Flash-Decoding, Dao et al. 2023). The first tile of keys and
-values is loaded before the wait for the previous kernel: it is older than this step.
+token also writes its key and value to the cache. Splits are merged by the program that finishes last, in their order (see
+kernels/split.py; Flash-Decoding, Dao et al. 2023). The first tile of keys and values is loaded before the wait for the previous
+kernel: it is older than this step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode.epilogues import runs_triton, soft_cap
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.kernels.activation import soft_cap
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 from headrace.kernels.qkv import rotate_reference
-
-MERGE_ELEMENTS = 4096  # of partial outputs that a merging program holds at once
+from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, count_part, merge_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,6 @@ class AttentionTile:
     early: bool = False
     heads_first: bool = False
     touch: int = 0
-
-
-class MergeSpace:
-    """Partial outputs and their log-sum-exps of `row_splits` = sequences * splits, tickets of up to `rows` sequences."""
-
-    def __init__(
-        self, rows: int, row_splits: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ):  # fmt: skip
-        self.partials = torch.empty(row_splits * num_heads * head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(row_splits * num_heads, dtype=torch.float32, device=device)
-        self.tickets = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
 @jit
@@ -83,36 +72,6 @@ def _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     l = l * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
     return top, l, acc
-
-
-@jit
-def _merge(
-    out_ptr, partials_ptr, lse_ptr, base, used, rd, d_ok,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum of `used` partial outputs of one KV head's group, weighted by their log-sum-exps, in the order of the splits."""
-    rg = tl.arange(0, GROUP_BLOCK)
-    g_ok = rg < GROUP
-    m = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
-    l = tl.zeros([GROUP_BLOCK], tl.float32)
-    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    for s0 in range(0, used, SPLITS_BLOCK):
-        rs = s0 + tl.arange(0, SPLITS_BLOCK)
-        row = (base + rs)[:, None] * GROUP + rg[None, :]
-        ok = (rs < used)[:, None] & g_ok[None, :]
-        lse = tl.load(lse_ptr + row, mask=ok, other=-float("inf"), cache_modifier=".cg")
-        part = tl.load(partials_ptr + row[:, :, None] * DIM + rd[None, None, :],
-                       mask=ok[:, :, None] & d_ok[None, None, :], other=0.0, cache_modifier=".cg")  # fmt: skip
-        top = tl.maximum(m, tl.max(lse, 0))
-        top = tl.where(g_ok, top, 0.0)
-        weight = tl.exp2(lse - top[None, :])
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
-        m = top
-    l = tl.where(g_ok, l, 1.0)
-    tl.store(out_ptr + rg[:, None] * DIM + rd[None, :], (acc / l[:, None]).to(out_ptr.dtype.element_ty),
-             mask=g_ok[:, None] & d_ok[None, :])  # fmt: skip
 
 
 @jit(do_not_specialize=["num_splits", "window"])
@@ -243,11 +202,10 @@ def _decode_attention_kernel(
         part = ((base + split) * GROUP + rg).to(tl.int64)
         tl.store(partials_ptr + part[:, None] * DIM + rd[None, :], result, mask=out_ok)
         tl.store(lse_ptr + part, m + tl.log2(l), mask=g_ok)
-        tl.debug_barrier()  # all threads' stores before the one thread's release
-        ticket = tl.atomic_add(tickets_ptr + b * KV_HEADS + head, 1, sem="acq_rel")
-        if ticket == used - 1:
-            tl.store(tickets_ptr + b * KV_HEADS + head, 0)
-            _merge(out, partials_ptr, lse_ptr, base, used, rd, d_ok, GROUP, MERGE_GROUP, DIM, DIM_BLOCK, MERGE_SPLITS)
+        ticket = tickets_ptr + b * KV_HEADS + head
+        if count_part(ticket) == used - 1:
+            tl.store(ticket, 0)
+            merge_attention(out, partials_ptr, lse_ptr, base, used, 1, 0, GROUP, DIM, DIM_BLOCK, 1, MERGE_GROUP, MERGE_SPLITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +224,7 @@ class HeadShape:
 def decode_attention(
     qkv: Tensor, out: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
-    window: int, num_splits: int, tile: AttentionTile, space: MergeSpace,
+    window: int, num_splits: int, tile: AttentionTile, space: SplitSpace,
 ) -> None:  # fmt: skip
     """qkv [slabs, B, (heads + 2 kv heads) * head_dim] (summed over the slabs) -> out [B, heads * head_dim].
 

@@ -8,19 +8,23 @@ Below: what the product kernels share, and the torch references that say what th
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.launch import jit, next_power_of_2, tl
+from headrace.kernels.split import count_part
 
 
-class SplitSpace:
-    """Partial sums and tickets of products whose K is split; one serves all products of a step, which run in order."""
+class Plan(NamedTuple):
+    """How a tile's kernel is launched: its grid, and the arguments that only it has."""
 
-    def __init__(self, elements: int, tiles: int, device: torch.device):
-        self.partials = torch.empty(elements, dtype=torch.float32, device=device)
-        self.tickets = torch.zeros(tiles, dtype=torch.int32, device=device)  # each product leaves them at 0
+    kernel: Any
+    grid: tuple[int, ...]
+    own: dict[str, Any]
 
 
 def split_width(width: int, splits: int, block_k: int) -> int:
@@ -43,54 +47,65 @@ def sumsq_block(sumsq: Tensor | None, at_least: int) -> int:
 
 
 @jit
-def activate(x, KIND: tl.constexpr):
-    """silu, gelu_tanh or gelu of a float32 tensor."""
-    if KIND == "silu":
-        y = x * tl.sigmoid(x)
-    elif KIND == "gelu_tanh":  # 0.5 (1 + tanh u) = sigmoid(2 u); 2 sqrt(2 / pi)
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    return y
+def column_parameters(
+    norm_ptr, bias_ptr, rn, N, norm_offset, split,
+    BLOCK_N: tl.constexpr, MODE: tl.constexpr, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The next norm's weights and the bias of columns rn, 0 where there are none: weights, so before the wait."""
+    norm = tl.zeros([BLOCK_N], tl.float32)
+    if MODE == "residual":
+        norm = tl.load(norm_ptr + rn, mask=rn < N, other=0.0).to(tl.float32) + norm_offset
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(tl.float32)
+        if MODE == "project" and SPLITS > 1:
+            bias = tl.where(split == 0, bias, 0.0)
+    return norm, bias
 
 
 @jit
-def soft_cap(x, cap):
-    """cap * tanh(x / cap)"""
-    return cap * (2.0 * tl.sigmoid(2.0 * x / cap) - 1.0)
-
-
-@jit
-def leave_split(acc, slab, ticket_ptr, split, SIZE: tl.constexpr):
-    """Store a split's partial sums, SIZE of them, in its place behind `slab` -> how many splits of the tile did so before."""
-    tl.store(slab + split * SIZE, acc)
-    tl.debug_barrier()  # all threads' stores before the one thread's release
-    return tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
-
-
-@jit
-def add_splits(slab, ticket_ptr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """The sum of all splits, in their order, for the program that came last; the ticket is ready for the next product."""
-    total = tl.load(slab, cache_modifier=".cg")
-    for s in tl.static_range(1, SPLITS):
-        total += tl.load(slab + s * SIZE, cache_modifier=".cg")
-    tl.store(ticket_ptr, 0)
-    return total
-
-
-@jit
-def update_residual(
-    acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
+def finish(
+    acc, up_acc, before, out_ptr, residual_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr, norm, bias, rm, rn, M, N, tile, split,
+    sumsq_out_tiles, scale, softcap,
+    MODE: tl.constexpr, ACTIVATION: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """residual = before + scale * (acc + bias), and what the next product needs: see products.residual.
-
-    The columns of acc, to which bias and norm belong, are its axis COLUMNS (0 or 1), the rows rm the other one.
-    """
-    r = before + scale * (acc + tl.expand_dims(bias, 1 - COLUMNS))
-    tl.store(residual_ptr + place, r, mask=ok)
-    tl.store(out_ptr + place, (r * tl.expand_dims(norm, 1 - COLUMNS)).to(out_ptr.dtype.element_ty), mask=ok)
-    tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, COLUMNS), mask=row_ok)
+    """From a tile's sums to what the product gives: see products.py. Axis COLUMNS (0 or 1) of `acc` is that of the columns rn,
+    to which norm and bias belong, the other one that of the rows rm; `before` is their residual, if EARLY. Of a tile's splits
+    the last one to finish adds up all, in their order."""
+    row_ok = rm < M
+    place = tl.expand_dims(rm, COLUMNS) * N + tl.expand_dims(rn, 1 - COLUMNS)
+    ok = tl.expand_dims(row_ok, COLUMNS) & tl.expand_dims(rn < N, 1 - COLUMNS)
+    if MODE == "glu":
+        tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
+    elif MODE == "project":
+        y = (acc + tl.expand_dims(bias, 1 - COLUMNS)) * scale
+        if HAS_SOFTCAP:
+            y = soft_cap(y, softcap)
+        tl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+    else:
+        last = True
+        if SPLITS > 1:
+            # tiles of a split lie together, whole: no masks, and a row of the accumulator is contiguous
+            SIZE: tl.constexpr = acc.shape[0] * acc.shape[1]
+            inner = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+            slab = partials_ptr + tile * (SPLITS * SIZE) + inner
+            tl.store(slab + split * SIZE, acc)
+            last = count_part(tickets_ptr + tile) == SPLITS - 1
+        if last:
+            total = acc
+            if SPLITS > 1:
+                total = tl.load(slab, cache_modifier=".cg")
+                for s in tl.static_range(1, SPLITS):
+                    total += tl.load(slab + s * SIZE, cache_modifier=".cg")
+                tl.store(tickets_ptr + tile, 0)
+            old = before
+            if not EARLY:
+                old = tl.load(residual_ptr + place, mask=ok, other=0.0)
+            r = old + scale * (total + tl.expand_dims(bias, 1 - COLUMNS))
+            tl.store(residual_ptr + place, r, mask=ok)
+            tl.store(out_ptr + place, (r * tl.expand_dims(norm, 1 - COLUMNS)).to(out_ptr.dtype.element_ty), mask=ok)
+            tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, COLUMNS), mask=row_ok)
 
 
 def rms_factor_reference(sumsq: Tensor | None, width: int, eps: float) -> Tensor | float:

@@ -15,19 +15,21 @@ from torch import Tensor
 
 from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode.attention import AttentionTile, HeadShape, MergeSpace, decode_attention
+from headrace.fast_decode.attention import AttentionTile, HeadShape, decode_attention
 from headrace.fast_decode.embed_residual import embed_residual
-from headrace.fast_decode.epilogues import SplitSpace, runs_triton
+from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.tiles import StepTiles, TileTable, default_table, with_attention_in_two
-from headrace.kernels.attention_decode import SplitTile, SplitWorkspace, split_attention
+from headrace.kernels.attention_decode import SplitTile, num_slots, split_attention
 from headrace.kernels.launch import capability
 from headrace.kernels.qkv import qkv_rope_write_triton
+from headrace.kernels.split import SplitSpace
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
+from headrace.model.linear import Weight
 from headrace.model.rope import rope_tables
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more
@@ -40,6 +42,13 @@ def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     cards after it (the others after it have half the shared memory)."""
     widths = (config.hidden_size, config.q_size, config.intermediate_size)
     return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
+
+
+def matrix_of(weight: Weight) -> Tensor:
+    """Its rows as they are multiplied. Raises ValueError for a kind that the products cannot read."""
+    if weight.kind != "float":
+        raise ValueError(f"no fused product for weights of kind {weight.kind!r}")
+    return weight.data
 
 
 class FastDecode:
@@ -58,6 +67,9 @@ class FastDecode:
         if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
         self.config, self.weights, self.max_rows = config, weights, max_rows
+        # what the products stream, and the only place where they open a Weight
+        self.matrices = [[matrix_of(getattr(layer, name)) for name in MATRICES] for layer in weights.layers]
+        self.lm_head = matrix_of(weights.lm_head)
         self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # as Decoder rounds it
         length = max_model_len or config.max_position
         self.layer_rope = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -106,26 +118,19 @@ class FastDecode:
         self.inner = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
-        self.split_space = SplitSpace(
-            max((tile.partial_elements(n, hidden) for n, tile in split), default=0),
-            max((tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split), default=0), device,
-        )  # fmt: skip
         row_splits = max(n * self._num_splits(n, max_context) for n in range(1, rows + 1))
-        self.merge_space = MergeSpace(
-            rows, row_splits, config.num_heads, config.num_kv_heads, config.head_dim, device
-        )  # fmt: skip
-        self.two_kernels = SplitWorkspace.allocate(
-            rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+        sums = max(num_slots(rows), row_splits) * config.num_heads
+        self.space = SplitSpace(  # of all kernels: they run in order
+            max([sums * config.head_dim, *(tile.partial_elements(n, hidden) for n, tile in split)]),
+            max([rows * config.num_kv_heads, *(tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split)]),
+            device, lse=sums,
         )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the workspaces and rope tables."""
         tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
-        for space in (self.split_space, self.merge_space):
-            tensors += vars(space).values()
-        tensors += [self.two_kernels.partial, self.two_kernels.lse, self.two_kernels.counters]
-        tensors += [t for pair in self.rope.values() for t in pair]
+        tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
     def tiles_for(self, rows: int) -> StepTiles:
@@ -164,7 +169,7 @@ class FastDecode:
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
         norms, eps = self.norms, config.norm_eps
-        offset, space, scale = weights.norm_offset, self.split_space, config.residual_scale
+        offset, space, scale = weights.norm_offset, self.space, config.residual_scale
         # attention in two kernels takes queries in the model's dtype
         qkv_buffer = self.qkv.view(normed.dtype) if isinstance(attention, SplitTile) else self.qkv
         embed_residual(
@@ -174,20 +179,21 @@ class FastDecode:
         for index, layer in enumerate(weights.layers):
             if hook is not None:
                 hook(index, total, batch)
-            qkv = self._project(normed, layer.qkv.data, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
+            qkv_weight, o, gate_up, down = self.matrices[index]
+            qkv = self._project(normed, qkv_weight, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
             self._attend(qkv, batch, kv, index, layer, splits, attention)
             after, following = norms[2 * index + 1 : 2 * index + 3]
             residual(
-                self.attended[:rows], layer.o.data, total, normed, sumsq_o, after, tiles.o, space, norm_offset=offset,
+                self.attended[:rows], o, total, normed, sumsq_o, after, tiles.o, space, norm_offset=offset,
                 scale=scale, bias=layer.o_bias,
             )  # fmt: skip
-            glu(normed, layer.gate_up.data, inner, tiles.gate_up, sumsq=sumsq_o, eps=eps, activation=config.activation)
+            glu(normed, gate_up, inner, tiles.gate_up, sumsq=sumsq_o, eps=eps, activation=config.activation)
             residual(
-                inner, layer.down.data, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset,
+                inner, down, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset,
                 scale=scale, bias=layer.down_bias,
             )  # fmt: skip
         return self._project(
-            normed, weights.lm_head.data, self.logits, tiles.lm_head, sumsq_down, None,
+            normed, self.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
 
@@ -214,7 +220,7 @@ class FastDecode:
             qkv, self.attended[: qkv.shape[1]], kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
             k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
-            tile=tile, space=self.merge_space,
+            tile=tile, space=self.space,
         )  # fmt: skip
 
     def _attend_in_two(
@@ -230,7 +236,7 @@ class FastDecode:
         )  # fmt: skip
         split_attention(
             q, kv.k[index], kv.v[index], self.attended[:rows], batch.block_tables, batch.seq_slots, batch.query_start,
-            batch.seq_lens, self.two_kernels, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
+            batch.seq_lens, self.space, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
             scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, tile=tile,
         )  # fmt: skip
 

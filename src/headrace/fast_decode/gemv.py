@@ -1,6 +1,6 @@
-"""Matrix products of one to eight rows on the CUDA cores, with everything around the product in the same kernel.
+"""Matrix products of one row on the CUDA cores, with everything around the product in the same kernel.
 
-At such sizes a step is the time to stream the weights. A program owns BLOCK_N output columns over the whole of K, so no sum is
+At this size a step is the time to stream the weights. A program owns BLOCK_N output columns over the whole of K, so no sum is
 split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
 loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
 With BLOCK_K = 256 every warp has columns of its own (a sum is shuffles only); with 256 * num_warps the warps share columns.
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.fast_decode.epilogues import activate, soft_cap, sumsq_block
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from headrace.fast_decode.epilogues import Plan, sumsq_block
+from headrace.kernels.activation import activate, soft_cap
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, tl
 
-MAX_ROWS = 8
+MAX_ROWS = 1  # with a few more, tensor cores are faster, and tiles would spill registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ def _multiply_add(acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLO
     return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
-@jit(do_not_specialize=["sumsq_tiles", "sumsq_out_tiles"])
+@jit(do_not_specialize=["sumsq_tiles"])
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr,
-    N, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
+    N, sumsq_tiles, eps, scale, softcap, norm_offset,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
     MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,74 +78,51 @@ def _gemv_kernel(
         bias = tl.load(bias_ptr + rn, mask=ok, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    accs = ()
-    up_accs = ()
-    before = ()  # what the epilogue reads is asked for now: behind the sums' barriers its latency would show
-    sumsqs = ()
+    # what the epilogue reads is asked for now: behind the sums' barriers its latency would show
     if SUMSQ_BLOCK > 0:
         rs = tl.arange(0, SUMSQ_BLOCK)
-    for m in tl.static_range(ROWS):
-        accs = accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
-        up_accs = up_accs + (tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32),)
-        if SUMSQ_BLOCK > 0:
-            sumsqs = sumsqs + (tl.load(sumsq_ptr + m * sumsq_tiles + rs, mask=rs < sumsq_tiles, other=0.0),)
-        if MODE == "residual":
-            before = before + (tl.load(residual_ptr + m * N + rn, mask=ok, other=0.0),)
+        sumsq = tl.load(sumsq_ptr + rs, mask=rs < sumsq_tiles, other=0.0)
+    if MODE == "residual":
+        before = tl.load(residual_ptr + rn, mask=ok, other=0.0)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for i in tl.static_range(STEPS):
         if i < PREFETCH:
             w = early[i].to(tl.float32)
         else:
             w = _load_weights(pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N).to(tl.float32)
-        new = ()
-        for m in tl.static_range(ROWS):
-            new = new + (_multiply_add(accs[m], w, x_ptr + m * K, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K),)
-        accs = new
+        acc = _multiply_add(acc, w, x_ptr, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K)
         if MODE == "glu":
             if i < PREFETCH:
                 u = early_up[i].to(tl.float32)
             else:
                 u = _load_weights(up_pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N).to(tl.float32)
-            new = ()
-            for m in tl.static_range(ROWS):
-                new = new + (_multiply_add(up_accs[m], u, x_ptr + m * K, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K),)
-            up_accs = new
-    for m in tl.static_range(ROWS):
-        factor = 1.0
-        if SUMSQ_BLOCK > 0:
-            factor = tl.rsqrt(tl.sum(sumsqs[m], 0) / K + eps)
-        y = tl.sum(accs[m], 1) * factor
-        if HAS_BIAS:
-            y += bias
-        if MODE == "residual":
-            r = before[m] + scale * y
-            tl.store(residual_ptr + m * N + rn, r, mask=ok)
-            tl.store(out_ptr + m * N + rn, (r * norm).to(out_ptr.dtype.element_ty), mask=ok)
-            tl.store(sumsq_out_ptr + m * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, 0))
+            up_acc = _multiply_add(up_acc, u, x_ptr, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K)
+    factor = 1.0
+    if SUMSQ_BLOCK > 0:
+        factor = tl.rsqrt(tl.sum(sumsq, 0) / K + eps)
+    y = tl.sum(acc, 1) * factor
+    if HAS_BIAS:
+        y += bias
+    if MODE == "residual":
+        r = before + scale * y
+        tl.store(residual_ptr + rn, r, mask=ok)
+        tl.store(out_ptr + rn, (r * norm).to(out_ptr.dtype.element_ty), mask=ok)
+        tl.store(sumsq_out_ptr + tl.program_id(0), tl.sum(r * r, 0))
+    else:
+        if MODE == "glu":
+            y = activate(y, ACTIVATION) * (tl.sum(up_acc, 1) * factor)
         else:
-            if MODE == "glu":
-                y = activate(y, ACTIVATION) * (tl.sum(up_accs[m], 1) * factor)
-            else:
-                y = y * scale
-                if HAS_SOFTCAP:
-                    y = soft_cap(y, softcap)
-            tl.store(out_ptr + m * N + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
+            y = y * scale
+            if HAS_SOFTCAP:
+                y = soft_cap(y, softcap)
+        tl.store(out_ptr + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def launch(
-    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: GemvTile, *, columns: int, sumsq: Tensor | None = None,
-    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
-    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0, sumsq_out: Tensor | None = None,
-) -> None:  # fmt: skip
-    rows, width = x.shape
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"gemv: {rows} rows, allowed 1 to {MAX_ROWS}")
-    steps = -(-width // tile.block_k)
-    _gemv_kernel[(-(-columns // tile.block_n),)](
-        x, weight, bias, sumsq, out, residual, norm, sumsq_out,
-        columns, 0 if sumsq is None else sumsq.shape[1], 0 if sumsq_out is None else sumsq_out.shape[1],
-        eps, scale, softcap, norm_offset,
-        K=width, ROWS=rows, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, PREFETCH=min(tile.prefetch, steps), MODE=mode,
-        SUMSQ_BLOCK=sumsq_block(sumsq, 256), ACTIVATION=activation,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0, EVEN_N=columns % tile.block_n == 0,
-        num_warps=tile.num_warps, **pdl(x),
-    )  # fmt: skip
+def plan(tile: GemvTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None) -> Plan:
+    width = x.shape[1]
+    own = {
+        "x_ptr": x, "w_ptr": weight, "K": width, "PREFETCH": min(tile.prefetch, -(-width // tile.block_k)),
+        "SUMSQ_BLOCK": sumsq_block(sumsq, 256), "EVEN_N": columns % tile.block_n == 0,
+    }  # fmt: skip
+    return Plan(_gemv_kernel, (-(-columns // tile.block_n),), own)

@@ -1,6 +1,6 @@
 """The matrix products of a fused decode step: what they compute, by the kernel that the tile's type names.
 
-    GemvTile   CUDA cores, 1 to 8 rows                       gemv.py
+    GemvTile   CUDA cores, one row                           gemv.py
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
 
@@ -15,18 +15,52 @@ from collections.abc import Callable
 from torch import Tensor
 
 from headrace.fast_decode import gemv, skinny_gemm, wide_gemm
-from headrace.fast_decode.epilogues import SplitSpace, glu_reference, project_reference, residual_reference, runs_triton
+from headrace.fast_decode.epilogues import (
+    Plan,
+    glu_reference,
+    project_reference,
+    residual_reference,
+    runs_triton,
+    split_width,
+)
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels.launch import pdl
+from headrace.kernels.split import SplitSpace
 
 Tile = GemvTile | GemmTile | WideTile
 MAX_ROWS: dict[type, int] = {GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS}
-LAUNCH: dict[type, Callable[..., None]] = {GemvTile: gemv.launch, GemmTile: skinny_gemm.launch, WideTile: wide_gemm.launch}
+PLAN: dict[type, Callable[..., Plan]] = {GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan}
 
 
 def num_splits(tile: Tile) -> int:
     return 1 if isinstance(tile, GemvTile) else tile.splits
+
+
+def _launch(
+    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, columns: int, sumsq: Tensor | None = None,
+    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
+    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
+    sumsq_out: Tensor | None = None, space: SplitSpace | None = None,
+) -> None:  # fmt: skip
+    rows, width = x.shape
+    if not 1 <= rows <= MAX_ROWS[type(tile)]:
+        raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
+    kernel, grid, own = PLAN[type(tile)](tile, x, weight, columns, sumsq)
+    if not isinstance(tile, GemvTile):
+        own |= {
+            "M": rows, "K": width, "k_split": split_width(width, tile.splits, tile.block_k), "SPLITS": tile.splits,
+            "sumsq_out_tiles": 0 if sumsq_out is None else sumsq_out.shape[1], "num_stages": tile.num_stages,
+            "partials_ptr": None if space is None else space.partials,
+            "tickets_ptr": None if space is None else space.tickets,
+        }  # fmt: skip
+    kernel[grid](
+        bias_ptr=bias, sumsq_ptr=sumsq, out_ptr=out, residual_ptr=residual, norm_ptr=norm, sumsq_out_ptr=sumsq_out, N=columns,
+        sumsq_tiles=0 if sumsq is None else sumsq.shape[1], eps=eps, scale=scale, softcap=softcap, norm_offset=norm_offset,
+        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MODE=mode, ACTIVATION=activation, HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=softcap != 0.0, num_warps=tile.num_warps, **own, **pdl(x),
+    )  # fmt: skip
 
 
 def project(
@@ -40,7 +74,7 @@ def project(
     if softcap and num_splits(tile) > 1:
         raise ValueError("a soft cap cannot be applied to partial sums")
     if runs_triton(x):
-        LAUNCH[type(tile)](
+        _launch(
             "project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
             softcap=softcap,
         )  # fmt: skip
@@ -55,7 +89,7 @@ def glu(
     if num_splits(tile) > 1:
         raise ValueError("a gated product cannot be split along K")
     if runs_triton(x):
-        LAUNCH[type(tile)](
+        _launch(
             "glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation
         )  # fmt: skip
     else:
@@ -72,10 +106,9 @@ def residual(
     total^2 over each tile: what the next product needs to see RMSNorm(total).
     """
     if runs_triton(x):
-        spaces = {} if isinstance(tile, GemvTile) else {"space": space}
-        LAUNCH[type(tile)](
+        _launch(
             "residual", x, weight, normed, tile, columns=weight.shape[0], residual=total, norm=next_norm,
-            norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, **spaces,
+            norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, space=space,
         )  # fmt: skip
     else:
         new, scaled, squares = residual_reference(x, weight, total, next_norm, norm_offset, scale, bias)

@@ -4,7 +4,7 @@ The operands are swapped: a tile of the weight [BLOCK_N, BLOCK_K] is the left on
 of a weight tile are used at once and the weight is read exactly once. Where N is too small to fill the card the sum over K is
 split between programs: each stores its partial sums and the last one to finish (an integer ticket says which) adds all
 of them in the order of the splits. So the result does not depend on who was last: replays are bit-identical.
-The epilogues are those of `gemv.py`; products.py says what is computed.
+products.py says what is computed.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -16,19 +16,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.fast_decode.epilogues import (
-    SplitSpace,
-    activate,
-    add_splits,
-    leave_split,
-    soft_cap,
-    split_width,
-    sumsq_block,
-    update_residual,
-)
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
+from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width, sumsq_block
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
 
 MAX_ROWS = 64
+EARLY_ELEMENTS = 2048  # of a tile of the residual that is loaded before the sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +66,6 @@ def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
     return tl.load(pointers + k, mask=(k + rk < k_end)[:, None], other=0.0)
 
 
-@jit
-def _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok):
-    return tl.load(residual_ptr + rm[None, :] * N + rn[:, None], mask=row_ok[None, :] & column_ok[:, None], other=0.0)
-
-
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
@@ -86,7 +73,7 @@ def _skinny_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr,
     LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and PREFETCH + LINES > 0:
         gdc_launch_dependents()
@@ -96,7 +83,6 @@ def _skinny_kernel(
     rk = tl.arange(0, BLOCK_K)
     rm = tl.arange(0, BLOCK_M)
     column_ok = rn < N
-    row_ok = rm < M
     k_start = split * k_split
     k_end = tl.minimum(k_start + k_split, K)
     weights = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
@@ -114,14 +100,7 @@ def _skinny_kernel(
         touch(w_ptr + lines)
         if MODE == "glu":
             touch(w_ptr + N.to(tl.int64) * K + lines)
-    norm = tl.zeros([BLOCK_N], tl.float32)
-    if MODE == "residual":
-        norm = tl.load(norm_ptr + rn, mask=column_ok, other=0.0).to(tl.float32) + norm_offset
-    bias = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + rn, mask=column_ok, other=0.0).to(tl.float32)
-        if MODE == "project" and SPLITS > 1:
-            bias = tl.where(split == 0, bias, 0.0)
+    norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
     if PDL:
         gdc_wait()
         if PREFETCH + LINES == 0:
@@ -134,8 +113,10 @@ def _skinny_kernel(
         rs = tl.arange(0, SUMSQ_BLOCK)
         squares = sumsq_ptr + tl.minimum(rm, M - 1)[:, None] * sumsq_tiles + rs[None, :]
         sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
-    if MODE == "residual" and BLOCK_M * BLOCK_N <= 2048:
-        before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
+    before = 0.0
+    if MODE == "residual" and EARLY:
+        place = rm[None, :] * N + rn[:, None]
+        before = tl.load(residual_ptr + place, mask=(rm < M)[None, :] & column_ok[:, None], other=0.0)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.static_range(PREFETCH):
@@ -155,58 +136,21 @@ def _skinny_kernel(
         acc = acc * factor[None, :]
         if MODE == "glu":
             up_acc = up_acc * factor[None, :]
-    place = rm[None, :] * N + rn[:, None]
-    ok = row_ok[None, :] & column_ok[:, None]
-    if MODE == "glu":
-        tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
-    elif MODE == "project":
-        y = (acc + bias[:, None]) * scale
-        if HAS_SOFTCAP:
-            y = soft_cap(y, softcap)
-        tl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
-    elif SPLITS == 1:
-        if BLOCK_M * BLOCK_N > 2048:
-            before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
-        update_residual(
-            acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
-            COLUMNS=0,
-        )  # fmt: skip
-    else:
-        # tiles of a split lie together, whole: no masks, and a column of the accumulator is contiguous
-        inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        slab = partials_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + inner
-        if leave_split(acc, slab, tickets_ptr + tile, split, BLOCK_N * BLOCK_M) == SPLITS - 1:
-            total = add_splits(slab, tickets_ptr + tile, BLOCK_N * BLOCK_M, SPLITS)
-            if BLOCK_M * BLOCK_N > 2048:
-                before = _load_residual(residual_ptr, rm, rn, N, row_ok, column_ok)
-            update_residual(
-                total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
-                COLUMNS=0,
-            )  # fmt: skip
+    finish(
+        acc, up_acc, before, out_ptr, residual_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr, norm, bias, rm, rn, M, N,
+        tile, split, sumsq_out_tiles, scale, softcap, MODE, ACTIVATION, HAS_SOFTCAP, SPLITS, EARLY, COLUMNS=0,
+    )  # fmt: skip
 
 
-def launch(
-    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: GemmTile, *, columns: int, sumsq: Tensor | None = None,
-    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
-    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
-    sumsq_out: Tensor | None = None, space: SplitSpace | None = None,
-) -> None:  # fmt: skip
+def plan(tile: GemmTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None) -> Plan:
     rows, width = x.shape
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"skinny gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
-    k_split = split_width(width, tile.splits, tile.block_k)
-    steps = k_split // tile.block_k
+    steps = split_width(width, tile.splits, tile.block_k) // tile.block_k
     prefetch = min(tile.prefetch, steps)
     touched = min(tile.touch, steps - prefetch) * tile.block_k // 64
-    _skinny_kernel[(-(-columns // tile.block_n), tile.splits)](
-        x, weight, bias, sumsq, out, residual, norm, sumsq_out,
-        None if space is None else space.partials, None if space is None else space.tickets,
-        rows, columns, width, k_split, 0 if sumsq is None else sumsq.shape[1],
-        0 if sumsq_out is None else sumsq_out.shape[1], eps, scale, softcap, norm_offset,
-        BLOCK_M=row_block(rows), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        PREFETCH=prefetch, LOOP=prefetch * tile.block_k < k_split, MODE=mode,
-        SUMSQ_BLOCK=sumsq_block(sumsq, 64), ACTIVATION=activation, HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0,
-        EVEN=columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
-        LINES=next_power_of_2(touched) if touched else 0,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
-    )  # fmt: skip
+    own = {
+        "x_ptr": x, "w_ptr": weight, "BLOCK_M": row_block(rows), "PREFETCH": prefetch, "LOOP": prefetch < steps,
+        "SUMSQ_BLOCK": sumsq_block(sumsq, 64), "LINES": next_power_of_2(touched) if touched else 0,
+        "EARLY": row_block(rows) * tile.block_n <= EARLY_ELEMENTS,
+        "EVEN": columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
+    }  # fmt: skip
+    return Plan(_skinny_kernel, (-(-columns // tile.block_n), tile.splits), own)

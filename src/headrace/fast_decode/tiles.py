@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tables"  # that come with the package
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
 ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
-GEMV_ROWS = 1  # up to here the defaults use GEMVs: with a few rows more they are slower, and wide ones spill registers
 SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile}  # as a table's file names them
@@ -92,7 +91,7 @@ def product_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True) -> StepTiles:
     """Good guesses for H100 and H200 from the shapes alone."""
-    kind = gemv_tile if rows <= GEMV_ROWS else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
+    kind = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
     products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
@@ -125,8 +124,6 @@ def gemv_tile(shape: Shape, rows: int) -> GemvTile:
     block_k = 256 * warps
     widest = 8 if shape.gated or shape.width > 1024 else 16
     block_n = next((n for n in (16, 8, 4) if n <= widest and shape.columns >= 1.4 * FILL * n), 4)
-    if rows > 1:
-        block_n = min(block_n, 8)
     return GemvTile(block_n, block_k, warps, early_steps(shape, block_n, block_k, 32 * warps))
 
 

@@ -12,16 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.fast_decode.epilogues import (
-    SplitSpace,
-    activate,
-    add_splits,
-    leave_split,
-    soft_cap,
-    split_width,
-    update_residual,
-)
-from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from headrace.fast_decode.epilogues import Plan, column_parameters, finish
+from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, tl
 
 MAX_ROWS = 256
 SUMSQ_BLOCK = 64  # partial sums of squares that are added at a time
@@ -63,18 +55,7 @@ def _wide_kernel(
     k_start = split * k_split
     rn = n0 + tl.arange(0, BLOCK_N)
     rm = m0 + tl.arange(0, BLOCK_M)
-    column_ok = rn < N
-    row_ok = rm < M
-    place = rm[:, None] * N + rn[None, :]
-    ok = row_ok[:, None] & column_ok[None, :]
-    norm = tl.zeros([BLOCK_N], tl.float32)
-    if MODE == "residual":
-        norm = tl.load(norm_ptr + rn, mask=column_ok, other=0.0).to(tl.float32) + norm_offset
-    bias = tl.zeros([BLOCK_N], tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + rn, mask=column_ok, other=0.0).to(tl.float32)
-        if MODE == "project" and SPLITS > 1:
-            bias = tl.where(split == 0, bias, 0.0)
+    norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -83,8 +64,10 @@ def _wide_kernel(
         rs = tl.arange(0, SUMSQ_BLOCK)
         squares = sumsq_ptr + tl.minimum(rm, M - 1)[:, None] * sumsq_tiles + rs[None, :]
         sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
+    before = 0.0
     if MODE == "residual" and EARLY:
-        before = tl.load(residual_ptr + place, mask=ok, other=0.0)
+        place = rm[:, None] * N + rn[None, :]
+        before = tl.load(residual_ptr + place, mask=(rm < M)[:, None] & (rn < N)[None, :], other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(k_start, k_start + k_split, BLOCK_K):  # past the edges the engine fills in zeros
@@ -100,55 +83,18 @@ def _wide_kernel(
         acc = acc * factor[:, None]
         if MODE == "glu":
             up_acc = up_acc * factor[:, None]
-    if MODE == "glu":
-        tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
-    elif MODE == "project":
-        y = (acc + bias[None, :]) * scale
-        if HAS_SOFTCAP:
-            y = soft_cap(y, softcap)
-        out = out_ptr + (split * M).to(tl.int64) * N
-        tl.store(out + place, y.to(out_ptr.dtype.element_ty), mask=ok)
-    elif SPLITS == 1:
-        if not EARLY:
-            before = tl.load(residual_ptr + place, mask=ok, other=0.0)
-        update_residual(
-            acc, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
-            COLUMNS=1,
-        )  # fmt: skip
-    else:
-        # tiles of a split lie together, whole: no masks
-        whole = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        slab = partials_ptr + whole * (SPLITS * BLOCK_M * BLOCK_N) + inner
-        if leave_split(acc, slab, tickets_ptr + whole, split, BLOCK_M * BLOCK_N) == SPLITS - 1:
-            total = add_splits(slab, tickets_ptr + whole, BLOCK_M * BLOCK_N, SPLITS)
-            if not EARLY:
-                before = tl.load(residual_ptr + place, mask=ok, other=0.0)
-            update_residual(
-                total, before, residual_ptr, out_ptr, norm, bias, sumsq_out_ptr, sumsq_out_tiles, place, ok, rm, row_ok, scale,
-                COLUMNS=1,
-            )  # fmt: skip
-
-
-def launch(
-    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: WideTile, *, columns: int, sumsq: Tensor | None = None,
-    eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
-    residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
-    sumsq_out: Tensor | None = None, space: SplitSpace | None = None,
-) -> None:  # fmt: skip
-    rows, width = x.shape
-    if not 1 <= rows <= MAX_ROWS:
-        raise ValueError(f"wide gemm: {rows} rows, allowed 1 to {MAX_ROWS}")
-    k_split = split_width(width, tile.splits, tile.block_k)
-    _wide_kernel[(-(-columns // tile.block_n), tile.splits, tile.row_tiles(rows))](
-        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
-        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        bias, sumsq, out, residual, norm, sumsq_out,
-        None if space is None else space.partials, None if space is None else space.tickets,
-        rows, columns, width, k_split, 0 if sumsq is None else sumsq.shape[1],
-        0 if sumsq_out is None else sumsq_out.shape[1], eps, scale, softcap, norm_offset,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits, MODE=mode,
-        SUMSQ_BLOCK=0 if sumsq is None else SUMSQ_BLOCK, ACTIVATION=activation,
-        HAS_BIAS=bias is not None, HAS_SOFTCAP=softcap != 0.0, EARLY=tile.block_m * tile.block_n <= EARLY_ELEMENTS,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x),
+    finish(
+        acc, up_acc, before, out_ptr, residual_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr, norm, bias, rm, rn, M, N,
+        tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), split, sumsq_out_tiles, scale, softcap,
+        MODE, ACTIVATION, HAS_SOFTCAP, SPLITS, EARLY, COLUMNS=1,
     )  # fmt: skip
+
+
+def plan(tile: WideTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None) -> Plan:
+    own = {
+        "x_tiles": TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
+        "w_tiles": TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+        "BLOCK_M": tile.block_m, "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK,
+        "EARLY": tile.block_m * tile.block_n <= EARLY_ELEMENTS,
+    }  # fmt: skip
+    return Plan(_wide_kernel, (-(-columns // tile.block_n), tile.splits, tile.row_tiles(x.shape[0])), own)

@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward part."""
+"""The gated activation of the feed-forward part, and the soft cap of scores and logits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, on_gpu, tl
-from headrace.kernels.launcher import Launcher
+from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, on_gpu, tl
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -26,6 +25,24 @@ def act_mul_reference(gate_up: Tensor, kind: Activation) -> Tensor:
 
 
 @jit
+def activate(x, KIND: tl.constexpr):
+    """silu, gelu_tanh or gelu of a float32 tensor."""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "gelu_tanh":  # 0.5 (1 + tanh u) = sigmoid(2 u); 2 sqrt(2 / pi)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@jit
+def soft_cap(x, cap):
+    """cap * tanh(x / cap)"""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x * (1.0 / cap))))
+
+
+@jit
 def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK  # of a row, neighbours
     row = (tl.program_id(0) // PARTS).to(tl.int64)
@@ -36,14 +53,7 @@ def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIN
         gdc_launch_dependents()
     x = tl.load(gate_up_ptr + row * (2 * WIDTH) + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * (2 * WIDTH) + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        y = x / (1.0 + tl.exp(-x))
-    elif KIND == "gelu_tanh":
-        z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        y = x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * z)))  # x * (1 + tanh z) / 2
-    else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.store(out_ptr + row * WIDTH + column, (y * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * WIDTH + column, (activate(x, KIND) * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 _launcher = Launcher(_act_mul)

@@ -5,8 +5,7 @@
 
 The grid has as many parts as the longest context that may come; programs past a sequence's end leave at once. So one CUDA
 graph serves every mix of lengths, and a long context is spread over many programs whatever the batch. A sequence of one
-part is written at once; of several, each program leaves its partial sum and the last one to arrive (an integer counter)
-merges all of them in their order: no second kernel, and the same bits in every run.
+part is written at once; several are merged by the program that comes last, in their order (see split.py).
 Split over the context: Dao et al., Flash-Decoding (2023).
 """
 
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.kernels.activation import soft_cap
 from headrace.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -27,20 +27,15 @@ from headrace.kernels.launch import (
     pdl,
     tl,
 )
+from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, count_part, merge_attention
 
 MIN_CHUNK, MAX_CHUNK = 64, 1024
 MAX_ROWS = 64  # tokens of a sequence times query heads of a kv head
-MERGE_ELEMENTS = 4096  # of partial sums that a merging program holds at once; more costs the main loop registers
-
-
-@jit
-def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
 
 @jit(do_not_specialize=["first_seq", "window"])
 def _split_attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, counter_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -102,7 +97,7 @@ def _split_attention(
             v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SOFTCAP:
-                s = softcap * _tanh(s * (scale / softcap)) * 1.4426950408889634
+                s = soft_cap(s * scale, softcap) * 1.4426950408889634
             if TOKENS == 1:
                 seen = inside[None, :]
             else:
@@ -126,59 +121,21 @@ def _split_attention(
                 mask=real[:, None] & (d < HEAD_DIM)[None, :],
             )  # fmt: skip
         else:
-            place = (local_seq.to(tl.int64) * max_parts + part) * KV_HEADS + head
-            place = place * (TOKENS * GROUP) + r
-            tl.store(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], o, mask=real[:, None] & (d < HEAD_DIM)[None, :])
+            base = (local_seq.to(tl.int64) * KV_HEADS + head) * max_parts
+            place = (base + part) * (TOKENS * GROUP) + r
+            tl.store(partials_ptr + place[:, None] * HEAD_DIM + d[None, :], o, mask=real[:, None] & (d < HEAD_DIM)[None, :])
             lse = tl.where(total == 0.0, -float("inf"), m + tl.log2(tl.where(total == 0.0, 1.0, total)))
             tl.store(lse_ptr + place, lse, mask=real)
-            tl.debug_barrier()  # the whole program's sums are written before it is counted
-            counter = counter_ptr + local_seq * KV_HEADS + head
-            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_parts - 1:
-                tl.store(counter, 0)  # as the next launch wants to find it
-                _merge(
-                    out_ptr, partial_ptr, lse_ptr, local_seq, head, row0, num_tokens, num_parts, max_parts, out_stride,
-                    KV_HEADS, GROUP, HEAD_DIM, DIM, TOKENS, MERGE_ROWS, MERGE_CHUNKS,
+            ticket = tickets_ptr + local_seq * KV_HEADS + head
+            if count_part(ticket) == num_parts - 1:
+                tl.store(ticket, 0)  # as the next launch wants to find it
+                out = out_ptr + row0.to(tl.int64) * out_stride + head * (GROUP * HEAD_DIM)
+                merge_attention(
+                    out, partials_ptr, lse_ptr, base, num_parts, num_tokens, out_stride, GROUP, HEAD_DIM, DIM, TOKENS,
+                    MERGE_ROWS, MERGE_CHUNKS,
                 )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
-
-
-@jit
-def _merge(
-    out_ptr, partial_ptr, lse_ptr, local_seq, head, row0, num_tokens, num_parts, max_parts, out_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Weigh the partial sums of one sequence and kv head by their exponential sums, MERGE_CHUNKS at a time."""
-    r = tl.arange(0, MERGE_ROWS)
-    c = tl.arange(0, MERGE_CHUNKS)
-    d = tl.arange(0, DIM)
-    token = r // GROUP
-    real = (r < TOKENS * GROUP) & (token < num_tokens)
-    m = tl.full([MERGE_ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([MERGE_ROWS], tl.float32)
-    acc = tl.zeros([MERGE_ROWS, DIM], tl.float32)
-    for c0 in range(0, num_parts, MERGE_CHUNKS):
-        place = (local_seq.to(tl.int64) * max_parts + c0 + c) * KV_HEADS + head
-        place = place[:, None] * (TOKENS * GROUP) + r[None, :]
-        mask = (c0 + c < num_parts)[:, None] & real[None, :]
-        # .cg: from L2, where the other programs' sums are
-        lse = tl.load(lse_ptr + place, mask=mask, other=-float("inf"), cache_modifier=".cg")
-        o = tl.load(
-            partial_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
-            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        m_new = tl.maximum(m, tl.max(lse, 0))
-        base = tl.where(m_new == -float("inf"), 0.0, m_new)
-        weight = tl.exp2(lse - base[None, :])
-        shrink = tl.exp2(m - base)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink[:, None] + tl.sum(o * weight[:, :, None], 0)
-        m = m_new
-    o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = (row0 + token).to(tl.int64) * out_stride + (head * GROUP + r % GROUP) * HEAD_DIM
-    tl.store(out_ptr + at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=real[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,45 +153,23 @@ def default_tile(dim: int, itemsize: int, rows: int, hopper: bool) -> SplitTile:
     return SplitTile(keys, 4 if rows * dim <= 4096 else 8, 3 if hopper else 2)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitWorkspace:
-    """Where partial sums meet; allocated once, so that CUDA graphs find it at the same place. Zero between launches.
+def num_slots(max_num_seqs: int) -> int:
+    """(sequence row, chunk) pairs for which there is place: a launch picks its chunk size so that sequences * tokens * chunks
+    fit."""
+    return max(4096, 4 * max_num_seqs)
 
-    `slots` (sequence row, chunk) pairs hold num_heads sums of head_dim float32 each: a launch picks its chunk size so that
-    sequences * tokens * chunks fit.
-    """
 
-    slots: int
-    partial: Tensor  # [slots, num_heads, head_dim] float32
-    lse: Tensor  # [slots, num_heads] float32, base 2
-    counters: Tensor  # [max_num_seqs * kv_heads] int32
-
-    @classmethod
-    def allocate(
-        cls, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-    ) -> SplitWorkspace:
-        slots = cls.num_slots(max_num_seqs)
-        return cls(
-            slots,
-            torch.empty((slots, num_heads, head_dim), dtype=torch.float32, device=device),
-            torch.empty((slots, num_heads), dtype=torch.float32, device=device),
-            torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device),
-        )
-
-    @staticmethod
-    def num_slots(max_num_seqs: int) -> int:
-        return max(4096, 4 * max_num_seqs)
-
-    @classmethod
-    def bytes(cls, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-        return 4 * (cls.num_slots(max_num_seqs) * num_heads * (head_dim + 1) + max_num_seqs * num_kv_heads)
+def split_space(max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> SplitSpace:
+    """For `split_attention` of up to that many sequences."""
+    sums = num_slots(max_num_seqs) * num_heads
+    return SplitSpace(sums * head_dim, max_num_seqs * num_kv_heads, device, lse=sums)
 
 
 def choose_chunk(num_seqs: int, tokens: int, kv_heads: int, context: int, multiprocessors: int, slots: int) -> int:
     """Context tokens per program, a power of two.
 
     Small enough to fill the card twice with contexts of up to 2k (measured best: 64 at batch 1, 256 at 8, 1024 from 32 on),
-    large enough that no merge gets more than 128 parts and that all partial sums fit the workspace.
+    large enough that no merge gets more than 128 parts and that all partial sums fit the slots of the space.
     """
     fill = num_seqs * kv_heads * min(context, 2048) // (2 * multiprocessors)
     chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(max(fill, 1))), next_power_of_2(-(-context // 128)))
@@ -249,7 +184,7 @@ def max_tokens(group: int) -> int:
 
 def split_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
-    seq_lens: Tensor, workspace: SplitWorkspace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int,
+    seq_lens: Tensor, space: SplitSpace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int,
     scale: float, window: int = 0, softcap: float = 0.0, chunk: int | None = None, tile: SplitTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs, each with at most `tokens` rows, into `out`.
@@ -258,7 +193,7 @@ def split_attention(
     strides; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots [S] int32; query_start
     [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and themselves, the last
     `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0, nothing is read.
-    max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Writes nothing else but `workspace`.
+    max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Writes nothing else but `space`.
     """
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
@@ -267,15 +202,15 @@ def split_attention(
     if tile is None:
         tile = default_tile(dim, k_cache.element_size(), rows, capability(q.device) >= (9, 0))
     context = min(max_context, window + tokens + tile.keys - 2) if window else max_context  # from the first touched tile on
+    slots = space.lse.numel() // num_heads
     if chunk is None:
-        sms = num_multiprocessors(q.device)
-        chunk = choose_chunk(num_seqs, tokens, kv_heads, context, sms, workspace.slots)
+        chunk = choose_chunk(num_seqs, tokens, kv_heads, context, num_multiprocessors(q.device), slots)
     parts = max(1, -(-context // chunk))
-    if chunk % tile.keys or (parts > 1 and num_seqs * tokens * parts > workspace.slots):
+    if chunk % tile.keys or (parts > 1 and num_seqs * tokens * parts > slots):
         raise ValueError(f"chunk {chunk} does not suit {num_seqs} sequences of {context} tokens")
     merge_rows = next_power_of_2(real_rows)
     _split_attention[(kv_heads, parts, num_seqs)](
-        q, k_cache, v_cache, out, workspace.partial, workspace.lse, workspace.counters,
+        q, k_cache, v_cache, out, space.partials, space.lse, space.tickets,
         block_tables, seq_slots, query_start, seq_lens, first_seq, scale, softcap, window, chunk,
         q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.attention_decode import _tanh
+from headrace.kernels.activation import soft_cap
 from headrace.kernels.launch import (
     TensorDescriptor,
     capability,
@@ -56,7 +56,7 @@ def _attend_tiles(
                 k = tl.load(k_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
-            s = softcap * _tanh(s * (scale / softcap)) * 1.4426950408889634
+            s = soft_cap(s * scale, softcap) * 1.4426950408889634
         if MASK:
             seen = key[None, :] <= position[:, None]
             if WINDOW:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, tl
-from headrace.kernels.launcher import Launcher
+from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, tl
 from headrace.kernels.norm import rms_norm_reference, rms_norm_triton
 
 

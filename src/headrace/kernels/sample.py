@@ -13,6 +13,7 @@
 
 Everything stays on the device, shapes depend on the shape of the logits alone, and no sum depends on the order in which
 programs run or on how many rows there are: CUDA-graph safe, bit-identical in every replay, indifferent to batch mates.
+Before them, where ids are banned, `add_mask`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
+from headrace.kernels.sample_filter import PARAMETERS, _filter, _filter_all, block_sums, first_over, is_filtered, uniform
 
 BLOCK, CHUNK = 2048, 32
 FEW_CHUNKS, MANY_CHUNKS = 128, 512  # candidates of rows with a small top_k, and of all others; top_k up to half of it
 ROW_TILE, SECTIONS = 1024, 8  # of _filter_all: ids per load, thresholds per pass
-# Rows of a table with a column for each request: where one begins depends on how many there are, and a kernel for each
-# alignment would be compiled (a third of a second, several seconds with filters) in the middle of serving.
-PARAMETERS = ["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "index_ptr", "sample_ptr"]
+MASK_BLOCK = 4096
 
 
 def sample_rows(
@@ -86,33 +86,6 @@ def sample_rows(
     return token_ids, failed
 
 
-@jit
-def _uniform(seed, position, sample_index, PURPOSE: tl.constexpr):
-    """sampling/philox.py's uniform: int64, int64, int32 -> float32 in (0, 1)."""
-    low = (position & 0xFFFFFFFF).to(tl.uint32)
-    high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    purpose = low * 0 + PURPOSE
-    word, _1, _2, _3 = tl.philox(seed, low, high, purpose, sample_index.to(tl.uint32))
-    return ((word >> 9) * 2 + 1).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-
-
-@jit
-def _key(x, largest, inverse):
-    """Smaller is likelier; 0 for the largest logit itself."""
-    return tl.abs((x - largest) * inverse).to(tl.int32, bitcast=True)
-
-
-@jit
-def _weight(key):
-    """exp(y) of a key."""
-    return tl.exp(-key.to(tl.float32, bitcast=True))
-
-
-@jit
-def _is_filtered(top_k, top_p, min_p, vocab):
-    return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
-
-
 @jit(do_not_specialize_on_alignment=PARAMETERS)
 def _reduce(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
@@ -147,25 +120,6 @@ def _reduce(
             tl.store(work + num_blocks + block, tl.sum(weights))
 
 
-@jit
-def _block_sums(work, m, block, num_blocks, largest, inverse):
-    """Weights of the blocks [BLOCKS], relative to the row's largest logit."""
-    sums = tl.load(work + num_blocks + block, mask=block < num_blocks, other=0.0)
-    return tl.where(m == -float("inf"), 0.0, sums * tl.exp((m - largest) * inverse))
-
-
-@jit
-def _first_over(weights, places, target):
-    """The first place at which the running sum of weights [N] exceeds target, else the last that has a weight.
-
-    A parallel running sum need not rise monotonically in its last bit: only places with a weight count.
-    """
-    running = tl.cumsum(weights, 0)
-    first = tl.min(tl.where((running > target) & (weights > 0), places, 0x7FFFFFFF), 0)
-    last = tl.max(tl.where(weights > 0, places, 0), 0)
-    return tl.minimum(first, last)
-
-
 @jit(do_not_specialize_on_alignment=PARAMETERS)
 def _pick(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
@@ -190,208 +144,54 @@ def _pick(
         here = (temperature >= EPS) & (failed == 0)
         if FILTERED:
             top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-            here = here & (_is_filtered(top_k, top_p, min_p, vocab) == 0)
+            here = here & (is_filtered(top_k, top_p, min_p, vocab) == 0)
         if here:
             inverse = tl.div_rn(1.0, temperature)
-            u = _uniform(tl.load(seed_ptr + row), tl.load(index_ptr + row), tl.load(sample_ptr + row), PURPOSE)
-            sums = _block_sums(work, m, block, num_blocks, largest, inverse)
+            u = uniform(tl.load(seed_ptr + row), tl.load(index_ptr + row), tl.load(sample_ptr + row), PURPOSE)
+            sums = block_sums(work, m, block, num_blocks, largest, inverse)
             target = u * tl.sum(sums, 0)
-            chosen = _first_over(sums, block, target)
+            chosen = first_over(sums, block, target)
             rest = target - tl.sum(tl.where(block < chosen, sums, 0.0), 0)
             ids = chosen * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-            token = _first_over(tl.exp((x - largest) * inverse), ids, rest)
+            token = first_over(tl.exp((x - largest) * inverse), ids, rest)
     tl.store(out_ptr + row, tl.where(failed, 0, token))
     tl.store(failed_ptr + row, failed)
     if FILTERED:
         tl.store(flag_ptr + row, 0)
 
 
-@jit(do_not_specialize_on_alignment=PARAMETERS)
-def _filter(
-    logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, failed_ptr, flag_ptr,
-    candidates_ptr, candidates_stride, num_chunks,
-    BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, WANTED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, EPS: tl.constexpr, PURPOSE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    failed = tl.load(failed_ptr + row).to(tl.int32)
-    has_few = (top_k > 0) & (top_k <= FEW // 2)
-    if WANTED == FEW:
-        mine = has_few
-    else:
-        mine = has_few == 0
-    if (temperature >= EPS) & (failed == 0) & mine & _is_filtered(top_k, top_p, min_p, vocab):
-        inverse = tl.div_rn(1.0, temperature)
-        use_k = (top_k > 0) & (top_k < vocab)
-        work = work_ptr + row * work_stride
-        block = tl.arange(0, BLOCKS)
-        m = tl.load(work + block, mask=block < num_blocks, other=-float("inf"))
-        largest = tl.max(m, 0)
-        # chunks that may matter: those up to `edge`, at least as many as top_k, at most WANTED
-        chunk = tl.arange(0, CHUNKS)
-        x = tl.load(work + 3 * num_blocks + chunk, mask=chunk < num_chunks, other=-float("inf"))
-        chunk_keys = tl.where(chunk < num_chunks, _key(x, largest, inverse), 0x7FFFFFFF)
-        floor = tl.abs(tl.log(min_p)).to(tl.int32, bitcast=True)  # min-p keeps keys up to here; all if min_p is 0
-        least = tl.where(use_k, top_k, WANTED // 2)
-        edge = floor
-        below = edge * 0 - 1
-        count = tl.sum((chunk_keys <= edge).to(tl.int32), 0)
-        while (count > WANTED) & (edge - below > 1):
-            middle = below + (edge - below) // 2
-            n = tl.sum((chunk_keys <= middle).to(tl.int32), 0)
-            enough = n >= least
-            edge = tl.where(enough, middle, edge)
-            count = tl.where(enough, n, count)
-            below = tl.where(enough, below, middle)
-        complete = edge == floor  # no id that min-p keeps lies outside
-        selected = chunk_keys <= edge
-        place = tl.cumsum(selected.to(tl.int32), 0) - 1
-        candidates = candidates_ptr + row * candidates_stride
-        tl.store(candidates + place, chunk, mask=selected & (place < WANTED))
-        tl.debug_barrier()
-        slot = tl.arange(0, WANTED)
-        listed = tl.load(candidates + slot, mask=slot < count, other=0)
-        ids = listed[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        there = (slot < count)[:, None] & (ids < vocab)
-        x = tl.load(logits_ptr + row * row_stride + ids, mask=there, other=-float("inf")).to(tl.float32)
-        keys = tl.where(there, _key(x, largest, inverse), 0x7FFFFFFF)
-        keys = tl.where(keys <= edge, keys, 0x7FFFFFFF)
-        if use_k:
-            edge = _kth(keys, top_k, edge)
-        weights = tl.where(keys <= edge, _weight(keys), 0.0)
-        mass = tl.sum(weights)
-        total = mass
-        fits = count <= WANTED
-        if (use_k | complete) == 0:
-            # the kept ids are not all here; that is no matter if those of top-p are, by the weight of the whole row
-            total = tl.sum(_block_sums(work, m, block, num_blocks, largest, inverse), 0)
-            fits = fits & (min_p <= 0.0) & (top_p < 1.0) & (mass >= top_p * total)
-        if fits:
-            if top_p < 1.0:
-                edge = _nucleus(keys, weights, top_p * total, edge)
-                weights = tl.where(keys <= edge, weights, 0.0)
-            u = _uniform(tl.load(seed_ptr + row), tl.load(index_ptr + row), tl.load(sample_ptr + row), PURPOSE)
-            per_chunk = tl.sum(weights, 1)
-            target = u * tl.sum(per_chunk, 0)
-            chosen = _first_over(per_chunk, slot, target)
-            rest = target - tl.sum(tl.where(slot < chosen, per_chunk, 0.0), 0)
-            inside = tl.sum(tl.where((slot == chosen)[:, None], weights, 0.0), 0)
-            first_id = tl.sum(tl.where(slot == chosen, listed, 0), 0) * CHUNK
-            tl.store(out_ptr + row, first_id + _first_over(inside, tl.arange(0, CHUNK), rest))
-        else:
-            tl.store(flag_ptr + row, 1)
+def add_mask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """logits [R, V] of `rows` [Q] int64 (none twice) += 0 where the bit is set, else -inf, in place.
+
+    bits [Q, ceil(V / 32)] int32: bit v % 32 of word v / 32 is that of id v. NaN stays NaN.
+    """
+    (add_mask_triton if on_gpu(logits) else add_mask_reference)(logits, bits, rows)
+
+
+def add_mask_reference(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """See `add_mask`. Byte b of the mask is row b of a table of 0 and -inf, eight at a time: branches over a mask of bools cost
+    three times as much on a CPU."""
+    byte = torch.arange(256, device=logits.device)
+    table = torch.where((byte[:, None] >> byte[:8] & 1).bool(), 0.0, -torch.inf)
+    added = torch.nn.functional.embedding(bits.view(torch.uint8).int(), table).flatten(1)[:, : logits.shape[1]]
+    logits.index_add_(0, rows, added.to(logits.dtype))
+
+
+def add_mask_triton(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """See `add_mask`: one pass that touches only what is banned."""
+    vocab = logits.shape[1]
+    _add_mask[(-(-vocab // MASK_BLOCK), len(bits))](
+        logits, bits, rows, vocab, logits.stride(0), bits.stride(0), BLOCK=MASK_BLOCK, num_warps=8
+    )
 
 
 @jit
-def _kth(keys, k, edge):
-    """The k-th smallest of keys [M, N], or a larger number that as few keys reach; `edge` if fewer than k reach it."""
-    below = edge * 0 - 1
-    count = tl.sum((keys <= edge).to(tl.int32))
-    while (count > k) & (edge - below > 1):
-        middle = below + (edge - below) // 2
-        n = tl.sum((keys <= middle).to(tl.int32))
-        enough = n >= k
-        edge = tl.where(enough, middle, edge)
-        count = tl.where(enough, n, count)
-        below = tl.where(enough, below, middle)
-    return edge
-
-
-@jit
-def _nucleus(keys, weights, target, edge):
-    """The smallest key up to which the weights reach target; `edge` must reach it (or is the answer)."""
-    below = edge * 0 - 1
-    while edge - below > 1:
-        middle = below + (edge - below) // 2
-        enough = tl.sum(tl.where(keys <= middle, weights, 0.0)) >= target
-        edge = tl.where(enough, middle, edge)
-        below = tl.where(enough, below, middle)
-    return edge
-
-
-@jit(do_not_specialize_on_alignment=PARAMETERS)
-def _filter_all(
-    logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, flag_ptr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SECTIONS: tl.constexpr, EPS: tl.constexpr,
-    PURPOSE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if tl.load(flag_ptr + row) != 0:
-        inverse = tl.div_rn(1.0, tl.load(temperature_ptr + row))
-        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        block = tl.arange(0, BLOCKS)
-        m = tl.load(work_ptr + row * work_stride + block, mask=block < num_blocks, other=-float("inf"))
-        largest = tl.max(m, 0)
-        logits = logits_ptr + row * row_stride
-        edge = tl.abs(tl.log(min_p)).to(tl.int32, bitcast=True)
-        if (top_k > 0) & (top_k < vocab):
-            edge = _edge_of_row(logits, vocab, largest, inverse, edge, top_k.to(tl.float32), False, TILE, SECTIONS)
-        total = _mass_of_row(logits, vocab, largest, inverse, edge, TILE)
-        if top_p < 1.0:
-            edge = _edge_of_row(logits, vocab, largest, inverse, edge, top_p * total, True, TILE, SECTIONS)
-            total = _mass_of_row(logits, vocab, largest, inverse, edge, TILE)
-        u = _uniform(tl.load(seed_ptr + row), tl.load(index_ptr + row), tl.load(sample_ptr + row), PURPOSE)
-        target = u * total
-        token = top_k * 0
-        passed = total * 0.0
-        start = top_k * 0
-        while (start < vocab) & (passed <= target):
-            keys = _keys_at(logits, start, vocab, largest, inverse, TILE)
-            weights = tl.where(keys <= edge, _weight(keys), 0.0)
-            mass = tl.sum(weights, 0)
-            if mass > 0.0:  # the last id with a weight, unless a later tile has one or this tile passes the target
-                token = start + _first_over(weights, tl.arange(0, TILE), target - passed)
-            passed += mass
-            start += TILE
-        tl.store(out_ptr + row, token)
-
-
-@jit
-def _keys_at(logits, start, vocab, largest, inverse, TILE: tl.constexpr):
-    ids = start + tl.arange(0, TILE)
-    x = tl.load(logits + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-    return tl.where(ids < vocab, _key(x, largest, inverse), 0x7FFFFFFF)
-
-
-@jit
-def _mass_of_row(logits, vocab, largest, inverse, edge, TILE: tl.constexpr):
-    sums = tl.zeros([TILE], tl.float32)
-    for start in range(0, vocab, TILE):
-        keys = _keys_at(logits, start, vocab, largest, inverse, TILE)
-        sums += tl.where(keys <= edge, _weight(keys), 0.0)
-    return tl.sum(sums, 0)
-
-
-@jit
-def _edge_of_row(
-    logits, vocab, largest, inverse, edge, target, BY_MASS: tl.constexpr, TILE: tl.constexpr, SECTIONS: tl.constexpr
-):
-    """The smallest key up to which `target` ids (or weight) of the row lie, `edge` if none below it: SECTIONS ways a pass."""
-    section = tl.arange(0, SECTIONS)
-    below = edge * 0 - 1
-    while edge - below > 1:
-        span = (edge - below).to(tl.int64)
-        marks = tl.maximum(below + (span * (section + 1) // SECTIONS).to(tl.int32), below + 1)
-        sums = tl.zeros([TILE, SECTIONS], tl.float32)
-        for start in range(0, vocab, TILE):
-            keys = _keys_at(logits, start, vocab, largest, inverse, TILE)
-            if BY_MASS:
-                sums += tl.where(keys[:, None] <= marks[None, :], _weight(keys)[:, None], 0.0)
-            else:
-                sums += (keys[:, None] <= marks[None, :]).to(tl.float32)
-        enough = tl.sum(sums, 0) >= target
-        below = tl.maximum(below, tl.max(tl.where(enough, -1, marks), 0))
-        below = tl.minimum(below, edge - 1)
-        edge = tl.minimum(edge, tl.min(tl.where(enough, marks, 0x7FFFFFFF), 0))
-    return edge
+def _add_mask(logits, bits, rows, V, logits_stride, bits_stride, BLOCK: tl.constexpr):
+    index = tl.program_id(1)
+    row = tl.load(rows + index).to(tl.int64)
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(bits + index.to(tl.int64) * bits_stride + ids // 32, ids < V, -1)
+    banned = ((words >> (ids % 32)) & 1) == 0
+    place = logits + row * logits_stride + ids
+    tl.store(place, (tl.load(place, banned, 0.0).to(tl.float32) + float("-inf")).to(logits.dtype.element_ty), banned)

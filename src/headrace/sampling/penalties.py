@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ParameterError
-from headrace.kernels.mask import add_mask
+from headrace.kernels.sample import add_mask
 from headrace.sampling.params import LogitsProcessor
 
 IN_PROMPT = 1 << 30  # of a count: the token occurs in the prompt; the bits below count its occurrences in the output
