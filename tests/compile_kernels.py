@@ -27,7 +27,6 @@ from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.attention_decode import split_attention, split_space
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
-from headrace.kernels.embedding import embed_triton
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
@@ -66,7 +65,7 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
 
 def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, norm: bool, rot: int) -> Callable[[], None]:
     def run() -> None:
-        x = embed_triton(ints(32), meta(1000, hidden))
+        x = meta(32, hidden)
         rms_norm_triton(x, meta(hidden), 1e-6)
         add_rms_norm_triton(x, x, meta(hidden), 1e-6)
         act_mul_triton(meta(32, 2 * inner), "silu")

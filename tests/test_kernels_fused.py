@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from headrace.attention.triton_backend import TritonAttention
-from headrace.kernels import activation, embedding, norm, qkv
+from headrace.kernels import activation, norm, qkv
 from headrace.kernels.activation import act_mul_reference, act_mul_triton
-from headrace.kernels.embedding import embed_triton
 from headrace.kernels.norm import (
     NormTile,
     add_rms_norm_reference,
@@ -74,14 +73,6 @@ def test_act_mul(kind, width: int) -> None:
     gate_up = 3 * torch.randn(3, 2 * width)
     gate_up[0, :4] = torch.tensor([100.0, -100.0, 0.0, 30.0])
     close(act_mul_triton(gate_up, kind), act_mul_reference(gate_up, kind))
-
-
-def test_embed() -> None:
-    table = torch.randn(50, 72)
-    ids = torch.tensor([3, 49, 0, -1, 50, 2**31 - 1], dtype=torch.int32)
-    got = embed_triton(ids, table, 2.5)
-    close(got[:3], table[ids[:3].long()] * 2.5)
-    assert (got[3:] == 0).all(), "ids outside of the table read nothing"
 
 
 def cache(num_blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> SimpleNamespace:
@@ -153,7 +144,7 @@ def test_decoder_on_kernels(family: str, tmp_path, monkeypatch) -> None:
     ]
     run = Sequences(config, weights, max_len=64, block_size=16)
     want = [logits[rows] for work, wanted in steps for logits, rows in zip(run.step(work), wanted, strict=True)]
-    for module in (activation, decoder, embedding, norm, qkv):
+    for module in (activation, decoder, norm, qkv):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     run = Sequences(
         config, weights, max_len=64, block_size=16, attention=TritonAttention(config, torch.device("cpu")),

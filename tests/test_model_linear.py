@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder import DecoderWeights, embed
 from headrace.model.families import weight_plan
 from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
 from model_harness import Sequences, load_tiny
 from test_model_families import tokens
 from tiny_models import write_tiny
+
+
+def test_embed() -> None:
+    table = torch.randn(50, 72)
+    ids = torch.tensor([3, 49, 0, -1, 50, 2**31 - 1], dtype=torch.int32)
+    got = embed(ids, table, 2.5)
+    assert torch.equal(got[:3], table[ids[:3].long()] * 2.5)
+    assert torch.equal(got[3:], table[[0, 49, 49]] * 2.5), "ids outside of the table read none but its rows"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

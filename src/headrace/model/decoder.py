@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.embedding import embed
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
@@ -98,6 +98,15 @@ class _Layer:
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
         self.q_norm, self.k_norm = w.q_norm, w.k_norm
+
+
+def embed(token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    """table[token_ids] * scale: token_ids [T] int32, table [V, H] -> [T, H] in table's dtype (product rounded once).
+
+    An id that is not in the table (a draft model may have fewer than its target) gets the row nearest to it.
+    """
+    rows = F.embedding(token_ids.clamp(0, table.shape[0] - 1), table)
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 class Decoder:

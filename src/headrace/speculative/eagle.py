@@ -23,12 +23,11 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache, zeros
 from headrace.errors import CheckpointError
-from headrace.kernels.embedding import embed
 from headrace.kernels.norm import rms_norm
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder, DecoderWeights, embed
 from headrace.model.forward import Forward
 from headrace.model.linear import Weight, make_linear
 from headrace.model.loader import filled_plan, load_tensors
