@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from fake_engine import FakeEngine
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics
+from headrace.model.tokenizer import Tokenizer, TokenizerExtras
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {
@@ -473,4 +475,18 @@ def test_embeddings_have_a_priority():
     api = Api(FakeEngine(config=EngineConfig(scheduling_policy="priority")))
     api.ok("/v1/embeddings", {"input": ["hi", "ho"], "priority": 7})
     assert api.engine.priorities == [7, 7]
+    api.close()
+
+
+def test_ids_that_no_token_has_are_not_detokenized():
+    """Holes in a vocabulary, ids that it only pads itself with, ids behind it: none has a text that could be given back."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "a": 1, "b": 4, "[PAD5]": 5, "c": 6}, unk_token="<unk>"))
+    tokenizer = Tokenizer(backend, TokenizerExtras(unused=frozenset({5})))
+    api = Api(FakeEngine(tokenizer=tokenizer))  # type: ignore[arg-type]
+    assert api.ok("/detokenize", {"tokens": [1, 4, 6]}) == {"prompt": "a b c"}
+    for tokens, wrong in (([1, 2], 2), ([3, 1], 3), ([5], 5), ([1, 7], 7), ([-1], -1)):
+        response = api.post("/detokenize", {"tokens": tokens})
+        error = error_of(response)
+        assert response.status_code == 400 and error["param"] == "tokens" and f"got {wrong}," in error["message"]
+        assert "[0, 6]" in error["message"]
     api.close()

@@ -129,6 +129,16 @@ def test_a_missing_output_matrix_is_tied_unless_the_config_denies_it(copy: Path)
         load(copy)
 
 
+@pytest.mark.parametrize("tied", [True, False, None])
+def test_an_output_matrix_in_the_file_is_taken_whatever_the_config_says(copy: Path, tied: bool | None):
+    """As Transformers does: a matrix of its own is not tied over."""
+    edit_config(copy, tie_word_embeddings=tied)
+    written = load_file(copy / "model.safetensors")
+    weights = load(copy)
+    assert torch.equal(weights.lm_head.data, written["lm_head.weight"].to(weights.lm_head.data.dtype))
+    assert not torch.equal(weights.lm_head.data, weights.embedding)
+
+
 def test_harmless_buffers_are_ignored_and_other_tensors_are_not(copy: Path):
     tensors = load_file(copy / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
