@@ -42,6 +42,7 @@ generate: $(VENV)/.run
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # one worker a core, each with one thread: two thread pools on the same cores only wait for each other
 test: lint

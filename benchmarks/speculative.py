@@ -28,7 +28,7 @@ from headrace import LLM, SamplingParams
 from headrace.engine.messages import EngineRequest
 from headrace.kernels.prepare import Rows
 from headrace.scheduler.plan import StepPlan
-from headrace.speculative.proposer import DraftRow
+from headrace.worker.drafter import DraftRow
 from headrace_bench.engine import shape_directory
 
 WARM_TOKENS = 8  # of each request, before the clock starts

@@ -27,7 +27,7 @@ from headrace.engine.messages import EngineRequest
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 
 RECORD = {
     "type": "object",

@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.llguidance_backend import LLGuidance, Matcher
-from headrace.structured_output.params import StructuredOutputsParams
 from tiny_models import VOCAB, write_tokenizer
 
 EOS = 2

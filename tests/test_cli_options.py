@@ -25,7 +25,7 @@ from headrace.extras import EXTRAS, require
 from headrace.files import decode_text, read_text
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from server_process import SRC, ServerProcess
 from tiny_models import write_tiny
 

@@ -19,7 +19,7 @@ from headrace.engine.streams import Stream
 from headrace.engine.supervision import CoreSupply
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from tiny_models import write_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]

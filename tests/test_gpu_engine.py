@@ -17,7 +17,7 @@ from engine_driver import assert_same, complete, make_core, make_requests, run, 
 from engine_traces import BF16_TOLERANCE, compare, traces, with_rows
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from scheduler_fake import NoForecast
 from test_engine_invariance import SCHEDULES
 from tiny_models import write_tiny

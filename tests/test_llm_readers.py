@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headrace import LLM, BeamSearchParams, SamplingParams
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}

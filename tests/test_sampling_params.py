@@ -10,7 +10,7 @@ from headrace.api.protocol import ChatRequest, CompletionRequest
 from headrace.errors import ParameterError
 from headrace.sampling.foreign import FOREIGN
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
 NO_FLOAT = [NAN, INF, -INF, "1", True, [], 10**400]

@@ -13,9 +13,9 @@ from headrace import LLM
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.scheduler.plan import StepPlan
 from headrace.structured_output.llguidance_backend import Matcher
-from headrace.structured_output.params import StructuredOutputsParams
 from structured_driver import EOS, encode
 from tiny_models import write_tiny
 

@@ -14,8 +14,8 @@ from engine_driver import BLOCK, assert_same, complete, make_core, make_requests
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.scheduler.plan import StepPlan, StepResult, from_message, to_message
-from headrace.structured_output.params import StructuredOutputsParams
 from tiny_models import write_tiny
 
 encode = msgspec.msgpack.Encoder(enc_hook=to_message).encode

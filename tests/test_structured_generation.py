@@ -18,7 +18,7 @@ from headrace import LLM
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from structured_driver import EOS, compiled, decode, encode
 from test_structured_schemas import TREE, schemas
 from tiny_models import write_tiny

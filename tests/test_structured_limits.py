@@ -12,9 +12,9 @@ from engine_driver import Result, complete, make_core, run, take
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output import manager, trial
 from headrace.structured_output.manager import StructuredOutput
-from headrace.structured_output.params import StructuredOutputsParams
 from structured_driver import EOS, backend, encode
 from test_structured_generation import check, constrained
 from tiny_models import VOCAB, write_tiny

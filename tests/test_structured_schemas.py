@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ParameterError
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.objects import JSON_OPTIONS
-from headrace.structured_output.params import StructuredOutputsParams
 from structured_driver import backend, compiled, encode, in_order, spelled, takes
 
 TREE = {

@@ -15,8 +15,8 @@ from headrace.conversation.answer import special_id
 from headrace.conversation.tool_grammar import forced_calls, free_calls
 from headrace.model.tokenizer import Tokenizer as OurTokenizer
 from headrace.model.tokenizer import TokenizerExtras
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.llguidance_backend import LLGuidance, Matcher
-from headrace.structured_output.params import StructuredOutputsParams
 from headrace.structured_output.vocabulary import GrammarVocabulary
 from structured_driver import EOS, tokenizer
 from test_structured_tools import SCHEMAS, TOOLS, read

@@ -16,7 +16,7 @@ from headrace import LLM, SamplingParams
 from headrace.beam_search import BeamSearchParams
 from headrace.engine.messages import EngineRequest
 from headrace.model.vocabulary import TokenlessIds
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from tiny_models import VOCAB, write_tiny, write_tokenizer
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "debug_checks": True, "max_model_len": 128}

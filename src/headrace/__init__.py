@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from headrace.config import EngineConfig as EngineConfig
     from headrace.llm import LLM as LLM
     from headrace.sampling.params import SamplingParams as SamplingParams
-    from headrace.structured_output.params import StructuredOutputsParams as StructuredOutputsParams
+    from headrace.sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from headrace.text.output import RequestOutput as RequestOutput
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ _HOME = {
     "EngineConfig": "headrace.config",
     "RequestOutput": "headrace.text.output",
     "SamplingParams": "headrace.sampling.params",
-    "StructuredOutputsParams": "headrace.structured_output.params",
+    "StructuredOutputsParams": "headrace.sampling.structured_outputs",
 }
 
 

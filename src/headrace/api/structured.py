@@ -13,7 +13,7 @@ from headrace.api.protocol import STRUCTURED_KINDS
 from headrace.errors import ParameterError
 from headrace.extras import install_command
 from headrace.sampling.params import SamplingParams
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.reasons import in_words
 
 MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.attention import KeyValues
 from headrace.attention.triton_backend import Run, TritonAttention, join
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.gather_kv import gather_kv
+from headrace.model.attention import KeyValues
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from headrace.attention import AttentionBackend
 from headrace.errors import ParameterError
 from headrace.kernels.launch import capability
+from headrace.model.attention import AttentionBackend
 from headrace.model.config import ModelConfig
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.attention import AttentionBackend, KeyValues
 from headrace.cache.kv_cache import KVCache
+from headrace.model.attention import AttentionBackend, KeyValues
 from headrace.model.batch import ForwardBatch
 
 # A decode group ends where the longest of its sequences would make the others' padding more than a quarter ...

@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from headrace.attention import AttentionBackend, KeyValues
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import max_tokens, num_slots, split_attention, split_space
 from headrace.kernels.attention_prefill import varlen_attention
 from headrace.kernels.split import SplitSpace
+from headrace.model.attention import AttentionBackend, KeyValues
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 

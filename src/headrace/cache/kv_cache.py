@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.model.config import ModelConfig
+
+class CacheShape(Protocol):
+    """What a model's cache follows from; a ModelConfig has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class KVCache:
     """Keys and values of `num_blocks` blocks of `block_size` tokens: per layer [num_blocks, block_size, kv_heads, head_dim]."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, block_size
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.k = [zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self.v = [zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        self.k = [zeros(size, dtype, device) for _ in range(shape.num_layers)]
+        self.v = [zeros(size, dtype, device) for _ in range(shape.num_layers)]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at slot_mapping [T] (no padding rows: the torch path never pads)."""
@@ -24,8 +37,8 @@ class KVCache:
         self.v[layer].flatten(0, 1).index_copy_(0, slot_mapping, v)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+    def bytes_per_block(shape: CacheShape, block_size: int, dtype: torch.dtype) -> int:
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

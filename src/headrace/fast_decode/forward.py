@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.attention import AttentionBackend
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.attention import AttentionTile, HeadShape, decode_attention
 from headrace.fast_decode.embed_residual import embed_residual
@@ -25,6 +24,7 @@ from headrace.kernels.attention_decode import SplitTile, num_slots, split_attent
 from headrace.kernels.launch import capability
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.split import SplitSpace
+from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeights

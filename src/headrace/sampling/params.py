@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.errors import ParameterError
 from headrace.sampling.foreign import advice
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5  # a temperature below this is greedy: dividing by it would overflow
 MAX_N = 128

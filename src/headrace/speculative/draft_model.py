@@ -18,8 +18,8 @@ from headrace.cache.kv_cache import KVCache
 from headrace.model.forward import Forward
 from headrace.sampling.sampler import choose
 from headrace.scheduler.plan import StepPlan
-from headrace.speculative.proposer import DraftRow
 from headrace.worker.batch_state import BatchState
+from headrace.worker.drafter import DraftRow
 from headrace.worker.sampling import sample_inputs, tail_of
 
 if TYPE_CHECKING:

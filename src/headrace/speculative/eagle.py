@@ -34,8 +34,8 @@ from headrace.model.loader import filled_plan, load_tensors
 from headrace.model.tensor_file import TensorEntry
 from headrace.model.weight_names import PRE_NORM_NAMES, WeightSpec, plan_weights
 from headrace.speculative.draft_model import DraftModel
-from headrace.speculative.proposer import DraftRow
 from headrace.worker.batch_state import BatchState
+from headrace.worker.drafter import DraftRow
 
 
 class EagleParts(NamedTuple):

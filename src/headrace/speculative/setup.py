@@ -22,10 +22,10 @@ from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
 from headrace.speculative.eagle import EagleHead, EagleParts, load_eagle
 from headrace.speculative.ngram import NGramProposer
-from headrace.speculative.proposer import Drafter
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
+from headrace.worker.drafter import Drafter
 from headrace.worker.memory_plan import DRAFT_GRAPH_ROWS, MAX_GRAPHS
 
 if TYPE_CHECKING:

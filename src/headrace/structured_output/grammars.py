@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.objects import JSON_OPTIONS, lark_of_schema
-from headrace.structured_output.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from headrace.structured_output.vocabulary import GrammarVocabulary

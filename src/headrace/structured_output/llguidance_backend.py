@@ -11,8 +11,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
 from headrace.errors import ParameterError
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.grammars import grammars_of
-from headrace.structured_output.params import StructuredOutputsParams
 from headrace.structured_output.reasons import in_words
 from headrace.structured_output.vocabulary import GrammarVocabulary
 

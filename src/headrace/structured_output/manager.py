@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.errors import HeadraceError, ParameterError
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.trial import Trial
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from headrace.errors import ParameterError
-from headrace.structured_output.params import StructuredOutputsParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 
 SECONDS = 5  # of the processor: on a busy machine the clock says nothing about a grammar
 WALL_SECONDS = 30.0

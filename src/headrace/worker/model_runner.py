@@ -23,9 +23,9 @@ from headrace.kernels.prepare import FAILED, IDS, KEPT, NEW_BLOCK, POSITION, SLO
 from headrace.model.forward import Forward
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import Pooled, PromptScores, StepPlan, StepResult
-from headrace.speculative.proposer import Drafter, DraftRow
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, block_writes
+from headrace.worker.drafter import Drafter, DraftRow
 from headrace.worker.sampling import DeviceOutput, RowSampler, Tail
 from headrace.worker.staging import Staging
 
