@@ -7,10 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.engine.messages import Add, EngineRequest, ToCore, checked_ids, from_wire, to_wire
+from fake_engine import EOS, IM_END, ByteTokenizer
+from headrace.engine.messages import Add, EngineOutput, EngineRequest, RequestTimes, ToCore, checked_ids, from_wire, to_wire
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.request import Request, packed
+from headrace.text.inputs import InputProcessor
+from headrace.text.output import RequestMetrics, SampleStream, request_metrics
 
 VOCAB = 1000
 
@@ -61,3 +64,28 @@ def test_ids_without_a_token_are_refused():
         checked_ids([5, 13, 6], VOCAB, valid=valid)
     with pytest.raises(ParameterError, match=r"prompt: got 1000, .*\[0, 999\]$"):
         checked_ids([6, 1000], VOCAB, valid=valid)
+
+
+def test_a_prompt_that_makes_room_leaves_place_for_what_is_asked():
+    """truncate_prompt_tokens -1: the end of the prompt that leaves room for max_tokens, or for one token."""
+    inputs = InputProcessor(None, {}, (), VOCAB, 10)
+    for max_tokens, kept in ((None, 9), (1, 9), (4, 6), (40, 1)):
+        params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=max_tokens)
+        assert inputs.prompt(list(range(50)), params).tolist() == list(range(50 - kept, 50))
+
+
+def test_ids_beyond_the_model_are_neither_stops_nor_bad_words():
+    """A tokenizer may have more tokens than the model has rows."""
+    tokenizer = ByteTokenizer()
+    inputs = InputProcessor(tokenizer, {}, (), IM_END, 100)  # type: ignore[arg-type]
+    params = inputs.complete(SamplingParams(stop=["<|im_end|>", "<eos>"], bad_words=["ab", "<|im_end|>"]), 5)
+    assert params.stop_token_ids == [EOS] and params.bad_word_ids == [list(b"ab"), list(b" ab")]
+
+
+def test_a_sample_keeps_what_only_some_news_say():
+    stream = SampleStream(None, SamplingParams())
+    stream.push(EngineOutput("a", [1], num_cached_tokens=7))
+    stream.push(EngineOutput("a", [2, 3]))
+    assert (stream.num_cached_tokens, stream.num_tokens, stream.done) == (7, 3, False)
+    assert request_metrics(RequestTimes(1.0, 2.0, 5.0), 2) == RequestMetrics(1.0, 2.0, 3.0, 5.0)
+    assert request_metrics(RequestTimes(1.0, 2.0, 5.0), 1) == RequestMetrics(1.0, 2.0, 0.0, 5.0)
