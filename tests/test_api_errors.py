@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from api_client import MODEL, Api, error_of, parse_events
 from fake_engine import FakeEngine
+from headrace.api.structured import Structure, renamed
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics
@@ -275,6 +276,22 @@ def test_failure_before_the_first_token(path, failure, status, stream):
     assert not api.engine.active
     assert api.app.state.api.limits.active == 0 and api.app.state.api.limits.unstarted_tokens == 0
     api.close()
+
+
+def test_failure_before_the_first_character_has_a_status():
+    """Half a character is no text yet: nothing has been sent."""
+    api = Api(FakeEngine(script=lambda i, p: "é", bursts=1, fail=lambda at: "error" if at else None))
+    assert api.post("/v1/completions", {"prompt": "hi", "stream": True}).status_code == 500
+    api.close()
+
+
+def test_a_tool_that_cannot_be_compiled_is_named():
+    rules = ["start: tool_0 | tool_1", 'tool_0: %json {"name": {"const": "f"}}', 'tool_1: %json {"name": {"const": "g \\"1"}}']
+    wish = Structure("grammar", "\n".join(rules), "tools")
+    for line, name in ((2, '"f"'), (3, r'"g \"1"'), (1, "the tools"), (9, "the tools")):
+        error = ParameterError("structured_outputs.grammar", "...", f"what can be compiled (at {line}(1): no such type)")
+        found = renamed(error, wish)
+        assert (found.field, found.value) == ("tools", f"the parameters of {name}") and "no such type" in found.allowed
 
 
 @pytest.mark.parametrize("path", STREAMING)
