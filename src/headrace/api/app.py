@@ -19,14 +19,22 @@ from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
-from headrace.api.embeddings import embeddings
 from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
 from headrace.api.middleware import Gate
 from headrace.api.responses import responses
-from headrace.api.service import health, metrics_page, models, one_model, ready, server_version
+from headrace.api.service import (
+    detokenize,
+    embeddings,
+    health,
+    metrics_page,
+    models,
+    one_model,
+    ready,
+    server_version,
+    tokenize,
+)
 from headrace.api.sse import RAW_SEND
-from headrace.api.tokenize import detokenize, tokenize
 from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import PrometheusMetrics
 

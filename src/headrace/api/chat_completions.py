@@ -5,7 +5,6 @@ Stop strings are looked for in all that the model writes: in reasoning and in to
 
 from __future__ import annotations
 
-import time
 from array import array
 from typing import Any
 
@@ -16,14 +15,12 @@ from starlette.responses import Response
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
 from headrace.api.chat_prompt import Conversation, check_messages, check_tools, prompt_of
-from headrace.api.context import ApiContext, for_sample, new_id
-from headrace.api.errors import ApiError, bad_request, unsupported
-from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
-from headrace.api.logprobs import ChatLogprobs, LogprobFormat, prompt_logprobs
-from headrace.api.options import check_fan_out, check_generation, response_id
+from headrace.api.context import ApiContext, for_sample
+from headrace.api.errors import bad_request, unsupported
+from headrace.api.generation import ChoicesAnswer, Generation, StreamedAnswer
+from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
+from headrace.api.options import check_fan_out, check_generation
 from headrace.api.protocol import ChatRequest
-from headrace.api.sse import DONE
-from headrace.api.sse import event as sse_event
 from headrace.api.structured import constrain, wish_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
@@ -46,7 +43,9 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     params = constrain(ctx, _parameters(ctx, body), wish)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
-    rendered, end = await prompt_of(ctx, _conversation(body, policy))
+    kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
+    shown = Conversation.of(body, policy.tools, kwargs, truncated=body.truncate_prompt_tokens is not None)
+    rendered, end = await prompt_of(ctx, shown)
     limit = "max_tokens" if body.max_completion_tokens != params.max_tokens else "max_completion_tokens"
     ids, params = await ctx.check_prompt(rendered, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
@@ -68,23 +67,6 @@ def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
     return body.sampling(max_tokens=most, logprobs=logprobs)
 
 
-def _conversation(body: ChatRequest, policy: ToolPolicy) -> Conversation:
-    continued = bool(body.continue_final_message)
-    if continued and body.add_generation_prompt:
-        text = "continue_final_message and add_generation_prompt cannot both be true."
-        raise bad_request(text, "continue_final_message", "invalid_value")
-    kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
-    return Conversation(
-        messages=body.messages,
-        tools=policy.tools or None,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=continued,
-        template_kwargs=kwargs,
-        add_special_tokens=bool(body.add_special_tokens),
-        truncated=body.truncate_prompt_tokens is not None,
-    )
-
-
 def effort_kwargs(effort: str | None) -> dict[str, Any]:
     """`reasoning_effort` as the switches that templates know; a template without them ignores it."""
     if effort is None:
@@ -92,55 +74,34 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-class ChatAnswer:
+class ChatAnswer(ChoicesAnswer):
     """One prompt, n choices."""
 
     def __init__(
         self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: array, prompt_end: str,
         params: SamplingParams,
     ):  # fmt: skip
-        self.ctx, self.body, self.prompt_ids = ctx, body, ids
-        self.id = response_id("chatcmpl-", body.request_id)
-        self.samples: list[Sample] = []
-        self.choices: list[ChatChoice] = []
-        self.usage = Usage(self.samples, len(ids))
-        options = body.stream_options
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        fields = encode({"id": self.id, "object": kind, "created": int(time.time()), "model": model})
-        self.head = fields[:-1] + b',"choices":['
+        super().__init__(ctx, body, "chatcmpl-", "chat.completion.chunk" if body.stream else "chat.completion", model)
+        self.prompt_ids = ids
+        self.usage.prompt_tokens = len(ids)
         for index in range(params.n):
             own = for_sample(params, index)
             choice = ChatChoice(self, index, own, policy.reader(prompt_end, structured=params.structured_outputs is not None))
-            sample = Sample(
-                ctx, new_id(f"{self.id}-"), ids, own, choice,
-                priority=body.priority or 0, cache_salt=body.cache_salt or "",
-            )  # fmt: skip
-            self.samples.append(sample)
+            self.add(ids, own, choice)
             self.choices.append(choice)
 
-    def _usage(self) -> bytes:
+    def usage_json(self) -> bytes:
         self.usage.reasoning_tokens = sum(c.reasoning_tokens() for c in self.choices)
         return self.usage.json()
 
-    def closing(self) -> bytes:
-        if not self.include_usage:
-            return DONE
-        return sse_event(self.head + b'],"usage":' + self._usage() + b"}") + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return error_events(error)
-
     def whole(self) -> bytes:
-        choices = b",".join(c.whole() for c in self.choices)
-        tail = b""
+        fields: dict[str, Any] = {}
         entries = self.samples[0].text.prompt_logprobs
         if self.body.prompt_logprobs is not None and entries is not None:
-            tail += b',"prompt_logprobs":' + encode(prompt_logprobs(entries, self.choices[0].form))
+            fields["prompt_logprobs"] = prompt_logprobs(entries, self.choices[0].form)
         if self.body.return_token_ids:
-            tail += b',"prompt_token_ids":' + encode(self.prompt_ids.tolist())
-        return self.head + choices + b'],"usage":' + self._usage() + tail + b"}"
+            fields["prompt_token_ids"] = self.prompt_ids.tolist()
+        return super().whole()[:-1] + (b"," + encode(fields)[1:] if fields else b"}")
 
 
 class ChatChoice:
@@ -151,10 +112,7 @@ class ChatChoice:
         self.answer, self.index, self.reader = answer, index, reader
         self.streaming = bool(body.stream)
         self.reasoning_shown = body.include_reasoning is not False
-        self.form = LogprobFormat(
-            answer.ctx.engine.tokenizer,
-            as_ids=bool(body.return_tokens_as_token_ids), skip_special_tokens=params.skip_special_tokens,
-        )  # fmt: skip
+        self.form = answer.logprob_format(params)
         self.logprobs = ChatLogprobs(self.form, body.top_logprobs or 0) if body.logprobs else None
         self.with_ids = bool(body.return_token_ids)
         self.begun = False
@@ -212,7 +170,7 @@ class ChatChoice:
             fields["stop_reason"] = stop_reason
         if with_extras and self.ids:
             fields["token_ids"], self.ids = self.ids, []
-        tail = b',"usage":' + self.answer._usage() if self.answer.continuous_usage else b""
+        tail = b',"usage":' + self.answer.usage_json() if self.answer.continuous_usage else b""
         if self.with_ids and not self.begun:
             tail += b',"prompt_token_ids":' + encode(self.answer.prompt_ids.tolist())
         return self.open + delta + b"," + encode(fields)[1:] + b"]" + tail + b"}\n\n"

@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import NamedTool
+from headrace.api.protocol import ChatRequest, NamedTool, TokenizeRequest
 from headrace.conversation.message_forms import ROLES
 from headrace.conversation.tool_grammar import Tool
 from headrace.conversation.tool_prompt import shown_to
@@ -29,6 +29,25 @@ class Conversation(msgspec.Struct, kw_only=True):
     template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = False  # the template has put them in already
     truncated: bool = False  # the prompt will be cut to what fits
+
+    @classmethod
+    def of(
+        cls, body: ChatRequest | TokenizeRequest, tools: list[Tool] | None, kwargs: dict[str, Any] | None, truncated: bool
+    ) -> Conversation:
+        """That of a body. Raises ApiError."""
+        continued = bool(body.continue_final_message)
+        if continued and body.add_generation_prompt:
+            text = "continue_final_message and add_generation_prompt cannot both be true."
+            raise bad_request(text, "continue_final_message", "invalid_value")
+        return cls(
+            messages=body.messages or [],
+            tools=tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=continued,
+            template_kwargs=kwargs,
+            add_special_tokens=bool(body.add_special_tokens),
+            truncated=truncated,
+        )
 
 
 def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 from typing import Any
 
@@ -12,13 +11,12 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext, Prompt, for_sample, new_id
-from headrace.api.errors import ApiError, bad_request
-from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
-from headrace.api.logprobs import CompletionLogprobs, LogprobFormat, Span, prompt_logprobs
-from headrace.api.options import check_fan_out, check_generation, response_id
+from headrace.api.context import ApiContext, Prompt, for_sample
+from headrace.api.errors import bad_request
+from headrace.api.generation import ChoicesAnswer, Generation, Sample, StreamedAnswer
+from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
+from headrace.api.options import check_fan_out, check_generation
 from headrace.api.protocol import CompletionRequest, prompts
-from headrace.api.sse import DONE, event
 from headrace.api.structured import constrain, wish_of
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams, check_int
@@ -67,21 +65,11 @@ def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
     return body.sampling(**changes)
 
 
-class CompletionAnswer:
+class CompletionAnswer(ChoicesAnswer):
     """Choices of prompt i are i * n .. i * n + n - 1."""
 
     def __init__(self, ctx: ApiContext, body: CompletionRequest, model: str):
-        self.ctx, self.body, self.model = ctx, body, model
-        self.id = response_id("cmpl-", body.request_id)
-        self.created = int(time.time())
-        self.samples: list[Sample] = []
-        self.choices: list[CompletionChoice] = []
-        self.usage = Usage(self.samples, 0)
-        options = body.stream_options
-        self.include_usage = bool(options and options.include_usage)
-        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
-        fields = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": model})
-        self.head = fields[:-1] + b',"choices":['
+        super().__init__(ctx, body, "cmpl-", "text_completion", model)
 
     async def add_prompt(self, prompt: Prompt, given: list[int], params: SamplingParams) -> None:
         body, ctx = self.body, self.ctx
@@ -102,26 +90,9 @@ class CompletionAnswer:
             own = for_sample(params, index)
             choice = CompletionChoice(self, len(self.choices), own, ids, echo, spans)
             self.choices.append(choice)
-            sample = Sample(
-                ctx, new_id(f"{self.id}-"), ids, own, choice,
-                priority=body.priority or 0, cache_salt=body.cache_salt or "",
-            )  # fmt: skip
-            choice.sample = sample
-            self.samples.append(sample)
+            choice.sample = self.add(ids, own, choice)
         if body.max_tokens == 0:
             self.usage.scoring = True
-
-    def closing(self) -> bytes:
-        if not self.include_usage:
-            return DONE
-        return event(self.head + b'],"usage":' + self.usage.json() + b"}") + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return error_events(error)
-
-    def whole(self) -> bytes:
-        choices = b",".join(c.whole() for c in self.choices)
-        return self.head + choices + b'],"usage":' + self.usage.json() + b"}"
 
 
 class CompletionChoice:
@@ -139,12 +110,8 @@ class CompletionChoice:
         self.echo, self.spans, self.with_echo = echo, spans, bool(body.echo)
         self.with_ids = bool(body.return_token_ids)
         self.begun = False
-        form = LogprobFormat(
-            answer.ctx.engine.tokenizer,
-            as_ids=bool(body.return_tokens_as_token_ids), skip_special_tokens=params.skip_special_tokens,
-        )  # fmt: skip
-        self.form = form
-        self.logprobs = CompletionLogprobs(form, () if body.echo else prompt_ids) if body.logprobs is not None else None
+        self.form = answer.logprob_format(params)
+        self.logprobs = CompletionLogprobs(self.form, () if body.echo else prompt_ids) if body.logprobs is not None else None
         self.texts: list[str] = []
         self.ids: list[int] = []
         self.finish: tuple[str | None, int | str | None] = (None, None)
@@ -196,7 +163,7 @@ class CompletionChoice:
         return encode(text) + b"," + encode(fields)[1:]
 
     def _chunk(self, text: str) -> bytes:
-        usage = b',"usage":' + self.answer.usage.json() if self.answer.continuous_usage else b""
+        usage = b',"usage":' + self.answer.usage_json() if self.answer.continuous_usage else b""
         return b"data: " + self.open + self._fields(text) + b"]" + usage + b"}\n\n"
 
     def whole(self) -> bytes:

@@ -173,3 +173,7 @@ def for_sample(params: SamplingParams, index: int) -> SamplingParams:
 def new_id(prefix: str) -> str:
     """A new id; the prefix comes with its separator, as in `cmpl-` or `msg_`."""
     return prefix + uuid.uuid4().hex
+
+
+def response_id(prefix: str, request_id: str | None) -> str:
+    return new_id(prefix) if request_id is None else prefix + request_id

@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext, for_sample, new_id
-from headrace.api.errors import ApiError
-from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage, error_events
+from headrace.api.generation import Answer, Generation, StreamedAnswer
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
-from headrace.api.options import check_common, check_fan_out, check_priority, check_text
+from headrace.api.options import check_common, check_fan_out
 from headrace.api.protocol import GenerateRequest
 from headrace.api.sse import DONE, event
 from headrace.sampling.params import SamplingParams, check_int
@@ -31,8 +30,6 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, GenerateRequest, ctx.config)
     ctx.check_model(body.model)
     check_common(ctx, body)
-    check_priority(ctx, body.priority)
-    check_text("cache_salt", body.cache_salt)
     if body.logprobs is not None:
         check_int("logprobs", body.logprobs, 0, ctx.config.max_logprobs)
     params = body.sampling(logprobs=body.logprobs, max_tokens=body.max_tokens)
@@ -44,26 +41,19 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 
-class GenerateAnswer:
+class GenerateAnswer(Answer):
     def __init__(self, ctx: ApiContext, body: GenerateRequest, ids: array, params: SamplingParams):
-        self.id = new_id("gen-")
-        self.samples: list[Sample] = []
+        super().__init__(ctx, body, new_id("gen-"))
         self.outputs = []
-        self.usage = Usage(self.samples, len(ids))
+        self.usage.prompt_tokens = len(ids)
         for index in range(params.n):
             own = for_sample(params, index)
             output = GenerateOutput(ctx, body, index, own, ids)
-            name = f"{self.id}-{index}"
-            self.samples.append(
-                Sample(ctx, name, ids, own, output, priority=body.priority or 0, cache_salt=body.cache_salt or "")
-            )
+            self.add(ids, own, output)
             self.outputs.append(output)
 
     def closing(self) -> bytes:
         return event(b'{"id":' + encode(self.id) + b',"usage":' + self.usage.json() + b"}") + DONE
-
-    def failure(self, error: ApiError) -> bytes:
-        return error_events(error)
 
     def whole(self) -> bytes:
         outputs = b",".join(encode(o.fields("".join(o.texts))) for o in self.outputs)

@@ -8,17 +8,19 @@ import logging
 import time
 from array import array
 from collections.abc import Awaitable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headrace.api.context import ApiContext
+from headrace.api.context import ApiContext, new_id, response_id
 from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.limits import Ticket
+from headrace.api.logprobs import LogprobFormat
+from headrace.api.protocol import GenerationFields
 from headrace.api.sse import DONE, EventStream, event
 from headrace.api.structured import Structure, renamed
 from headrace.engine.messages import EngineOutput
@@ -34,16 +36,6 @@ class Choice(Protocol):
     """One choice of an answer. It keeps what a whole answer needs, or returns the bytes that go out now."""
 
     def push(self, delta: Delta) -> bytes: ...
-
-
-class Answer(Protocol):
-    """The answer of one endpoint to one request. `closing` and `failure` end a stream, `whole` is the other kind."""
-
-    samples: list[Sample]
-
-    def closing(self) -> bytes: ...
-    def failure(self, error: ApiError) -> bytes: ...
-    def whole(self) -> bytes: ...
 
 
 class Sample:
@@ -92,6 +84,63 @@ class Usage:
                 "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             }
         )
+
+
+class Answer:
+    """The answer of one endpoint to one request. `closing` and `failure` end a stream, `whole` is the other kind."""
+
+    def __init__(self, ctx: ApiContext, body: Any, answer_id: str):
+        self.ctx, self.body, self.id = ctx, body, answer_id
+        self.created = int(time.time())
+        self.samples: list[Sample] = []
+        self.usage = Usage(self.samples, 0)
+
+    def add(self, prompt_ids: array, params: SamplingParams, choice: Choice) -> Sample:
+        """One more sample, and the choice that it fills."""
+        sample = Sample(
+            self.ctx, new_id(f"{self.id}-"), prompt_ids, params, choice,
+            priority=self.body.priority or 0, cache_salt=self.body.cache_salt or "",
+        )  # fmt: skip
+        self.samples.append(sample)
+        return sample
+
+    def closing(self) -> bytes:
+        raise NotImplementedError
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def whole(self) -> bytes:
+        raise NotImplementedError
+
+
+class ChoicesAnswer(Answer):
+    """What completions and chat share: all chunks begin alike, and the usage comes last."""
+
+    def __init__(self, ctx: ApiContext, body: GenerationFields, prefix: str, kind: str, model: str):
+        super().__init__(ctx, body, response_id(prefix, body.request_id))
+        self.choices: list[Any] = []
+        options = body.stream_options
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)
+        fields = msgspec.json.encode({"id": self.id, "object": kind, "created": self.created, "model": model})
+        self.head = fields[:-1] + b',"choices":['
+
+    def logprob_format(self, params: SamplingParams) -> LogprobFormat:
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return LogprobFormat(self.ctx.engine.tokenizer, as_ids=as_ids, skip_special_tokens=params.skip_special_tokens)
+
+    def usage_json(self) -> bytes:
+        return self.usage.json()
+
+    def closing(self) -> bytes:
+        return (event(self._end(b"")) if self.include_usage else b"") + DONE
+
+    def whole(self) -> bytes:
+        return self._end(b",".join(c.whole() for c in self.choices))
+
+    def _end(self, choices: bytes) -> bytes:
+        return self.head + choices + b'],"usage":' + self.usage_json() + b"}"
 
 
 async def run_sample(
@@ -239,8 +288,3 @@ class StreamedAnswer(Response):
             if not sample.text.done:
                 pieces.append(sample.choice.push(sample.text.push(EngineOutput(sample.request_id, finish_reason="length"))))
         return b"".join(pieces)
-
-
-def error_events(error: ApiError) -> bytes:
-    """How a stream of the OpenAI kind ends after an error."""
-    return event(error.body()) + DONE

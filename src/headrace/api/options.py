@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.api.context import ApiContext, new_id
+from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import GenerationFields, SamplingFields, check_neutral, check_stream_options
+from headrace.api.protocol import Body, GenerationFields, SamplingFields, check_neutral, check_stream_options
 from headrace.sampling.params import SamplingParams, check_int, check_strings
 
 MAX_ID_CHARS = 128
@@ -21,6 +21,7 @@ def check_common(ctx: ApiContext, body: SamplingFields) -> None:
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         if len(getattr(body, name) or ()) > most:
             raise bad_request(f"{name}: at most {most} entries, one for each token.", name, "invalid_value")
+    check_bookkeeping(ctx, body)
 
 
 def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
@@ -32,9 +33,6 @@ def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
         check_int("prompt_logprobs", body.prompt_logprobs, 0, ctx.config.max_logprobs)
         if body.stream:
             raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs", "invalid_value")
-    check_priority(ctx, body.priority)
-    check_text("cache_salt", body.cache_salt)
-    check_text("request_id", body.request_id)
 
 
 def check_fan_out(ctx: ApiContext, num_samples: int, params: SamplingParams) -> None:
@@ -48,17 +46,13 @@ def check_fan_out(ctx: ApiContext, num_samples: int, params: SamplingParams) -> 
         raise bad_request(text, "stop", "invalid_value")
 
 
-def check_priority(ctx: ApiContext, priority: int | None) -> None:
-    if priority:
+def check_bookkeeping(ctx: ApiContext, body: Body) -> None:
+    """What is not about the text: priority, cache_salt and, where there is one, request_id."""
+    if priority := getattr(body, "priority", None):
         if ctx.engine.config.scheduling_policy != "priority":
             raise unsupported("priority", "only 0, unless the server runs with the scheduling policy `priority`")
         check_int("priority", priority, -(2**31), 2**31 - 1)
-
-
-def check_text(field: str, value: str | None) -> None:
-    if value is not None and not (1 <= len(value) <= MAX_ID_CHARS and value.isprintable()):
-        raise bad_request(f"{field}: 1 to {MAX_ID_CHARS} printable characters.", field, "invalid_value")
-
-
-def response_id(prefix: str, request_id: str | None) -> str:
-    return new_id(prefix) if request_id is None else prefix + request_id
+    for field in ("cache_salt", "request_id"):
+        value = getattr(body, field, None)
+        if value is not None and not (1 <= len(value) <= MAX_ID_CHARS and value.isprintable()):
+            raise bad_request(f"{field}: 1 to {MAX_ID_CHARS} printable characters.", field, "invalid_value")

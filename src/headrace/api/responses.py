@@ -13,11 +13,11 @@ from starlette.responses import Response
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs
 from headrace.api.chat_prompt import Conversation, check_messages, check_tools, prompt_of
-from headrace.api.context import ApiContext, for_sample, new_id
+from headrace.api.context import ApiContext, for_sample, response_id
 from headrace.api.errors import ApiError
-from headrace.api.generation import Generation, Sample, StreamedAnswer, Usage
+from headrace.api.generation import Answer, Generation, StreamedAnswer
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
-from headrace.api.options import check_common, check_fan_out, check_priority, check_text, response_id
+from headrace.api.options import check_common, check_fan_out
 from headrace.api.protocol import check_stream_options
 from headrace.api.responses_input import (
     LOGPROBS,
@@ -40,7 +40,9 @@ encode = msgspec.json.encode
 async def responses(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, ResponsesRequest, ctx.config)
     model = ctx.check_model(body.model)
-    _check(ctx, body)
+    check_common(ctx, body)
+    check_unserved(body)
+    check_stream_options(body.stream, body.stream_options)
     conversation = messages(body.input, body.instructions)
     check_messages(conversation, "input")
     tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
@@ -64,15 +66,6 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 
-def _check(ctx: ApiContext, body: ResponsesRequest) -> None:
-    check_common(ctx, body)
-    check_unserved(body)
-    check_stream_options(body.stream, body.stream_options)
-    check_priority(ctx, body.priority)
-    check_text("cache_salt", body.cache_salt)
-    check_text("request_id", body.request_id)
-
-
 def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
@@ -82,27 +75,22 @@ def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
     return body.sampling(max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if wanted else None)
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(Answer):
     """One response; it is its own only choice."""
 
     def __init__(
         self, ctx: ApiContext, body: ResponsesRequest, model: str, reader: AnswerReader, ids: array,
         params: SamplingParams,
     ):  # fmt: skip
-        self.body, self.model = body, model
-        self.id = response_id("resp_", body.request_id)
-        self.created = int(time.time())
-        self.ctx, self.reader, self.params = ctx, reader, params
+        super().__init__(ctx, body, response_id("resp_", body.request_id))
+        self.model, self.reader, self.params = model, reader, params
         form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
         self.logprobs = ChatLogprobs(form, body.top_logprobs or 0) if params.logprobs is not None else None
         self.events, self.items = Events(), Items()
         self.streaming, self.begun = bool(body.stream), False
         self.status = "in_progress"
-        sample = Sample(
-            ctx, new_id(f"{self.id}-"), ids, params, self, priority=body.priority or 0, cache_salt=body.cache_salt or ""
-        )
-        self.samples = [sample]
-        self.usage = Usage(self.samples, len(ids))
+        self.add(ids, params, self)
+        self.usage.prompt_tokens = len(ids)
 
     def push(self, delta: Delta) -> bytes:
         out: list[bytes] = []

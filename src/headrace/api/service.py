@@ -1,16 +1,30 @@
-"""The endpoints that do not generate: models, health, readiness, version, metrics."""
+"""The endpoints that do not generate: models, health, readiness, version, metrics, tokens, embeddings."""
 
 from __future__ import annotations
 
+import base64
+import math
+from array import array
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace.api.context import ApiContext
+from headrace.api.body import read_json
+from headrace.api.chat_prompt import Conversation, check_messages, prompt_of
+from headrace.api.context import ApiContext, new_id
+from headrace.api.errors import ApiError, bad_request
+from headrace.api.generation import run_all, seconds_left
+from headrace.api.lifeline import Lifeline
+from headrace.api.limits import Ticket
+from headrace.api.options import check_bookkeeping
+from headrace.api.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, prompts
+from headrace.engine.messages import checked_ids
+from headrace.sampling.params import SamplingParams
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -62,3 +76,87 @@ async def server_version(ctx: ApiContext, request: Request) -> Response:
 async def metrics_page(ctx: ApiContext, request: Request) -> Response:
     data, media_type = ctx.metrics.render()
     return Response(data, headers={"content-type": media_type})
+
+
+async def tokenize(ctx: ApiContext, request: Request) -> Response:
+    """POST /tokenize."""
+    body = await read_json(request, TokenizeRequest, ctx.config)
+    ctx.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Give prompt or messages: one of them.", "prompt", "invalid_value")
+    if body.chat_template is not None:
+        raise bad_request("chat_template: a request may not bring its own template.", "chat_template", "unsupported_parameter")
+    if body.prompt is not None:
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise bad_request(f"{name} is allowed only with messages.", name, "invalid_value")
+        special = body.add_special_tokens is not False
+        [ids] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=True)
+    else:
+        assert body.messages is not None
+        check_messages(body.messages)
+        ids, _ = await prompt_of(ctx, Conversation.of(body, body.tools, body.chat_template_kwargs, truncated=True))
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": ctx.engine.max_model_len, "tokens": ids, "token_strs": None}
+    if body.return_token_strs:
+        answer["token_strs"] = [ctx.engine.tokenizer.token_to_text(i) for i in ids]
+    return json_response(answer)
+
+
+async def detokenize(ctx: ApiContext, request: Request) -> Response:
+    """POST /detokenize."""
+    body = await read_json(request, DetokenizeRequest, ctx.config)
+    ctx.check_model(body.model)
+    tokenizer = ctx.engine.tokenizer
+    checked_ids(body.tokens, tokenizer.vocab_size, "tokens", tokenizer.valid_ids(tokenizer.vocab_size))
+    text = await ctx.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_response({"prompt": text})
+
+
+async def embeddings(ctx: ApiContext, request: Request) -> Response:
+    """POST /v1/embeddings: pooled hidden states of the loaded model, normalized."""
+    body = await read_json(request, EmbeddingRequest, ctx.config)
+    model = ctx.check_model(body.model)
+    check_bookkeeping(ctx, body)
+    size = ctx.engine.model_config.hidden_size
+    if body.dimensions is not None and body.dimensions != size:
+        raise bad_request(f"dimensions: got {body.dimensions}, allowed: {size}.", "dimensions", "invalid_value")
+    batch = await _ids_of(ctx, body)
+    vectors: list[list[float]] = [[]] * len(batch)
+    name = new_id("embd-")
+
+    tokens = sum(map(len, batch))
+
+    async def one(i: int, ids: array, ticket: Ticket) -> None:
+        vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body)
+        ticket.started(len(ids))
+        ticket.ended()
+
+    async with Lifeline(request.receive, seconds_left(request)):
+        with ctx.limits.admit(len(batch), tokens) as ticket:
+            await run_all([one(i, ids, ticket) for i, ids in enumerate(batch)])
+    data = [{"object": "embedding", "index": i, "embedding": _encoded(body, v)} for i, v in enumerate(vectors)]
+    return json_response(
+        {"object": "list", "model": model, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    )
+
+
+async def _ids_of(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
+    special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens is not None
+    given = prompts(body.input, "input", ctx.config.max_prompts)
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    batch = await ctx.tokenize(given, special=special, field="input", truncated=cut)
+    return [(await ctx.check_prompt(ids, params, field="input"))[0] for ids in batch]
+
+
+async def _vector(ctx: ApiContext, request_id: str, ids: array, body: EmbeddingRequest) -> list[float]:
+    pooling, salt = ctx.config.embedding_pooling, body.cache_salt or ""
+    vector = await ctx.engine.embed(request_id, ids, pooling, priority=body.priority or 0, cache_salt=salt)
+    if not all(map(math.isfinite, vector)):
+        raise ApiError(500, "The model produced values that are not finite.", code="engine_error")
+    return vector
+
+
+def _encoded(body: EmbeddingRequest, vector: list[float]) -> list[float] | str:
+    if body.encoding_format != "base64":
+        return vector
+    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()
