@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from headrace.api import service
 from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
@@ -23,17 +24,6 @@ from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
 from headrace.api.middleware import Gate
 from headrace.api.responses import responses
-from headrace.api.service import (
-    detokenize,
-    embeddings,
-    health,
-    metrics_page,
-    models,
-    one_model,
-    ready,
-    server_version,
-    tokenize,
-)
 from headrace.api.sse import RAW_SEND
 from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import PrometheusMetrics
@@ -101,19 +91,19 @@ def create_app(
         )  # fmt: skip
     app = Application(
         routes=[
-            route("/v1/models", models, "GET"),
-            route("/v1/models/{id:path}", one_model, "GET"),
+            route("/v1/models", service.models, "GET"),
+            route("/v1/models/{id:path}", service.one_model, "GET"),
             post("/v1/completions", completions),
             post("/v1/chat/completions", chat_completions),
             post("/v1/responses", responses),
-            post("/v1/embeddings", embeddings),
-            post("/tokenize", tokenize),
-            post("/detokenize", detokenize),
+            post("/v1/embeddings", service.embeddings),
+            post("/tokenize", service.tokenize),
+            post("/detokenize", service.detokenize),
             post("/generate", generate),
-            route("/health", health, "GET"),
-            route("/ready", ready, "GET"),
-            route("/version", server_version, "GET"),
-            route("/metrics", metrics_page, "GET"),
+            route("/health", service.health, "GET"),
+            route("/ready", service.ready, "GET"),
+            route("/version", service.server_version, "GET"),
+            route("/metrics", service.metrics_page, "GET"),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
-from headrace.api.chat_prompt import Conversation, check_messages, check_tools, prompt_of
+from headrace.api.chat_prompt import Conversation, prompt_of
+from headrace.api.checks import check_fan_out, check_generation, check_messages, check_tools
 from headrace.api.context import ApiContext, for_sample
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.generation import ChoicesAnswer, Generation, StreamedAnswer
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
-from headrace.api.options import check_fan_out, check_generation
 from headrace.api.protocol import ChatRequest
 from headrace.api.structured import constrain, wish_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import ChatRequest, NamedTool, TokenizeRequest
-from headrace.conversation.message_forms import ROLES
+from headrace.api.errors import bad_request
+from headrace.api.protocol import ChatRequest, TokenizeRequest
 from headrace.conversation.tool_grammar import Tool
 from headrace.conversation.tool_prompt import shown_to
-
-MAX_TOOLS = 256
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class Conversation(msgspec.Struct, kw_only=True):
@@ -48,36 +42,6 @@ class Conversation(msgspec.Struct, kw_only=True):
             add_special_tokens=bool(body.add_special_tokens),
             truncated=truncated,
         )
-
-
-def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> None:
-    """Roles of the API, and the id that a tool's answer needs; the rest is checked when the template is rendered."""
-    if not messages:
-        raise bad_request(f"{field}: an empty list; at least one message is needed.", field, "invalid_value")
-    for i, message in enumerate(messages):
-        role = message.get("role")
-        if role not in ROLES:
-            raise bad_request(f"{field}[{i}].role: allowed are {', '.join(ROLES)}.", f"{field}[{i}].role", "invalid_value")
-        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-            path = f"{field}[{i}].tool_call_id"
-            raise bad_request(f"{path}: the id of the call that this answers is needed.", path, "missing_required_parameter")
-        for name in ("function_call", "audio"):  # templates would drop them silently
-            if message.get(name) is not None:
-                raise unsupported(f"{field}[{i}].{name}", "not supported; calls are tool_calls, and contents are text")
-
-
-def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
-    for i, tool in enumerate(tools or ()):
-        if not _NAME.fullmatch(tool.function.name):
-            path = f"tools[{i}].function.name"
-            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
-    if not tools and choice not in (None, "none"):
-        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
-    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
-        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
-        raise bad_request(text, "tool_choice", "invalid_value")
 
 
 async def prompt_of(ctx: ApiContext, conversation: Conversation) -> tuple[list[int], str]:

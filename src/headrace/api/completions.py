@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
+from headrace.api.checks import check_fan_out, check_generation, prompts
 from headrace.api.context import ApiContext, Prompt, for_sample
 from headrace.api.errors import bad_request
 from headrace.api.generation import ChoicesAnswer, Generation, Sample, StreamedAnswer
 from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
-from headrace.api.options import check_fan_out, check_generation
-from headrace.api.protocol import CompletionRequest, prompts
+from headrace.api.protocol import CompletionRequest
 from headrace.api.structured import constrain, wish_of
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams, check_int

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
+from headrace.api.checks import check_common, check_fan_out
 from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.generation import Answer, Generation, StreamedAnswer
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
-from headrace.api.options import check_common, check_fan_out
 from headrace.api.protocol import GenerateRequest
 from headrace.api.sse import DONE, event
 from headrace.sampling.params import SamplingParams, check_int

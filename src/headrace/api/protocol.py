@@ -3,7 +3,7 @@
 Every field is one of
 - served: it has an effect;
 - ignored: OpenAI's API knows it and an answer without it is still right (marked so below);
-- neutral only: known elsewhere, not served here, so accepted only with the value that asks for nothing (`NEUTRAL`).
+- neutral only: known elsewhere, not served here, so accepted only with the value that asks for nothing (`checks.NEUTRAL`).
 A field that would have no effect for want of another (truncation_side) is refused where it is read. Anything else is refused
 with a 400 that names it. null always means: not given.
 """
@@ -14,24 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.api.errors import bad_request, unsupported
 from headrace.conversation.tool_grammar import Tool
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
-
-# field -> the values that ask for nothing (null always does)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "functions": (), "function_call": ("none",), "audio": (), "modalities": (["text"],), "web_search_options": (),
-    "moderation": (), "suffix": ("",),
-    # vLLM
-    "logprob_token_ids": (), "repetition_detection": (),
-    "thinking_token_budget": (), "stream_interval": (1,), "kv_transfer_params": (), "vllm_xargs": (), "prompt_embeds": (),
-    "documents": (), "mm_processor_kwargs": (), "media_io_kwargs": (), "return_prompt_text": (False,), "session_id": (),
-    "chat_template": (),
-}  # fmt: skip
-
-STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -216,44 +201,3 @@ class GenerateRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-
-
-def check_neutral(body: Body) -> None:
-    """Raise ApiError for an unserved field that asks for something."""
-    for name in body.__struct_fields__:
-        allowed = NEUTRAL.get(name)
-        if allowed is not None and (value := getattr(body, name)) is not None and value not in allowed:
-            raise unsupported(name, "not supported by this server" + (f" (only {allowed[0]!r})" if allowed else ""))
-
-
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
-    if options is not None and not stream:
-        raise bad_request("stream_options is allowed only when stream is true.", "stream_options", "invalid_value")
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation", "not supported by this server (only False)")
-    if options is not None and options.continuous_usage_stats and not options.include_usage:
-        name = "stream_options.continuous_usage_stats"
-        raise bad_request(f"{name} is allowed only when include_usage is true.", name, "invalid_value")
-
-
-def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | list[int]]:
-    """The prompts in a body's field: text, ids, or a list of either. Raises ApiError on anything else."""
-    if value is None:
-        raise bad_request(f"Missing required field `{field}`.", field, "missing_required_parameter")
-    if isinstance(value, str):
-        return [value]
-    if not value:
-        raise bad_request(f"{field}: an empty list; at least one prompt is needed.", field, "invalid_value")
-    if set(map(type, value)) == {int}:
-        return [value]
-    if len(value) > most:
-        raise bad_request(f"{field}: {len(value)} prompts; at most {most} in one request.", field, "invalid_value")
-    for i, v in enumerate(value):
-        if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
-            raise bad_request(
-                f"{field}[{i}]: allowed are text, token ids, a list of texts or a list of lists of token ids.",
-                f"{field}[{i}]", "invalid_value",
-            )  # fmt: skip
-    if len(set(map(type, value))) > 1:
-        raise bad_request(f"{field}: texts and token ids are mixed in one list.", field, "invalid_value")
-    return value

@@ -12,13 +12,12 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs
-from headrace.api.chat_prompt import Conversation, check_messages, check_tools, prompt_of
+from headrace.api.chat_prompt import Conversation, prompt_of
+from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options, check_tools
 from headrace.api.context import ApiContext, for_sample, response_id
 from headrace.api.errors import ApiError
 from headrace.api.generation import Answer, Generation, StreamedAnswer
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
-from headrace.api.options import check_common, check_fan_out
-from headrace.api.protocol import check_stream_options
 from headrace.api.responses_input import (
     LOGPROBS,
     ResponsesRequest,

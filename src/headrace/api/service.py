@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.chat_prompt import Conversation, check_messages, prompt_of
+from headrace.api.chat_prompt import Conversation, prompt_of
+from headrace.api.checks import check_bookkeeping, check_messages, prompts
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.limits import Ticket
-from headrace.api.options import check_bookkeeping
-from headrace.api.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest, prompts
+from headrace.api.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from headrace.engine.messages import checked_ids
 from headrace.sampling.params import SamplingParams
 

@@ -9,18 +9,17 @@ import msgspec
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import STRUCTURED_KINDS
 from headrace.errors import ParameterError
 from headrace.extras import install_command
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.structured_outputs import StructuredOutputsParams
+from headrace.sampling.structured_outputs import KINDS, StructuredOutputsParams
 from headrace.structured_output.reasons import in_words
 
 MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 class Structure(NamedTuple):
-    """`kind` is one of STRUCTURED_KINDS, `field` the body's field that asked for it."""
+    """`kind` is one of KINDS, `field` the body's field that asked for it."""
 
     kind: str
     value: Any
@@ -109,11 +108,11 @@ def from_structured_outputs(value: dict[str, Any] | None) -> Structure | None:
         return None
     field = "structured_outputs"
     for name, v in value.items():
-        if name not in STRUCTURED_KINDS and name not in MODIFIERS:
+        if name not in KINDS and name not in MODIFIERS:
             raise bad_request(f"Unknown field `{field}.{name}`.", f"{field}.{name}", "unknown_parameter")
         if name in MODIFIERS and v not in (None, False):
             raise unsupported(f"{field}.{name}", "not supported by this server")
-    given = [(k, v) for k, v in value.items() if k in STRUCTURED_KINDS and v is not None]
+    given = [(k, v) for k, v in value.items() if k in KINDS and v is not None]
     if len(given) != 1:
-        raise bad_request(f"{field}: exactly one of {', '.join(STRUCTURED_KINDS)}.", field, "invalid_value")
+        raise bad_request(f"{field}: exactly one of {', '.join(KINDS)}.", field, "invalid_value")
     return Structure(given[0][0], given[0][1], field)

@@ -1,0 +1,148 @@
+"""What bodies are checked for beyond the types of their fields, and before any work is done for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.api.context import ApiContext
+from headrace.api.errors import bad_request, unsupported
+from headrace.api.protocol import Body, GenerationFields, NamedTool, SamplingFields, StreamOptions
+from headrace.conversation.message_forms import ROLES
+from headrace.conversation.tool_grammar import Tool
+from headrace.sampling.params import SamplingParams, check_int, check_strings
+
+MAX_ID_CHARS = 128
+MAX_STOP_CHARS = 2**17
+MAX_TOOLS = 256
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+# field -> the values that ask for nothing (null always does)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI
+    "functions": (), "function_call": ("none",), "audio": (), "modalities": (["text"],), "web_search_options": (),
+    "moderation": (), "suffix": ("",),
+    # vLLM
+    "logprob_token_ids": (), "repetition_detection": (),
+    "thinking_token_budget": (), "stream_interval": (1,), "kv_transfer_params": (), "vllm_xargs": (), "prompt_embeds": (),
+    "documents": (), "mm_processor_kwargs": (), "media_io_kwargs": (), "return_prompt_text": (False,), "session_id": (),
+    "chat_template": (),
+}  # fmt: skip
+
+
+def check_common(ctx: ApiContext, body: SamplingFields) -> None:
+    """n before any fan-out; what depends on the options of the server."""
+    if body.n is not None:
+        check_int("n", body.n, 1, ctx.config.max_n)
+    if isinstance(body.stop, list):
+        check_strings("stop", body.stop, 64)
+    most = ctx.engine.model_config.vocab_size
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        if len(getattr(body, name) or ()) > most:
+            raise bad_request(f"{name}: at most {most} entries, one for each token.", name, "invalid_value")
+    check_bookkeeping(ctx, body)
+
+
+def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
+    """Raise ApiError or ParameterError for combinations and values that are not served."""
+    check_common(ctx, body)
+    check_neutral(body)
+    check_stream_options(body.stream, body.stream_options)
+    if body.prompt_logprobs is not None:
+        check_int("prompt_logprobs", body.prompt_logprobs, 0, ctx.config.max_logprobs)
+        if body.stream:
+            raise bad_request("prompt_logprobs cannot be streamed.", "prompt_logprobs", "invalid_value")
+
+
+def check_fan_out(ctx: ApiContext, num_samples: int, params: SamplingParams) -> None:
+    """Prompts times n, and the memory of the automata that look for stop strings: one for each sample."""
+    if num_samples > ctx.config.max_samples:
+        text = f"n: prompts times n are {num_samples} samples; at most {ctx.config.max_samples} in one request."
+        raise bad_request(text, "n", "invalid_value")
+    chars = sum(map(len, params.stop or ())) * num_samples
+    if chars > MAX_STOP_CHARS:
+        text = f"stop: {chars} characters over all samples of the request; at most {MAX_STOP_CHARS}."
+        raise bad_request(text, "stop", "invalid_value")
+
+
+def check_bookkeeping(ctx: ApiContext, body: Body) -> None:
+    """What is not about the text: priority, cache_salt and, where there is one, request_id."""
+    if priority := getattr(body, "priority", None):
+        if ctx.engine.config.scheduling_policy != "priority":
+            raise unsupported("priority", "only 0, unless the server runs with the scheduling policy `priority`")
+        check_int("priority", priority, -(2**31), 2**31 - 1)
+    for field in ("cache_salt", "request_id"):
+        value = getattr(body, field, None)
+        if value is not None and not (1 <= len(value) <= MAX_ID_CHARS and value.isprintable()):
+            raise bad_request(f"{field}: 1 to {MAX_ID_CHARS} printable characters.", field, "invalid_value")
+
+
+def check_neutral(body: Body) -> None:
+    """Raise ApiError for an unserved field that asks for something."""
+    for name in body.__struct_fields__:
+        allowed = NEUTRAL.get(name)
+        if allowed is not None and (value := getattr(body, name)) is not None and value not in allowed:
+            raise unsupported(name, "not supported by this server" + (f" (only {allowed[0]!r})" if allowed else ""))
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    if options is not None and not stream:
+        raise bad_request("stream_options is allowed only when stream is true.", "stream_options", "invalid_value")
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation", "not supported by this server (only False)")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise bad_request(f"{name} is allowed only when include_usage is true.", name, "invalid_value")
+
+
+def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | list[int]]:
+    """The prompts in a body's field: text, ids, or a list of either. Raises ApiError on anything else."""
+    if value is None:
+        raise bad_request(f"Missing required field `{field}`.", field, "missing_required_parameter")
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise bad_request(f"{field}: an empty list; at least one prompt is needed.", field, "invalid_value")
+    if set(map(type, value)) == {int}:
+        return [value]
+    if len(value) > most:
+        raise bad_request(f"{field}: {len(value)} prompts; at most {most} in one request.", field, "invalid_value")
+    for i, v in enumerate(value):
+        if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
+            raise bad_request(
+                f"{field}[{i}]: allowed are text, token ids, a list of texts or a list of lists of token ids.",
+                f"{field}[{i}]", "invalid_value",
+            )  # fmt: skip
+    if len(set(map(type, value))) > 1:
+        raise bad_request(f"{field}: texts and token ids are mixed in one list.", field, "invalid_value")
+    return value
+
+
+def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> None:
+    """Roles of the API, and the id that a tool's answer needs; the rest is checked when the template is rendered."""
+    if not messages:
+        raise bad_request(f"{field}: an empty list; at least one message is needed.", field, "invalid_value")
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if role not in ROLES:
+            raise bad_request(f"{field}[{i}].role: allowed are {', '.join(ROLES)}.", f"{field}[{i}].role", "invalid_value")
+        if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+            path = f"{field}[{i}].tool_call_id"
+            raise bad_request(f"{path}: the id of the call that this answers is needed.", path, "missing_required_parameter")
+        for name in ("function_call", "audio"):  # templates would drop them silently
+            if message.get(name) is not None:
+                raise unsupported(f"{field}[{i}].{name}", "not supported; calls are tool_calls, and contents are text")
+
+
+def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
+    for i, tool in enumerate(tools or ()):
+        if not _NAME.fullmatch(tool.function.name):
+            path = f"tools[{i}].function.name"
+            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
+    if not tools and choice not in (None, "none"):
+        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
+    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
+        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
+        raise bad_request(text, "tool_choice", "invalid_value")
