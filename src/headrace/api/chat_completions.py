@@ -21,7 +21,7 @@ from headrace.api.errors import bad_request, unsupported
 from headrace.api.generation import ChoicesAnswer, Generation, StreamedAnswer
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
 from headrace.api.protocol import ChatRequest
-from headrace.api.structured import constrain, wish_of
+from headrace.api.structured import constrain, spec_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.sampling.params import SamplingParams, check_int
@@ -39,8 +39,8 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
     policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
-    wish = policy.joined(wish_of(body.response_format, body.structured_outputs))
-    params = constrain(ctx, _parameters(ctx, body), wish)
+    spec = policy.joined(spec_of(body.response_format, body.structured_outputs))
+    params = constrain(ctx, _parameters(ctx, body), spec)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
     kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
@@ -49,7 +49,7 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     limit = "max_tokens" if body.max_completion_tokens != params.max_tokens else "max_completion_tokens"
     ids, params = await ctx.check_prompt(rendered, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
-    generation = Generation(ctx, request, answer, wish)
+    generation = Generation(ctx, request, answer, spec)
     if beams is not None:
         generation = BeamGeneration(ctx, request, answer, beams)
     return StreamedAnswer(generation) if body.stream else await generation.whole()

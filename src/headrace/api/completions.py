@@ -17,7 +17,7 @@ from headrace.api.errors import bad_request
 from headrace.api.generation import ChoicesAnswer, Generation, Sample, StreamedAnswer
 from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
 from headrace.api.protocol import CompletionRequest
-from headrace.api.structured import constrain, wish_of
+from headrace.api.structured import constrain, spec_of
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams, check_int
 from headrace.text.output import Delta
@@ -30,8 +30,8 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, CompletionRequest, ctx.config)
     model = ctx.check_model(body.model)
     check_generation(ctx, body)
-    wish = wish_of(body.response_format, body.structured_outputs)
-    params = constrain(ctx, _parameters(ctx, body), wish)
+    spec = spec_of(body.response_format, body.structured_outputs)
+    params = constrain(ctx, _parameters(ctx, body), spec)
     given = prompts(body.prompt, "prompt", ctx.config.max_prompts)
     beams = beam_params(ctx, body, body.best_of)
     check_fan_out(ctx, len(given) * (params.n if beams is None else beams.beam_width), params)
@@ -39,7 +39,7 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     answer = CompletionAnswer(ctx, body, model)
     for prompt, ids in zip(given, await ctx.tokenize(given, special=special, field="prompt", truncated=cut), strict=True):
         await answer.add_prompt(prompt, ids, params)
-    generation = Generation(ctx, request, answer, wish)
+    generation = Generation(ctx, request, answer, spec)
     if beams is not None:
         generation = BeamGeneration(ctx, request, answer, beams)
     return StreamedAnswer(generation) if body.stream else await generation.whole()

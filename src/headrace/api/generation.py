@@ -214,8 +214,8 @@ def seconds_left(request: Request) -> float | None:
 class Generation:
     """One request being answered: admission, deadline, disconnect, and the two ways to answer."""
 
-    def __init__(self, ctx: ApiContext, request: Request, answer: Answer, wish: Structure | None = None):
-        self.ctx, self.answer, self.wish = ctx, answer, wish
+    def __init__(self, ctx: ApiContext, request: Request, answer: Answer, spec: Structure | None = None):
+        self.ctx, self.answer, self.spec = ctx, answer, spec
         self.endpoint = request.url.path
         self.request = request
         self.arrival: float = request.scope["state"]["arrival"]
@@ -227,7 +227,7 @@ class Generation:
             try:
                 await run_all([run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in samples])
             except ParameterError as error:
-                raise renamed(error, self.wish) from None
+                raise renamed(error, self.spec) from None
 
     async def whole(self) -> Response:
         """The answer in one piece. Raises ApiError (504 past the deadline) or ClientGone."""

@@ -47,8 +47,8 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
     check_tools(tools, choice)
     policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
-    wish = policy.joined(structure(body.text))
-    params = constrain(ctx, _parameters(ctx, body), wish)
+    spec = policy.joined(structure(body.text))
+    params = constrain(ctx, _parameters(ctx, body), spec)
     check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None
     shown = Conversation(
@@ -60,8 +60,8 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     given, end = await prompt_of(ctx, shown)
     ids, params = await ctx.check_prompt(given, params, field="input", side=body.truncation_side, limit="max_output_tokens")
     params = policy.with_special_tokens(for_sample(params, 0))
-    reader = policy.reader(end, structured=wish is not None)
-    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), wish)
+    reader = policy.reader(end, structured=spec is not None)
+    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), spec)
     return StreamedAnswer(generation) if body.stream else await generation.whole()
 
 

@@ -26,42 +26,42 @@ class Structure(NamedTuple):
     field: str
 
 
-def wish_of(
+def spec_of(
     response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None = None
 ) -> Structure | None:
-    """Raises ApiError on a malformed or contradictory wish."""
-    wish = from_response_format(response_format)
+    """Raises ApiError on a malformed or contradictory spec."""
+    spec = from_response_format(response_format)
     other = from_structured_outputs(structured_outputs)
-    if wish is not None and other is not None:
+    if spec is not None and other is not None:
         raise bad_request("Give response_format or structured_outputs, not both.", "structured_outputs", "invalid_value")
-    return wish or other
+    return spec or other
 
 
-def constrain(ctx: ApiContext, params: SamplingParams, wish: Structure | None) -> SamplingParams:
-    """`params` with the wish; refused where the engine cannot constrain its output. It is compiled by the engine, later."""
-    if wish is None:
+def constrain(ctx: ApiContext, params: SamplingParams, spec: Structure | None) -> SamplingParams:
+    """`params` with the spec; refused where the engine cannot constrain its output. It is compiled by the engine, later."""
+    if spec is None:
         return params
     if not ctx.engine.supports_structured:
-        raise unsupported(wish.field, f"this server runs without the package llguidance ({install_command('llguidance')})")
+        raise unsupported(spec.field, f"this server runs without the package llguidance ({install_command('llguidance')})")
     try:
-        return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(**{wish.kind: wish.value}))
+        return msgspec.structs.replace(params, structured_outputs=StructuredOutputsParams(**{spec.kind: spec.value}))
     except ParameterError as error:
-        raise renamed(error, wish) from None
+        raise renamed(error, spec) from None
 
 
-def renamed(error: ParameterError, wish: Structure | None) -> ParameterError:
+def renamed(error: ParameterError, spec: Structure | None) -> ParameterError:
     """The error under the name that the request's own field has."""
-    if wish is None or not error.field.startswith("structured_outputs") or wish.field == "structured_outputs":
+    if spec is None or not error.field.startswith("structured_outputs") or spec.field == "structured_outputs":
         return error
-    if wish.kind != "grammar":
-        return ParameterError(wish.field, error.value, error.allowed)
+    if spec.kind != "grammar":
+        return ParameterError(spec.field, error.value, error.allowed)
     # the grammar is ours (see tool_grammar): of its lines only the tool is known to the client
     place = re.match(r"what can be compiled \(at (\d+)\(", error.allowed)
-    lines = str(wish.value).splitlines()
+    lines = str(spec.value).splitlines()
     line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
     name = re.search(r'"name": \{"const": ("(?:[^"\\]|\\.)*")\}', line)
     why = in_words(error.allowed.removeprefix("what can be compiled (").removesuffix(")"), "json")
-    return ParameterError(wish.field, f"the parameters of {name[1] if name else 'the tools'}", f"what can be compiled ({why})")
+    return ParameterError(spec.field, f"the parameters of {name[1] if name else 'the tools'}", f"what can be compiled ({why})")
 
 
 def from_response_format(value: dict[str, Any] | None, field: str = "response_format") -> Structure | None:

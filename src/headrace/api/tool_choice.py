@@ -30,7 +30,7 @@ class ToolPolicy:
         if self.tools and not self.forced and ctx.answer_format.tools is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
-    def wish(self) -> Structure | None:
+    def spec(self) -> Structure | None:
         """What the output is constrained to: a required or named call by its schema, strict tools by theirs."""
         form, many = self.ctx.answer_format.tools, self.parallel and self.named is None
         args_tags = self.ctx.template_mentions("[ARGS]")
@@ -52,7 +52,7 @@ class ToolPolicy:
 
     def joined(self, other: Structure | None) -> Structure | None:
         """The constraint of a request that asks for another one too. Raises ApiError where both cannot be had."""
-        own = self.wish()
+        own = self.spec()
         if own is not None and other is not None:
             raise bad_request(f"{other.field} cannot be had together with {own.field}.", other.field, "invalid_value")
         return own or other

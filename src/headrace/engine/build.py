@@ -143,7 +143,7 @@ def takes_grammars(config: EngineConfig) -> bool:
 
 
 def structured_output(config: EngineConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> StructuredOutput | None:
-    """Grammars, where there are a backend and a tokenizer; the backend is not loaded before the first wish."""
+    """Grammars, where there are a backend and a tokenizer; the backend is not loaded before the first spec."""
     if tokenizer is None or not takes_grammars(config):
         return None
 

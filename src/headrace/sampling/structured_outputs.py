@@ -56,7 +56,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return next(k for k in KINDS if getattr(self, k) is not None)
 
     def key(self) -> str:
-        """The same text for the same wish."""
+        """The same text for the same spec."""
         return json.dumps([self.kind, getattr(self, self.kind)], sort_keys=False)
 
 

@@ -23,21 +23,21 @@ _PARTS = re.compile(
 )  # fmt: skip
 
 
-def grammars_of(wish: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> list[str]:
+def grammars_of(spec: StructuredOutputsParams, vocabulary: GrammarVocabulary) -> list[str]:
     """The grammar as llguidance takes it; of two the second is for the case that the first does not compile.
 
-    Raises ValueError, and what its converters raise, on a wish that is none.
+    Raises ValueError, and what its converters raise, on a spec that is none.
     """
-    value = getattr(wish, wish.kind)
-    if wish.kind == "json":
+    value = getattr(spec, spec.kind)
+    if spec.kind == "json":
         return _schema(value)
-    if wish.kind == "json_object":
+    if spec.kind == "json_object":
         return _schema({"type": "object"})
-    if wish.kind == "regex":
+    if spec.kind == "regex":
         return [LLMatcher.grammar_from_regex(value)]
-    if wish.kind == "choice":  # one lexeme: as alternatives of a rule, many choices would be as many items of the parser
+    if spec.kind == "choice":  # one lexeme: as alternatives of a rule, many choices would be as many items of the parser
         return [LLMatcher.grammar_from_regex("|".join(map(_literal, value)))]
-    lark = any_to_lark(value) if wish.kind == "grammar" else _tags(value, vocabulary.special)
+    lark = any_to_lark(value) if spec.kind == "grammar" else _tags(value, vocabulary.special)
     return list(dict.fromkeys(_grammar(lark, vocabulary.added, schemas) for schemas in (True, False)))
 
 

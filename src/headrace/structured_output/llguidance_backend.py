@@ -122,7 +122,7 @@ class Matcher:
 
 
 class LLGuidance:
-    """Compiles wishes for one tokenizer."""
+    """Compiles specs for one tokenizer."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]):
         self.spec = BackendSpec(tokenizer_json, vocab_size, list(eos_token_ids))
@@ -132,15 +132,15 @@ class LLGuidance:
         self._executor: LLExecutor | None = None
         self._parallel = (os.cpu_count() or 1) > 2
 
-    def compile(self, wish: StructuredOutputsParams) -> Matcher:
+    def compile(self, spec: StructuredOutputsParams) -> Matcher:
         """A matcher at the beginning of the output. Raises ParameterError with the backend's reason.
 
         The interpreter lock is free during the construction. Time and memory are not bounded: see trial.py.
         """
-        value = getattr(wish, wish.kind)
+        value = getattr(spec, spec.kind)
         why = ""
         try:
-            for grammar in grammars_of(wish, self._vocabulary):
+            for grammar in grammars_of(spec, self._vocabulary):
                 matcher = LLMatcher(self._vocabulary.engine, grammar, log_level=0, limits=self._limits)
                 why = matcher.get_error().strip() if matcher.is_error() else ""
                 if not why:
@@ -148,8 +148,8 @@ class LLGuidance:
         except Exception as e:  # of the parsers of grammars, which raise many kinds
             why = f"{type(e).__name__}: {e}" if not isinstance(e, ValueError) else str(e)
         if why:
-            raise ParameterError(f"structured_outputs.{wish.kind}", value, f"what can be compiled ({in_words(why, wish.kind)})")
-        json_like = wish.kind in ("json", "json_object", "structural_tag")
+            raise ParameterError(f"structured_outputs.{spec.kind}", value, f"what can be compiled ({in_words(why, spec.kind)})")
+        json_like = spec.kind in ("json", "json_object", "structural_tag")
         return Matcher(matcher, self._digits if json_like else None)
 
     def fill(self, matchers: Sequence[Matcher], bits: np.ndarray) -> None:
@@ -165,9 +165,9 @@ class LLGuidance:
         for matcher, row in zip(matchers, bits, strict=True):
             matcher.finish(row)
 
-    def trial(self, wish: StructuredOutputsParams) -> None:
+    def trial(self, spec: StructuredOutputsParams) -> None:
         """Compile and walk some way: ParameterError if that fails or a mask takes too long."""
-        matcher = self.compile(wish)
+        matcher = self.compile(spec)
         row = np.zeros(-(-self.spec.vocab_size // 32), np.int32)
         for step in range(WALK):
             began = time.thread_time()
@@ -181,8 +181,8 @@ class LLGuidance:
             if why is None and allowed and not matcher.ended and not matcher.accept([allowed[step * 7919 % len(allowed)]]):
                 why = matcher.error
             if why is not None:
-                value = getattr(wish, wish.kind)
-                raise ParameterError(f"structured_outputs.{wish.kind}", value, f"what can be compiled ({why})")
+                value = getattr(spec, spec.kind)
+                raise ParameterError(f"structured_outputs.{spec.kind}", value, f"what can be compiled ({why})")
             if not allowed or matcher.ended:
                 return
 

@@ -1,4 +1,4 @@
-"""Why a wish cannot be had, in words of those who wrote it: the backend's own speak of its insides."""
+"""Why a spec cannot be had, in words of those who wrote it: the backend's own speak of its insides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS = re.compile(r"; following special tokens are available:.*", re.DOTALL)
 
 
 def in_words(why: str, kind: str) -> str:
-    """`kind` is that of the wish. For a grammar the places in it are kept; its lines are the user's."""
+    """`kind` is that of the spec. For a grammar the places in it are kept; its lines are the user's."""
     for words, meaning in _MEANINGS:
         if any(word in why for word in words):
             return meaning

@@ -1,10 +1,10 @@
 """Grammars are tried in a process of their own before the engine compiles them: there, time, memory and a crash cost nothing.
 
 The compiler is fast and bounds most of what it does, but not all: some grammars keep it busy for ever, some (a chain of a
-thousand references) overflow its stack, which ends the process. So each new wish is first compiled, and followed for a few
+thousand references) overflow its stack, which ends the process. So each new spec is first compiled, and followed for a few
 tokens, by a child that can be killed.
 
-    Trial.check(wish) ---- msgpack, length first ----> main(): compile, walk ----> "" or the reason
+    Trial.check(spec) ---- msgpack, length first ----> main(): compile, walk ----> "" or the reason
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ STACK_BYTES = 4 << 20  # half of what the engine's threads have
 
 
 class Trial:
-    """One child, started at the first wish and again after it died. Belongs to one thread."""
+    """One child, started at the first spec and again after it died. Belongs to one thread."""
 
     def __init__(self, spec: Any):
         self._spec = spec  # BackendSpec
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, wish: StructuredOutputsParams) -> None:
-        """Raises ParameterError with the reason why this wish cannot be had."""
+    def check(self, spec: StructuredOutputsParams) -> None:
+        """Raises ParameterError with the reason why this spec cannot be had."""
         if self._child is None:
             self._start()
-        reply = self._ask((SECONDS, wish), WALL_SECONDS)
+        reply = self._ask((SECONDS, spec), WALL_SECONDS)
         if reply is None:
             self.close()
-            raise _refused(wish, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
+            raise _refused(spec, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
         if reply:
-            raise _refused(wish, reply)
+            raise _refused(spec, reply)
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "headrace.structured_output.trial"]
@@ -92,8 +92,8 @@ def read_message(pipe: IO[bytes], kind: Any) -> Any:
     return msgspec.msgpack.decode(data, type=kind) if data else None
 
 
-def _refused(wish: StructuredOutputsParams, why: str) -> ParameterError:
-    return ParameterError(f"structured_outputs.{wish.kind}", getattr(wish, wish.kind), f"what can be compiled ({why})")
+def _refused(spec: StructuredOutputsParams, why: str) -> ParameterError:
+    return ParameterError(f"structured_outputs.{spec.kind}", getattr(spec, spec.kind), f"what can be compiled ({why})")
 
 
 def limit_processor(seconds: int) -> None:
@@ -121,10 +121,10 @@ def main() -> None:
 
     def serve() -> None:
         while (message := read_message(pipe_in, tuple[int, StructuredOutputsParams])) is not None:
-            seconds, wish = message
+            seconds, spec = message
             limit_processor(seconds)
             try:
-                backend.trial(wish)
+                backend.trial(spec)
                 reply = ""
             except ParameterError as e:
                 reply = e.allowed.removeprefix("what can be compiled (").removesuffix(")")
