@@ -18,7 +18,9 @@ import transformers
 from headrace import LLM, SamplingParams
 from headrace.beam_search import BeamSearchParams
 from headrace.cli import main
-from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+from headrace.config import EngineConfig
+from headrace.engine.build import choose_device, resolve
+from headrace.errors import CapacityError, EngineDeadError, HeadraceError, ParameterError
 from headrace.worker.model_runner import StepHandle
 from test_tokenizer_json import write_metaspace_tokenizer
 from tiny_models import write_tiny, write_tokenizer
@@ -341,8 +343,32 @@ def test_nan_logits_fail_their_request_alone(llm):
     want = llm.generate([[5, 6, 7]], good, use_tqdm=False)[0].outputs[0].token_ids
     bad = SamplingParams(max_tokens=6, logits_processors=[poison], **GREEDY)
     outputs = llm.generate([[5, 6, 7], [5, 6, 7]], [bad, good], use_tqdm=False)
-    assert outputs[0].outputs[0].finish_reason == "error" and "NaN" in outputs[0].outputs[0].error
+    assert outputs[0].outputs[0].finish_reason == "error" and outputs[0].outputs[0].error.endswith("NaN logits for this request")
     assert outputs[1].outputs[0].token_ids == want
+    bad.allowed_token_ids = [5, 6, 7]
+    assert "or its limits left no token" in llm.generate([[5, 6, 7]], bad, use_tqdm=False)[0].outputs[0].error
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_device_is_the_best_there_is_or_the_one_that_is_named(there, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type == ("cuda" if there else "cpu")
+    if there:
+        assert choose_device("cuda").type == "cuda"
+    else:
+        with pytest.raises(ParameterError, match="finds no CUDA device"):
+            choose_device("cuda")
+
+
+def test_a_cache_of_few_blocks_is_one_and_of_one_token_is_none(llm):
+    def limits(num_kv_blocks, block_size):
+        config = EngineConfig(model="m", num_kv_blocks=num_kv_blocks, block_size=block_size)
+        return resolve(config, llm.engine.model, torch.device("cpu"))
+
+    assert limits(1, 16).num_blocks == 1 and limits(2, 1).num_blocks == 2
+    with pytest.raises(CapacityError, match="hold no sequence"):
+        limits(1, 1)
 
 
 NOWHERE = 450  # a row of the model that has no token
