@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,10 @@ if not torch.cuda.is_available():
     import triton_interpreter
 
     triton_interpreter.mend()
+
+# a shell starts what it puts into the background deaf to Ctrl-C, and all that the tests start would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
