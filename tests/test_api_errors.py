@@ -15,7 +15,8 @@ from headrace.api.structured import Structure, renamed
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics
-from headrace.model.tokenizer import Tokenizer, TokenizerExtras
+from headrace.model.formats.tokenizer_file import TokenizerExtras
+from headrace.model.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {

@@ -18,11 +18,11 @@ from hypothesis import example, given, settings
 import loader_files as files
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError
-from headrace.model.blocks import decode_rows
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
-from headrace.model.gguf import read_gguf
-from headrace.model.gguf_model import hf_config, hf_tensors
+from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.gguf import read_gguf
+from headrace.model.formats.gguf_model import hf_config, hf_tensors
 from headrace.model.loader import load_model
 
 ENCODINGS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K",

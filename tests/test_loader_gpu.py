@@ -12,13 +12,13 @@ import torch
 
 import loader_files as files
 from headrace.config import EngineConfig
-from headrace.model.blocks import decode_rows
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
-from headrace.model.gguf import _ENCODINGS
+from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.gguf import _ENCODINGS
+from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.linear import Weight
 from headrace.model.loader import load_model
-from headrace.model.tensor_file import TensorEntry
 
 pytestmark = pytest.mark.gpu
 

@@ -18,9 +18,9 @@ from headrace.config import EngineConfig
 from headrace.errors import CheckpointError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
+from headrace.model.formats.safetensors_file import INDEX_NAME, find_tensors, read_header
 from headrace.model.linear import Weight
 from headrace.model.loader import load_model
-from headrace.model.safetensors_file import INDEX_NAME, find_tensors, read_header
 from tiny_models import TINY, write_tiny
 
 CPU = torch.device("cpu")

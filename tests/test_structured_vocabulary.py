@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from headrace.conversation.answer import special_id
 from headrace.conversation.tool_grammar import forced_calls, free_calls
+from headrace.model.formats.tokenizer_file import TokenizerExtras
 from headrace.model.tokenizer import Tokenizer as OurTokenizer
-from headrace.model.tokenizer import TokenizerExtras
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.llguidance_backend import LLGuidance, Matcher
 from headrace.structured_output.vocabulary import GrammarVocabulary

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from tokenizers import pre_tokenizers
 
 from headrace.errors import CheckpointError
-from headrace.model.gguf_tokenizer import _PRE
+from headrace.model.formats.gguf_tokenizer import _PRE
 from headrace.model.tokenizer import Tokenizer
 from tiny_models import write_tokenizer
 

@@ -88,7 +88,7 @@ class LLM:
     def _end_token_ids(self) -> tuple[int, ...]:
         """All that end a text: what the files name, and what the chat template writes behind an answer."""
         assert self.engine is not None
-        named = self.engine.checkpoint.end_token_ids(self.tokenizer)
+        named = self.engine.checkpoint.end_token_ids(self.tokenizer.end_token_ids if self.tokenizer is not None else ())
         if self.tokenizer is None:
             return named
         from headrace.conversation.turn_end import end_token_ids  # renders templates: no import where there is no text

@@ -63,7 +63,7 @@ class EngineClient:
         self.generation_defaults = dict(self.checkpoint.generation_defaults)
         model_config = model_config_from_hf(self.checkpoint.config)
         check_options(config, self.checkpoint, model_config)
-        self.model_config = replace(model_config, eos_token_ids=self.checkpoint.end_token_ids(self.tokenizer))
+        self.model_config = replace(model_config, eos_token_ids=self.checkpoint.end_token_ids(self.tokenizer.end_token_ids))
         self.info: Ready | None = None
         self.stats = CoreStats()  # of the present core
         self.restarts = self.num_poisonous = 0

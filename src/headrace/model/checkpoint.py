@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
 from headrace.errors import CheckpointError, ParameterError
 from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
-from headrace.model.gguf import GgufFile, read_gguf
-from headrace.model.gguf_model import end_token_ids, hf_config, hf_tensors
-from headrace.model.safetensors_file import find_tensors, read_json
-from headrace.model.tensor_file import TensorEntry
-
-if TYPE_CHECKING:
-    from headrace.model.tokenizer import Tokenizer
+from headrace.model.formats.gguf import GgufFile, read_gguf
+from headrace.model.formats.gguf_model import end_token_ids, hf_config, hf_tensors
+from headrace.model.formats.safetensors_file import find_tensors, read_json
+from headrace.model.formats.tensor_file import TensorEntry
 
 # Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -47,9 +44,9 @@ class Checkpoint:
     tokenizer_path: Path | None = None  # a directory or .gguf file; None: `path`
     gguf: GgufFile | None = field(default=None, repr=False)
 
-    def end_token_ids(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    def end_token_ids(self, of_tokenizer: Sequence[int]) -> tuple[int, ...]:
         """What the files name as the end of a text: each may be silent, or name only what ended the base model's texts."""
-        return tuple(dict.fromkeys([*self.eos_token_ids, *(tokenizer.end_token_ids if tokenizer is not None else ())]))
+        return tuple(dict.fromkeys([*self.eos_token_ids, *of_tokenizer]))
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Where each tensor lies, by Hugging Face name. Raises CheckpointError for broken headers or missing shards."""

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.model.blocks import decode_rows
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
-from headrace.model.tensor_file import TensorEntry
+from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.weight_names import IGNORED_SUFFIXES, WeightSpec
 
 _CPU_CHUNK = 1 << 18  # bytes: with what it decodes to, it stays in a core's cache

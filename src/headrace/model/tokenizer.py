@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +11,16 @@ import numpy as np
 import tokenizers
 
 from headrace.errors import CheckpointError, ParameterError
-from headrace.model.safetensors_file import read_json, refuse_lfs_pointer
+from headrace.model.formats.gguf import read_gguf
+from headrace.model.formats.gguf_tokenizer import tokenizer_parts
+from headrace.model.formats.safetensors_file import read_json, refuse_lfs_pointer
+from headrace.model.formats.tokenizer_file import TokenizerExtras, build_backend
 
 if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _ENDS = ("eos_token", "eot_token", "eom_token")  # of a text, a turn, a message that is not the turn's last
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerExtras:
-    """What belongs to a tokenizer besides its model.
-
-    `prefix` and `suffix` are the special tokens put around a text; None leaves that to the backend's post-processor.
-    """
-
-    roles: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, eot_token ... -> text
-    chat_templates: Mapping[str, str] = field(default_factory=dict)  # by name; the usual one is "default"
-    prefix: tuple[int, ...] | None = None
-    suffix: tuple[int, ...] = ()
-    unused: frozenset[int] = frozenset()  # ids that the vocabulary only pads itself with
 
 
 class Tokenizer:
@@ -72,8 +60,6 @@ class Tokenizer:
         path = checkpoint.tokenizer_path or checkpoint.path
         if path.is_dir():
             return cls.from_directory(path)
-        from headrace.model.gguf import read_gguf
-
         gguf = checkpoint.gguf if checkpoint.gguf is not None and checkpoint.gguf.path == path else read_gguf(path)
         return cls.from_gguf_metadata(path, gguf.metadata)
 
@@ -101,8 +87,6 @@ class Tokenizer:
     @classmethod
     def from_gguf_metadata(cls, path: Path, metadata: dict[str, Any]) -> Tokenizer:
         """From the metadata of the GGUF file `path`. Raises CheckpointError for a kind of tokenizer that is unknown."""
-        from headrace.model.gguf_tokenizer import tokenizer_parts
-
         return cls(*tokenizer_parts(path, metadata))
 
     @property
@@ -189,16 +173,6 @@ class Tokenizer:
     def token_to_text(self, token_id: int) -> str:
         """token_bytes as text; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
-
-def build_backend(path: Path, build) -> tokenizers.Tokenizer:
-    """`build()`, its errors as CheckpointError. The library reports some faults by a Rust panic, a BaseException."""
-    try:
-        return build()
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError | CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -15,7 +15,8 @@ from typing import Any
 import tokenizers
 from llguidance import LLTokenizer
 
-from headrace.model.tokenizer import Tokenizer, TokenizerExtras
+from headrace.model.formats.tokenizer_file import TokenizerExtras
+from headrace.model.tokenizer import Tokenizer
 
 
 class GrammarVocabulary:

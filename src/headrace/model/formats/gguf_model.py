@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.gguf import GgufFile
-from headrace.model.tensor_file import TensorEntry
+from headrace.model.formats.gguf import GgufFile
+from headrace.model.formats.tensor_file import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.safetensors_file import refuse_lfs_pointer
-from headrace.model.tensor_file import Encoding, TensorEntry, num_elements
+from headrace.model.formats.safetensors_file import refuse_lfs_pointer
+from headrace.model.formats.tensor_file import Encoding, TensorEntry, num_elements
 
 _STRING, _ARRAY = 8, 9  # value types
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes

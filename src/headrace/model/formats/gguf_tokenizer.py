@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from headrace.errors import CheckpointError
-from headrace.model.tokenizer import TokenizerExtras, build_backend
+from headrace.model.formats.tokenizer_file import TokenizerExtras, build_backend
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # ggml's token types
 

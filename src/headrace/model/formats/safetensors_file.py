@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.tensor_file import Encoding, TensorEntry, num_elements
+from headrace.model.formats.tensor_file import Encoding, TensorEntry, num_elements
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format's own library
 INDEX_NAME = "model.safetensors.index.json"

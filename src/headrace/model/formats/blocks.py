@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headrace.model.tensor_file import TensorEntry
+from headrace.model.formats.tensor_file import TensorEntry
 
 Decoder = Callable[[Tensor], Tensor]
 
