@@ -3,6 +3,7 @@
 # make test         own venv, install, lint, types, all tests
 # make test-gpu     the tests that need a card, on a machine that has one
 # make bench-gpu    the benchmarks of the README on a card
+# make read         the files in the order in which to read them, with their lines
 # make conformance  all judges of the HTTP surface, real tokenizers, a real model (fetched when it runs); `make test` runs the quick ones
 # make mutation     changes one place of the source at a time: do the tests notice? (an hour on two cores)
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
-.PHONY: run generate test lint test-gpu bench-gpu conformance mutation clean
+.PHONY: run generate read test lint test-gpu bench-gpu conformance mutation clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +39,9 @@ run: $(VENV)/.run
 
 generate: $(VENV)/.run
 	$(BIN)/headrace generate --chat --prompt "Explain what a river is in one sentence." --max-tokens 64 --show-stats
+
+read:
+	@$(PYTHON) docs/reading_order.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -1,0 +1,52 @@
+"""The files in the order in which to read them, with their lines: `make read`.
+
+CORE is the way of a request from `LLM.generate` through scheduler, runner, decoder and sampler and back to its text: what must
+be read to understand the engine. CHAT is that of one chat request over HTTP, from the route to the kernel that reads its keys
+and back to the last event. Whatever is in neither is a wing: it attaches at one place and can be read alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SRC = Path(__file__).resolve().parent.parent / "src" / "headrace"
+
+CORE = """
+llm.py  text/inputs.py  sampling/params.py
+engine/sharing.py  engine/messages.py  engine/core.py  engine/outputs.py
+scheduler/request.py  scheduler/plan.py  scheduler/config.py  scheduler/scheduler.py  scheduler/block_manager.py
+scheduler/decode_batch.py  scheduler/admission.py
+cache/block_pool.py  cache/radix_tree.py  cache/kv_cache.py
+engine/build.py  worker/model_runner.py  worker/batch_state.py  worker/staging.py
+model/config.py  model/families.py  model/batch.py  model/forward.py  model/attention.py  model/decoder.py  model/linear.py
+model/mlp.py  model/rope.py  attention/torch_backend.py
+worker/sampling.py  sampling/sampler.py  sampling/philox.py
+text/output.py  text/detokenizer.py
+"""
+
+CHAT = """
+api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  api/chat_prompt.py  conversation/template.py
+api/generation.py  engine/client.py  engine/messages.py  engine/core.py
+scheduler/request.py  scheduler/plan.py  scheduler/scheduler.py  scheduler/block_manager.py
+worker/model_runner.py  worker/batch_state.py  model/decoder.py  attention/triton_backend.py  kernels/attention_decode.py
+worker/sampling.py  engine/streams.py  text/output.py  conversation/answer.py  api/sse.py
+"""
+
+
+def num_lines(name: str) -> int:
+    return len((SRC / name).read_text().splitlines())
+
+
+def main() -> None:
+    for title, listed in (("core path", CORE), ("one chat request", CHAT)):
+        names = listed.split()
+        print(f"{title}: {sum(map(num_lines, names))} lines in {len(names)} files")
+        for name in names:
+            print(f"{num_lines(name):6}  {name}")
+    lines = {str(path.relative_to(SRC)): num_lines(str(path)) for path in SRC.rglob("*.py")}
+    longest = max(lines, key=lambda name: lines[name])
+    print(f"src/headrace: {sum(lines.values())} lines in {len(lines)} files; the longest is {longest}, {lines[longest]}")
+
+
+if __name__ == "__main__":
+    main()
