@@ -53,9 +53,8 @@ class Scheduler:
         self._blocks = BlockManager(limits)
         self.pool, self.tree, self._admission = self._blocks.pool, self._blocks.tree, self._blocks.admission
         self.live, self.stats = self._blocks.live, self._blocks.stats  # by id: all requests that are not finished
-        self._prefill_budget: PrefillBudget | None = None
-        if limits.max_itl is not None:
-            self._prefill_budget = PrefillBudget(limits.max_itl, limits.block_size, limits.max_num_batched_tokens)
+        bound, most = limits.max_itl, limits.max_num_batched_tokens
+        self._prefill_budget = None if bound is None else PrefillBudget(bound, limits.block_size, most)
         self._flight: dict[int, Scheduled] = {}  # by number: not settled
         self._num_steps = self._num_added = 0
 
