@@ -9,9 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from api_client import Api, error_of, joined
-from fake_engine import BOS, EOS, FakeEngine, random_text
+from fake_engine import BOS, EOS, ByteTokenizer, FakeEngine, random_text
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
+from test_text_stream import begins_by_definition
 from test_tokenizer_json import write_metaspace_tokenizer
 
 PATH = "/v1/completions"
@@ -165,21 +166,31 @@ def test_offsets_point_into_the_text(api):
 
 
 class WordEngine(FakeEngine):
-    """Samples the ids that it is given, of a SentencePiece-like tokenizer."""
+    """Samples the ids that it is given."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer | ByteTokenizer):
         super().__init__(tokenizer=tokenizer)  # type: ignore[arg-type]
         self.model_config = dataclasses.replace(self.model_config, vocab_size=tokenizer.vocab_size)
         self.ids: list[int] = []
 
     def sample(self, prompt_ids, params):
-        return self.ids[: params.max_tokens], "length", None
+        for n, token in enumerate(self.ids, 1):
+            if token in (params.stop_token_ids or ()):
+                return self.ids[:n], "stop", token
+        return self.ids, "length", None
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     path = write_metaspace_tokenizer(tmp_path_factory.mktemp("words") / "tokenizer")
     api = Api(WordEngine(Tokenizer.from_directory(path)))
+    yield api
+    api.close()
+
+
+@pytest.fixture(scope="module")
+def bytes_api():
+    api = Api(WordEngine(ByteTokenizer()))
     yield api
     api.close()
 
@@ -213,6 +224,46 @@ def test_tokens_and_offsets_are_those_of_the_text_that_is_sent(words, prompt, da
         assert top is None or token in top
         if "\ufffd" not in token:  # a part of a character
             assert text[start:end] == token or (token in tokenizer.special_texts and start == end)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), echo=st.booleans(), include=st.booleans(), stop=st.sampled_from([None, "l", "\ufffd", "o w"]))
+@pytest.mark.parametrize("kind", ["bytes", "byte fallback"])
+@pytest.mark.parametrize("path", [PATH, "/generate"])
+def test_offsets_behind_what_is_no_utf8(bytes_api, words, path, kind, data, echo, include, stop):
+    """Streamed as in whole: no offset is sent before its token's place in the text is certain, and the text before it is."""
+    api = words if kind == "byte fallback" else bytes_api
+    tokenizer = api.engine.tokenizer
+    some_bytes = b"\xf0\x9f\x98\x80\xe6\x97\xa5\xed\xa0\xff l"
+    id_of = {byte: i for i, byte in tokenizer.byte_fallback.items()} or range(256)
+    some_id = st.one_of(st.integers(0, tokenizer.vocab_size - 1), st.sampled_from([id_of[b] for b in some_bytes]))
+    prompt, ids = data.draw(st.lists(some_id, min_size=1, max_size=6)), data.draw(st.lists(some_id, min_size=1, max_size=12))
+    ends = data.draw(st.sampled_from([None, ids[-1:]]))
+    api.engine.ids = ids
+    body = {
+        "prompt": prompt, "max_tokens": len(ids), "logprobs": 0, "stop": stop, "stop_token_ids": ends, "add_special_tokens": False,
+        "include_stop_str_in_output": include, "return_token_ids": True, "echo": echo,
+    }  # fmt: skip
+    if path == "/generate":
+        echo = False
+        body = {k: v for k, v in body.items() if k not in ("echo", "return_token_ids")}
+    whole = api.ok(path, body)
+    choice = (whole.get("choices") or whole["outputs"])[0]
+    text, made, offsets = choice["text"], choice["token_ids"], choice["logprobs"]["text_offset"]
+    shown = made[: len(made) - (isinstance(choice.get("stop_reason"), int) and not include)]
+    before, begins = begins_by_definition(tokenizer, prompt, True), begins_by_definition(tokenizer, prompt + shown, True)
+    start = before[-1] * echo
+    right = before[:-1] * echo + [start + n - begins[len(prompt)] for n in begins[len(prompt) :]]
+    assert offsets == [min(n, len(text)) for n in right][: len(made) + echo * len(prompt)]
+
+    sent, streamed, together = 0, [], []
+    for event in api.events(path, {**body, "stream": True}):
+        for part in event.get("choices") or [event] * ("text" in event):
+            sent += len(part["text"])
+            streamed += part["logprobs"]["text_offset"]
+            together.append(len(part["token_ids"]) == len(part["logprobs"]["tokens"]) - len(prompt) * echo * (not together))
+            assert all(offset <= sent for offset in streamed)
+    assert streamed == offsets and all(together)
 
 
 def test_the_first_word_of_an_echoed_prompt(words):

@@ -112,7 +112,7 @@ names = st.sampled_from(sorted(TOKENIZERS))
 
 
 @st.composite
-def tokenizer_and_ids(draw):
+def tokenizer_and_ids(draw, names=names):
     """Any ids at all, bytes more often than not, or the ids of a text, perhaps cut in the middle of a character."""
     tokenizer = TOKENIZERS[draw(names)]
     if draw(st.booleans()):
@@ -164,18 +164,80 @@ def test_behind_a_prompt_the_text_is_what_it_adds_to_the_prompts(case, data, ski
     pieces, places = [], []
     for part in split(data.draw, output):
         pieces.append(stream.push(part).text)
-        places += [offsets.push(i)[0] for i in part]
+        for i in part:
+            places += [place for place, _ in offsets.push(i)]
     text = "".join([*pieces, stream.finish()])
+    places += [place for place, _ in offsets.finish()]
     before, whole = (tokenizer.decode(some, skip_special_tokens=skip) for some in (prompt, ids))
     if whole.startswith(before):
         assert text == whole[len(before) :]
-    if not any(i in tokenizer.byte_fallback for i in ids):  # a blank as a byte may be stripped
-        assert places == sorted(places) and all(0 <= place <= len(text) for place in places)
+    assert len(places) == len(output) and offsets.num_out == len(text)
+    assert places == sorted(places) and all(0 <= place <= len(text) for place in places)
     for n, place in enumerate(places):
         known = tokenizer.decode(ids[: cut + n], skip_special_tokens=skip)
         in_run = any(i in tokenizer.byte_fallback for i in ids[: cut + n + 1])
         if whole.startswith(before) and whole.startswith(known) and not in_run:  # what a run of bytes is, its end decides
             assert place == len(known) - len(before)
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        return data.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def begins_by_definition(tokenizer, ids, skip: bool) -> list[int]:
+    """Where each token begins in decode(ids), and where the last one ends; of a byte-level tokenizer or a Llama-like one.
+
+    A token has the characters that begin in it. Where bytes are no UTF-8, a byte-level text has a replacement character for
+    each longest part of a character, and a run of byte tokens, as a whole, one for each byte.
+    """
+    dropped = [skip and i in tokenizer.special_ids for i in ids]
+    if tokenizer.byte_level:
+        data = [b"" if d else tokenizer.token_bytes(i) for i, d in zip(ids, dropped, strict=True)]
+        return [len(b"".join(data[:n]).decode("utf-8", "replace")) for n in range(len(ids) + 1)]
+    begins, text, run = [0], "", b""
+    for n, (i, drop) in enumerate(zip(ids, dropped, strict=True)):
+        if not drop and i in tokenizer.byte_fallback:
+            if not run:
+                whole = itertools.takewhile(lambda k: dropped[k] or ids[k] in tokenizer.byte_fallback, range(n, len(ids)))
+                valid, before = is_utf8(bytes(tokenizer.byte_fallback[ids[k]] for k in whole if not dropped[k])), text
+            run += bytes([tokenizer.byte_fallback[i]])
+            text = before + (run.decode("utf-8", "replace") if valid else "�" * len(run))
+        elif not drop:
+            text, run = text + tokenizer.backend.id_to_token(i).replace("▁", " "), b""
+        begins.append(len(text))
+    return [max(0, begin - text.startswith(" ")) for begin in begins]
+
+
+@settings(max_examples=600, deadline=None)
+@given(tokenizer_and_ids(st.sampled_from(["byte_level", "llama"])), st.data(), st.booleans())
+def test_a_token_begins_where_its_characters_do_whatever_the_bytes_are(case, data, skip):
+    """Also what never becomes a character: parts of one, runs that turn out invalid, the incomplete end."""
+    tokenizer, ids = case
+    cut = data.draw(st.integers(0, len(ids)))
+    begins, whole = begins_by_definition(tokenizer, ids, skip), tokenizer.decode(ids, skip_special_tokens=skip)
+    assert begins[-1] == len(whole)
+    stream, offsets = TextStream(tokenizer, [], False, skip, ids[:cut]), TextOffsets(tokenizer, skip, ids[:cut])
+    text, places = "", []
+    for i in ids[cut:]:
+        text += stream.push([i]).text
+        places += [place for place, _ in offsets.push(i)]
+        assert offsets.num_out == len(text)
+    text += stream.finish()
+    places += [place for place, _ in offsets.finish()]
+    assert text == whole[begins[cut] :]
+    assert places == [begin - begins[cut] for begin in begins[cut:-1]]
+
+
+def test_offsets_in_a_run_that_is_longer_than_what_is_held():
+    tokenizer = TOKENIZERS["llama"]
+    for text in ("日本" * 40, " " + "é🙂" * 30):
+        ids = [tokenizer.id_of_byte(byte) for byte in text.encode()]
+        offsets = TextOffsets(tokenizer, True)
+        places = [place for i in ids for place, _ in offsets.push(i)] + [place for place, _ in offsets.finish()]
+        assert places == begins_by_definition(tokenizer, ids, True)[:-1]
 
 
 BEHIND = {  # prompt, output -> text: the characters that begin in the output

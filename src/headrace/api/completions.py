@@ -110,6 +110,7 @@ class CompletionChoice:
         self.echo, self.spans, self.with_echo = echo, spans, bool(body.echo)
         self.with_ids = bool(body.return_token_ids)
         self.begun = False
+        self.num_sent = 0  # characters
         self.form = answer.logprob_format(params)
         self.logprobs = CompletionLogprobs(self.form, () if body.echo else prompt_ids) if body.logprobs is not None else None
         self.texts: list[str] = []
@@ -128,8 +129,8 @@ class CompletionChoice:
                 return b""
             return b"data: " + self.open + encode(text) + b',"logprobs":null,"finish_reason":null}]}\n\n'
         if not self.scoring:
-            if self.logprobs is not None and delta.logprobs:
-                self.logprobs.add(delta.logprobs)
+            if self.logprobs is not None:
+                self.logprobs.add(delta)
             self.ids.extend(delta.token_ids)
         if reason is not None:
             self.finish = ("length" if self.scoring else reason, delta.stop_reason)
@@ -150,12 +151,18 @@ class CompletionChoice:
 
     def _fields(self, text: str) -> bytes:
         reason, stop_reason = self.finish
-        fields: dict[str, Any] = {"logprobs": self.logprobs.take() if self.logprobs is not None else None}
+        fields: dict[str, Any] = {"logprobs": None}
+        num_waiting = 0  # the ids of a chunk are those of its logprobs
+        self.num_sent += len(text)
+        if self.logprobs is not None:
+            fields["logprobs"] = self.logprobs.take(self.num_sent, whole=reason is not None)
+            num_waiting = self.logprobs.num_waiting
         fields["finish_reason"] = reason
         if stop_reason is not None:
             fields["stop_reason"] = stop_reason
         if self.with_ids:
-            fields["token_ids"], self.ids = self.ids, []
+            count = len(self.ids) - num_waiting
+            fields["token_ids"], self.ids = self.ids[:count], self.ids[count:]
             if self.prompt_ids:  # once
                 fields["prompt_token_ids"], self.prompt_ids = self.prompt_ids.tolist(), array("i")
         if self.answer.body.prompt_logprobs is not None and self.sample.text.prompt_logprobs is not None:

@@ -65,14 +65,15 @@ class GenerateOutput:
         self.index, self.streaming = index, bool(body.stream)
         self.texts: list[str] = []
         self.ids: list[int] = []
+        self.num_sent = 0  # characters
         self.finish: tuple[str | None, int | str | None] = (None, None)
         form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
         self.logprobs = CompletionLogprobs(form, prompt_ids) if body.logprobs is not None else None
 
     def push(self, delta: Delta) -> bytes:
         self.ids.extend(delta.token_ids)
-        if self.logprobs is not None and delta.logprobs:
-            self.logprobs.add(delta.logprobs)
+        if self.logprobs is not None:
+            self.logprobs.add(delta)
         if delta.finish_reason is not None:
             self.finish = (delta.finish_reason, delta.stop_reason)
         if self.streaming:
@@ -81,10 +82,14 @@ class GenerateOutput:
         return b""
 
     def fields(self, text: str) -> dict[str, Any]:
-        ids, self.ids = self.ids, []
-        fields = {"index": self.index, "text": text, "token_ids": ids, "finish_reason": self.finish[0]}
+        fields: dict[str, Any] = {"index": self.index, "text": text, "token_ids": self.ids, "finish_reason": self.finish[0]}
         if self.finish[1] is not None:
             fields["stop_reason"] = self.finish[1]
+        num_waiting = 0  # the ids of an event are those of its logprobs
+        self.num_sent += len(text)
         if self.logprobs is not None:
-            fields["logprobs"] = self.logprobs.take()
+            fields["logprobs"] = self.logprobs.take(self.num_sent, whole=self.finish[0] is not None)
+            num_waiting = self.logprobs.num_waiting
+        count = len(self.ids) - num_waiting
+        fields["token_ids"], self.ids = self.ids[:count], self.ids[count:]
         return fields

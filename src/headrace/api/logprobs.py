@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.text.detokenizer import TextOffsets
-from headrace.text.output import Logprob
+from headrace.text.detokenizer import Place, TextOffsets
+from headrace.text.output import Delta, Logprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -40,18 +42,32 @@ class CompletionLogprobs:
     def __init__(self, form: LogprobFormat, prompt_ids: Sequence[int] = ()):
         self.form = form
         self._text = TextOffsets(form.tokenizer, form.skip_special_tokens, prompt_ids)
-        self._clear()
-
-    def _clear(self) -> None:
+        self._unplaced: deque[Entry] = deque()
         self._tokens: list[str] = []
         self._values: list[float | None] = []
         self._tops: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
 
-    def add(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
+    @property
+    def num_waiting(self) -> int:
+        """Tokens that have not been taken."""
+        return len(self._offsets) + len(self._unplaced)
+
+    def add(self, delta: Delta) -> None:
+        entries = delta.logprobs or []
+        num_shown = len(entries) - delta.hides_last
+        for entry in entries[:num_shown]:
+            self._unplaced.append(entry)
             actual = next(iter(entry))
-            self._append(entry, *self._text.push(actual, self.form.tokenizer.token_to_text(actual)))
+            self._place(self._text.push(actual, self.form.tokenizer.token_to_text(actual)))
+        if delta.finish_reason is not None:
+            self._place(self._text.finish())
+        for entry in entries[num_shown:]:
+            self._append(entry, self._text.num_out, False)
+
+    def _place(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self._append(self._unplaced.popleft(), *place)
 
     def add_prompt(self, ids: Sequence[int], entries: Sequence[Entry | None], text: str, spans: Sequence[Span] | None) -> None:
         """The tokens of an echoed prompt, sent as `text`; the first has no logprob. `spans`: where they lie in it; None if
@@ -59,11 +75,13 @@ class CompletionLogprobs:
         form = self.form
         written = [form.tokenizer.token_to_text(i) for i in ids]
         if spans is None:
-            places = [self._text.push(i, w) for i, w in zip(ids, written, strict=True)]
+            pairs = zip(ids, written, strict=True)
+            places = [place for i, w in pairs for place in self._text.push(i, w)] + self._text.finish()
         else:
             places = _places(text, written, spans)
-        for token_id, entry, place in zip(ids, entries, places, strict=False):
-            self._append({token_id: Logprob(0.0, None, None)} if entry is None else entry, *place)
+        for token_id, entry, (offset, bare) in zip(ids, entries, places, strict=False):
+            shown = {token_id: Logprob(0.0, None, None)} if entry is None else entry
+            self._append(shown, min(offset, len(text)), bare)
             if entry is None:
                 self._values[-1] = self._tops[-1] = None
         self._text = TextOffsets(form.tokenizer, form.skip_special_tokens, ids)
@@ -80,21 +98,26 @@ class CompletionLogprobs:
         self._tops.append(dict(sorted(top.items(), key=lambda item: -item[1])))
         self._offsets.append(offset)
 
-    def take(self) -> dict[str, list[Any]]:
-        taken: dict[str, list[Any]] = {
-            "tokens": self._tokens, "token_logprobs": self._values, "top_logprobs": self._tops,
-            "text_offset": self._offsets,
+    def take(self, length: int, *, whole: bool) -> dict[str, list[Any]]:
+        """Of the tokens that begin in the text that has been sent, `length` characters. Of all if that is the `whole` text:
+        what begins behind its end was cut off with a stop string."""
+        count = len(self._offsets) if whole else bisect_right(self._offsets, length)
+        columns: dict[str, list[Any]] = {
+            "tokens": self._tokens, "token_logprobs": self._values, "top_logprobs": self._tops, "text_offset": self._offsets,
         }  # fmt: skip
-        self._clear()
+        taken = {name: column[:count] for name, column in columns.items()}
+        taken["text_offset"] = [min(offset, length) for offset in taken["text_offset"]]
+        for column in columns.values():
+            del column[:count]
         return taken
 
 
-def _places(text: str, written: Sequence[str], spans: Sequence[Span]) -> list[tuple[int, bool]]:
-    """Of each token of `text`, as TextOffsets has it: its offset, and whether it lacks its space there."""
+def _places(text: str, written: Sequence[str], spans: Sequence[Span]) -> list[Place]:
+    """Of each token of `text`, as TextOffsets has it."""
     offsets, end = [], 0
     for token, (start, stop) in zip(written, spans, strict=True):
         # one that is a part of a character begins where it ends, and the offsets of some tokenizers leave out spaces
-        offsets.append(start if text.startswith(token, start) else end)
+        offsets.append(start if start >= end and text.startswith(token, start) else end)
         if token != " " or text.startswith(" ", start):  # else it is only what the tokenizer puts before a text
             end = max(end, stop)
     stops = [*offsets[1:], len(text)]

@@ -11,6 +11,9 @@ MAX_BYTE_RUN = 64  # byte-fallback tokens held at most before what is whole of t
 MAX_OPEN = 8  # tokens that may wait for the end of a character in a decoder of an unknown kind
 
 
+Place = tuple[int, bool]  # of a token in a text: its offset, and whether the text lacks the space that it is written with
+
+
 class TextTokenizer(Protocol):
     """What a detokenizer needs to know of a tokenizer."""
 
@@ -26,30 +29,27 @@ class TextTokenizer(Protocol):
 class ByteDetokenizer:
     """For tokenizers whose tokens are bytes (byte-level BPE): one incremental UTF-8 decoder."""
 
+    num_run, run_begins = 0, (0,)  # as WindowDetokenizer: what a byte is, those before it decide
+
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()):
         self._bytes_of = tokenizer.token_bytes
         self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in _tail(prompt_ids, self._skip, MAX_OPEN):
             self._decoder.decode(self._bytes_of(token_id))
-        self._begun = self._is_open  # the prompt's last character is not whole: what comes of it stands in the prompt
-
-    @property
-    def _is_open(self) -> bool:
-        return bool(self._decoder.getstate()[0])
+        self._begun = _num_open(self._decoder)  # the prompt's end is not whole: what comes of it stands in the prompt
 
     @property
     def num_open(self) -> int:
         """Characters that have begun and are not out."""
-        return int(self._is_open and not self._begun)
+        return _num_open(self._decoder) - self._begun
 
     def push(self, token_id: int) -> str:
         return "" if token_id in self._skip else self._own(self._decoder.decode(self._bytes_of(token_id)))
 
     def _own(self, text: str) -> str:
         if text and self._begun:
-            self._begun = False
-            return text[1:]
+            text, self._begun = text[self._begun :], 0
         return text
 
     def finish(self) -> str:
@@ -79,6 +79,7 @@ class WindowDetokenizer:
         self._num_held = 0  # characters of those before the run
         self._run = bytearray()  # bytes of the run that `_pending` ends with
         self._long_run: codecs.IncrementalDecoder | None = None  # set while in a run that was released
+        self.run_begins: Sequence[int] = (0,)  # of the last run that ended: characters that begin before its nth byte
 
     def _context_of(self, tail: list[int]) -> list[int]:
         """The end of it: back to a token that has a text and is not of a run of bytes."""
@@ -89,8 +90,13 @@ class WindowDetokenizer:
 
     @property
     def num_open(self) -> int:
-        """Characters that have begun and are not out."""
-        return self._num_held + _num_begun(self._run)
+        """Characters that have begun and are not out, before the run."""
+        return self._num_held + (0 if self._long_run is None else _num_open(self._long_run))
+
+    @property
+    def num_run(self) -> int:
+        """Bytes of the run that has not ended: only its end decides what characters they are."""
+        return len(self._run)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
@@ -102,8 +108,7 @@ class WindowDetokenizer:
         if byte is not None:
             return self._push_byte(token_id, byte)
         head = self._end_long_run()
-        self._end_prompt_run(self._run)
-        self._run.clear()
+        self._end_run()
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         if text.endswith("�") and len(self._pending) < MAX_OPEN:
@@ -128,16 +133,21 @@ class WindowDetokenizer:
         self._context, self._pending, self._num_held = context, [], 0
         self._shown = len(self._decode(context))
 
-    def _end_prompt_run(self, run: bytes | bytearray) -> None:
-        """`_pending` is `run` and goes on with one that the prompt ends with: let `_shown` be what is the prompt's."""
-        if self._prompt_run and run:
-            try:
-                (self._prompt_run + run).decode()
-                num_own = _num_begun(run)
-            except UnicodeDecodeError:
-                num_own = len(run)
-            self._shown = len(self._decode(self._context + self._pending[: len(run)])) - num_own
+    def _end_run(self, tail: int = 0) -> None:
+        """`_pending` ends with a run to be decoded, all but its `tail` bytes. If it goes on with one that the prompt ends
+        with, let `_shown` be what is the prompt's."""
+        if size := len(self._run) - tail:
+            valid = _is_utf8(self._prompt_run + self._run[:size])
+            begins = [0, *itertools.accumulate(byte & 0xC0 != 0x80 or not valid for byte in self._run)]
+            if self._prompt_run or not self._shown:
+                length = len(self._decode(self._context + self._pending[: len(self._pending) - tail]))
+                if self._prompt_run:
+                    self._shown = length - begins[size]
+                lost = self._shown + self._num_held + begins[size] - length  # a blank that a text does not begin with
+                begins = [max(0, count - lost) for count in begins]
+            self.run_begins = begins
         self._prompt_run = b""
+        self._run.clear()
 
     def _push_byte(self, token_id: int, byte: int) -> str:
         if self._long_run is not None:
@@ -155,13 +165,11 @@ class WindowDetokenizer:
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 tail = len(whole) - error.start
-        split = len(self._pending) - tail
-        self._end_prompt_run(self._run[: len(self._run) - tail])
-        delta = self._decode(self._context + self._pending[:split])[self._shown :]
         self._long_run = codecs.getincrementaldecoder("utf-8")("replace")
         self._long_run.decode(bytes(self._run[len(self._run) - tail :]))
+        self._end_run(tail)
+        delta = self._decode(self._context + self._pending[: len(self._pending) - tail])[self._shown :]
         self._advance(self._pending[-1:])
-        self._run.clear()
         return delta
 
     def _end_long_run(self) -> str:
@@ -172,10 +180,10 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         text = self._end_long_run()
-        self._end_prompt_run(self._run)
+        self._end_run()
         if self._pending:
             text += self._decode(self._context + self._pending)[self._shown :]
-        self._pending, self._run = [], bytearray()
+        self._pending, self._num_held = [], 0
         return text
 
 
@@ -184,9 +192,17 @@ def _tail(prompt_ids: Sequence[int], skip: frozenset[int], count: int) -> list[i
     return list(itertools.islice((i for i in reversed(prompt_ids) if i not in skip), count))[::-1]
 
 
-def _num_begun(data: bytes | bytearray) -> int:
-    """Characters that begin in UTF-8 bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in data)
+def _num_open(decoder: codecs.IncrementalDecoder) -> int:
+    """Characters that the bytes it waits with make if nothing follows; half a surrogate pair is two."""
+    return len(decoder.getstate()[0].decode("utf-8", "replace"))
+
+
+def _is_utf8(data: bytes | bytearray) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def detokenizer(
@@ -201,15 +217,37 @@ class TextOffsets:
     """Where in the text each token begins: behind all characters that begin in the tokens before it.
 
     And how it stands there: the first word of a text lacks the space that SentencePiece-like vocabularies write it with.
+    What is no UTF-8 counts as the replacement characters that stand for it. A byte-fallback token waits for the end of its
+    run, as its text does; every other place is known at once.
     """
 
     def __init__(self, tokenizer: TextTokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()):
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_ids)
         self.num_out = 0  # characters
+        self._run: list[tuple[int, str]] = []  # tokens that wait: bytes of the run before each, and how it is written
+        self._run_begin = 0  # its offset
 
-    def push(self, token_id: int, written: str = "") -> tuple[int, bool]:
-        """The offset, and whether the text lacks the space that the token is `written` with."""
-        offset = self.num_out + self._detokenizer.num_open
-        piece = self._detokenizer.push(token_id)
+    def push(self, token_id: int, written: str = "") -> list[Place]:
+        """The places that are known now, in the order of the tokens."""
+        detokenizer, num_before = self._detokenizer, self._detokenizer.num_run
+        offset = self.num_out + detokenizer.num_open
+        piece = detokenizer.push(token_id)
         self.num_out += len(piece)
-        return offset, written == " " + piece and not self._detokenizer.num_open
+        if not num_before and not detokenizer.num_run:
+            return [(offset, written == " " + piece and not detokenizer.num_open)]
+        if not num_before:
+            self._run_begin = offset
+        self._run.append((num_before, written))
+        return self._ended_run()
+
+    def finish(self) -> list[Place]:
+        """Nothing follows: the places of those that waited."""
+        self.num_out += len(self._detokenizer.finish())
+        return self._ended_run()
+
+    def _ended_run(self) -> list[Place]:
+        if self._detokenizer.num_run:
+            return []
+        begins, run = self._detokenizer.run_begins, self._run
+        self._run = []
+        return [(self._run_begin + begins[n], w == " " and begins[n + 1 : n + 2] == [begins[n]]) for n, w in run]

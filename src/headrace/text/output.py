@@ -74,6 +74,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    hides_last: bool = False  # the last token ended the sample and is no part of its text
     stopped_here: bool = False  # a stop string ended it: the core does not know yet and must be told
 
 
@@ -119,9 +120,9 @@ class SampleStream:
         ids = news.token_ids
         # the token that ended the sample is not part of its text unless asked for
         hidden = bool(ids) and news.finish_reason == "stop" and not self.params.include_stop_str_in_output
-        shown = ids[:-1] if hidden and not self._text.may_stop_at(ids[-1]) else ids
-        result = self._text.push(shown)
-        delta.text = result.text
+        hidden = hidden and not self._text.may_stop_at(ids[-1])
+        result = self._text.push(ids[:-1] if hidden else ids)
+        delta.text, delta.hides_last = result.text, hidden and result.stop_hit is None
         if result.stop_hit is not None:
             delta.token_ids = ids[: result.num_ids]
             delta.finish_reason, delta.stop_reason = "stop", result.stop_hit
