@@ -28,7 +28,7 @@ from trees import PARTS, Pool, copy_tree, import_libraries, pytest_main
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-VERDICTS = {0: "survived", 1: "killed", 2: "killed on import", None: "killed by time"}  # by pytest's exit code
+VERDICTS = {0: "survived", 1: "killed", 2: "killed on import", 4: "killed on import", None: "killed by time"}  # by pytest's exit code
 
 
 def sampled(tree: Path, parts: list[str], count: int, seed: int) -> list[Mutant]:
