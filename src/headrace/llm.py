@@ -6,7 +6,8 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +24,9 @@ from headrace.scoring import ScoreOutput, score_in_core
 from headrace.text.inputs import InputProcessor
 from headrace.text.markers import continuation
 from headrace.text.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
+
+if TYPE_CHECKING:
+    from headrace.conversation.literal_content import LiteralContent
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +167,12 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        special_tokens_in_content: str = "token",
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation or of several, through the checkpoint's chat template."""
+        """Generate the next message of one conversation or of several, through the checkpoint's chat template.
+
+        `special_tokens_in_content`: "text" keeps those that messages spell out as text.
+        """
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts: list[Prompt] = [
             self.chat_prompt(
@@ -173,6 +181,7 @@ class LLM:
                 continue_final_message=continue_final_message,
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
+                special_tokens_in_content=special_tokens_in_content,
             )
             for c in conversations
         ]
@@ -206,17 +215,31 @@ class LLM:
         return [ScoreOutput(text, ids, found) for (text, ids, _), found in zip(texts, scores, strict=True)]
 
     def chat_prompt(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, **template_options: Any
-    ) -> dict[str, Any]:
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
+        special_tokens_in_content: str = "token", **template_options: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
+        from headrace.conversation.literal_content import FORMS
         from headrace.conversation.template import ChatTemplate
         from headrace.conversation.tool_prompt import shown_to
 
+        if special_tokens_in_content not in FORMS:
+            raise ParameterError("special_tokens_in_content", special_tokens_in_content, " or ".join(FORMS))
         tokenizer = self.get_tokenizer()
-        template = ChatTemplate.from_tokenizer(tokenizer)
+        literal = self._literal_content if special_tokens_in_content == "text" else None
+        template = ChatTemplate.from_tokenizer(tokenizer, literal=literal)
         shown, known_tools = shown_to(template, messages, tools)
         text = template.render(shown, tools=known_tools, **template_options)
+        if literal is not None:
+            ids = literal.tokenizer.encode(literal.spelled(text), add_special_tokens=False)
+            return {"prompt": literal.shown(text), "prompt_token_ids": ids}
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+    @cached_property
+    def _literal_content(self) -> LiteralContent:
+        from headrace.conversation.literal_content import LiteralContent
+
+        return LiteralContent(self.get_tokenizer())
 
     # ---------------------------------------------------------------- how prompts become requests, and news answers
 

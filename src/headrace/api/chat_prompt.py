@@ -50,17 +50,23 @@ async def prompt_of(ctx: ApiContext, conversation: Conversation) -> tuple[list[i
 
 
 def _prompt_of(ctx: ApiContext, c: Conversation) -> tuple[list[int], str]:
-    messages, tools = shown_to(ctx.chat_template, c.messages, _without_nulls(c.tools) if c.tools else None)
+    template = ctx.chat_template
+    messages, tools = shown_to(template, c.messages, _without_nulls(c.tools) if c.tools else None)
     if not ctx.template_knows_developers:  # many would drop such a message silently
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
-    text = ctx.chat_template.render(
+    text = template.render(
         messages,
         tools=tools,
         add_generation_prompt=c.add_generation_prompt and not c.continue_final_message,
         continue_final_message=c.continue_final_message,
         chat_template_kwargs=c.template_kwargs,
     )
-    return ctx.encode(text, c.add_special_tokens, "messages", c.truncated), text[-400:]
+    if (literal := template.literal) is None:
+        return ctx.encode(text, c.add_special_tokens, "messages", c.truncated), text[-400:]
+    shown = literal.shown(text)
+    if not c.truncated:
+        ctx.check_length(shown, "messages")
+    return literal.tokenizer.encode(literal.spelled(text), c.add_special_tokens), shown[-400:]
 
 
 def _without_nulls(tools: list[Tool]) -> list[dict[str, Any]]:

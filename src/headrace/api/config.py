@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from headrace.config import KEY_FORM, is_api_key
+from headrace.conversation.literal_content import FORMS
 from headrace.conversation.reasoning import REASONING_FORMATS
 from headrace.conversation.template import ALLOWED_KWARGS
 from headrace.conversation.tool_formats import TOOL_PARSERS
@@ -39,6 +40,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()  # ("*",): any
     chat_template: str | None = None  # jinja2 text that replaces the checkpoint's
     chat_template_kwargs: tuple[str, ...] = ALLOWED_KWARGS  # what requests may set
+    special_tokens_in_content: str = "token"  # what one that is spelled out in a message becomes: token | text
     template_timeout: float = 5.0
     tool_parser: str | None = "auto"  # a parser's name; auto: from the template; None: tools are refused
     reasoning_parser: str | None = "auto"  # a parser's name; auto: from the template; None: no split
@@ -59,6 +61,8 @@ class ServerConfig:
                 raise ParameterError(name, value, "seconds in (0, 1e7]")
         if self.embedding_pooling not in ("mean", "last"):
             raise ParameterError("embedding_pooling", self.embedding_pooling, "mean or last")
+        if self.special_tokens_in_content not in FORMS:
+            raise ParameterError("special_tokens_in_content", self.special_tokens_in_content, " or ".join(FORMS))
         for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_FORMATS)):
             value = getattr(self, name)
             if value is not None and value != "auto" and value not in known:

@@ -17,6 +17,7 @@ from headrace.api.errors import ApiError, bad_request
 from headrace.api.limits import Limits
 from headrace.api.sse import Ticker
 from headrace.conversation.answer import AnswerFormat
+from headrace.conversation.literal_content import LiteralContent
 from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate
 from headrace.conversation.turn_end import end_token_ids
 from headrace.engine.interface import AsyncEngine
@@ -73,6 +74,8 @@ class ApiContext:
         """Raises ParameterError when the model has none."""
         tokenizer, config = self.engine.tokenizer, self.config
         options: dict[str, Any] = {"allowed_kwargs": config.chat_template_kwargs, "timeout": config.template_timeout}
+        if config.special_tokens_in_content == "text":
+            options["literal"] = LiteralContent(tokenizer)
         if config.chat_template is None:
             return ChatTemplate.from_tokenizer(tokenizer, **options)
         tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
@@ -130,13 +133,17 @@ class ApiContext:
 
     def encode(self, text: str, special: bool, field: str, truncated: bool) -> list[int]:
         """Ids of a text, which is not tokenized at all when it cannot fit."""
+        if not truncated:
+            self.check_length(text, field)
+        return self.engine.tokenizer.encode(text, add_special_tokens=special)
+
+    def check_length(self, text: str, field: str) -> None:
         limit = self.engine.max_model_len
-        if not truncated and len(text) > limit and len(text) > limit * self.longest_token:
+        if len(text) > limit and len(text) > limit * self.longest_token:
             raise bad_request(
                 f"{field}: {len(text)} characters are more than {limit} tokens, the context of this model.",
                 field, "context_length_exceeded",
             )  # fmt: skip
-        return self.engine.tokenizer.encode(text, add_special_tokens=special)
 
     async def check_prompt(
         self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None, limit: str = "max_tokens"

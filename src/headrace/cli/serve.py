@@ -78,6 +78,10 @@ def _add_security(group) -> None:
         "--cors-origin", type=text, action="append", metavar="ORIGIN",
         help="SCHEME://HOST:PORT of pages whose scripts may call (repeatable; *: any)",
     )  # fmt: skip
+    group.add_argument(
+        "--special-tokens-in-content", default="token", choices=("token", "text"),
+        help="what a special token that a message spells out becomes; text: no user can end his turn",
+    )  # fmt: skip
     group.add_argument("--ssl-certfile", type=text, metavar="FILE", help="serve HTTPS with this certificate")
     group.add_argument("--ssl-keyfile", type=text, metavar="FILE", help="the certificate's key (default: in the certfile)")
 
@@ -167,6 +171,7 @@ def server_config(args: argparse.Namespace):
         tool_parser=None if args.tool_parser == "none" else args.tool_parser,
         reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
         embedding_pooling=args.embedding_pooling,
+        special_tokens_in_content=args.special_tokens_in_content,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 
+from headrace.conversation.literal_content import LiteralContent
 from headrace.conversation.message_forms import PROBE, ROLES, MessageForms
 from headrace.conversation.sandbox import BoundedSandbox, TemplateLimitError
 from headrace.errors import ParameterError
@@ -40,12 +41,14 @@ class ChatTemplate:
     """The chat template of a checkpoint: compiled once, used by any number of threads at a time.
 
     `templates` is jinja2 text, or named texts of which "tool_use" is taken when there are tools and else "default".
+    `literal`: what is rendered is for its shown() and spelled(), which keep special tokens in the content as text.
     Raises ParameterError when there is none, or when it does not compile.
     """
 
     def __init__(
         self, templates: str | Mapping[str, str] | None, special_tokens: Mapping[str, str | None] | None = None, *,
         allowed_kwargs: Sequence[str] = ALLOWED_KWARGS, timeout: float = 5.0, max_chars: int = 8_000_000,
+        literal: LiteralContent | None = None,
     ):  # fmt: skip
         if not templates:
             raise ParameterError("messages", "a conversation", "prompts only: the model has no chat template")
@@ -54,6 +57,7 @@ class ChatTemplate:
         # templates join these two without asking; of the others some templates have a default of their own
         self.special_tokens = {"bos_token": "", "eos_token": "", **given}
         self.allowed_kwargs = frozenset(allowed_kwargs) - RESERVED
+        self.literal = literal
         self._sandbox = BoundedSandbox(timeout, max_chars)
         self._templates: dict[str, _Template] = {}
         for name, source in self.sources.items():
@@ -110,12 +114,14 @@ class ChatTemplate:
         chat = check_messages(messages)
         variables = {
             **self._checked_kwargs(chat_template_kwargs),
-            **self.special_tokens,
             "tools": plain(list(tools), "tools") if tools else None,
             "documents": plain(list(documents), "documents") if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
         chat = template.forms.adapt(chat)
+        if self.literal is not None:  # now: JSON's escapes are undone
+            variables, chat = self.literal.mark(variables), self.literal.mark(chat)
+        variables |= self.special_tokens
         if not continue_final_message:
             return template.render({**variables, "messages": chat})
         content = _tag_final_message(chat)

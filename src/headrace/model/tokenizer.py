@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from headrace.errors import CheckpointError, ParameterError
 from headrace.model.formats.gguf import read_gguf
 from headrace.model.formats.gguf_tokenizer import tokenizer_parts
 from headrace.model.formats.safetensors_file import read_json, refuse_lfs_pointer
-from headrace.model.formats.tokenizer_file import TokenizerExtras, build_backend
+from headrace.model.formats.tokenizer_file import TokenizerExtras, build_backend, rename_tokens
 
 if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, extras: TokenizerExtras):
         backend.no_truncation()  # a tokenizer.json may carry either: both would alter prompts silently
         backend.no_padding()
-        self.backend = backend
+        self.backend, self._extras = backend, extras
         self.chat_templates = dict(extras.chat_templates)
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = (extras.roles.get(role) for role in _ROLES)
         ends = (backend.token_to_id(extras.roles[role]) for role in _ENDS if role in extras.roles)
@@ -88,6 +89,11 @@ class Tokenizer:
     def from_gguf_metadata(cls, path: Path, metadata: dict[str, Any]) -> Tokenizer:
         """From the metadata of the GGUF file `path`. Raises CheckpointError for a kind of tokenizer that is unknown."""
         return cls(*tokenizer_parts(path, metadata))
+
+    def renamed(self, names: Mapping[str, str]) -> Tokenizer:
+        """A copy that knows these special tokens by other spellings only. Raises ValueError where it would not be exact."""
+        roles = {role: names.get(text, text) for role, text in self._extras.roles.items()}
+        return Tokenizer(rename_tokens(self.backend, names), dataclasses.replace(self._extras, roles=roles))
 
     @property
     def chat_template(self) -> str | None:
