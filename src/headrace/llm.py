@@ -138,11 +138,11 @@ class LLM:
         """
         with Reader(self._shared) as reader:
             running = self._submit(reader, prompts, sampling_params, priority, live=False)
-            with token_progress(len(running), use_tqdm) as progress:
-                for (item, k), news in reader.news(progress if use_tqdm else None):
+            with token_progress(len(running), reader.num_tokens, use_tqdm) as progress:
+                for (item, k), news in reader.news(progress):
                     item.extend(k, news, reader)
-                    if item.output.finished:
-                        progress(None, 1)
+                    if progress is not None and item.output.finished:
+                        progress(1)
         return [r.output for r in running]
 
     def stream(

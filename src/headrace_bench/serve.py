@@ -253,5 +253,13 @@ def progress_bar(total: int) -> Iterator[Callable[[Measured], None]]:
     """Requests that have ended, on stderr where that is a terminal."""
     from headrace.progress import token_progress
 
-    with token_progress(total, sys.stderr.isatty()) as update:
-        yield lambda measured: update(measured.output_tokens, 1)
+    num_tokens = 0
+    with token_progress(total, lambda: num_tokens, sys.stderr.isatty()) as update:
+
+        def ended(measured: Measured) -> None:
+            nonlocal num_tokens
+            num_tokens += measured.output_tokens
+            if update is not None:
+                update(1)
+
+        yield ended

@@ -11,6 +11,7 @@ all that his requests can have, which their `max_tokens` bounds.
 
 from __future__ import annotations
 
+import _signal  # what `signal` wraps: that turns each handler into an enumeration's member, in vain, for 10 us a token
 import itertools
 import os
 import signal
@@ -42,6 +43,7 @@ class SharedCore:
         self._next = threading.Lock()  # held by the one who waits for it: who has just left cannot overtake him
         self._owner: int | None = None  # the thread inside
         self._sinks: dict[str, _Sink] = {}  # of the requests that have not ended
+        self._token_to: dict[str, Callable[[int], None]] = {}  # their `token`: nearly all that a step brings
         self._left: deque[str] = deque()  # requests that nobody reads any more, to be aborted by the next one inside
 
     def new_name(self) -> str:
@@ -51,20 +53,31 @@ class SharedCore:
     @contextmanager
     def turn(self) -> Iterator[EngineCore]:
         """The core, for this thread alone. Raises EngineDeadError if it has been closed or belongs to another process."""
+        self._enter()
+        try:
+            yield self._open_core()
+        finally:
+            self._exit()
+
+    def _enter(self) -> None:
         refuse_fork_of(self._pid)
-        if self._owner == threading.get_ident():
+        this = threading.get_ident()
+        if self._owner == this:
             raise HeadraceError("an LLM cannot be used from inside its own step, as by a logits processor of its own")
         with self._next:
             self._inside.acquire()
-        self._owner = threading.get_ident()
-        try:
-            if self._core is None:
-                raise EngineDeadError("this LLM has been closed")
-            yield self._core
-        finally:
-            self._owner = None
-            self._inside.release()
+        self._owner = this
+
+    def _exit(self) -> None:
+        self._owner = None
+        self._inside.release()
+        if self._left:
             self.tidy()
+
+    def _open_core(self) -> EngineCore:
+        if self._core is None:
+            raise EngineDeadError("this LLM has been closed")
+        return self._core
 
     @property
     def is_forked(self) -> bool:
@@ -73,24 +86,28 @@ class SharedCore:
 
     def step(self, queue: deque[News]) -> None:
         """One step of the core, unless `queue` has news by the time it is this thread's turn."""
-        with self.turn() as core:
+        self._enter()  # as turn(), which costs a generator: this is once per token
+        try:
+            core = self._open_core()
             if queue:
                 return
             self._abort_left(core)
             if not core.has_work:
                 raise EngineDeadError("the engine has lost a request: this is a fault of Headrace")
             self._deliver(core.step())
+        finally:
+            self._exit()
 
     def add(self, request: EngineRequest, sink: _Sink) -> None:
         """Raises ParameterError or CapacityError if it can never run."""
         with uninterrupted(), self.turn() as core:
             core.add(request)
-            self._sinks[request.id] = sink
+            self._sinks[request.id], self._token_to[request.id] = sink, sink.token
 
     def leave(self, names: list[str]) -> None:
         """Nobody reads these any more. Never waits: a generator may be collected anywhere, even inside a step."""
         for name in names:
-            self._sinks.pop(name, None)
+            self._forget(name)
         self._left.extend(names)
         self.tidy()
 
@@ -116,18 +133,23 @@ class SharedCore:
         with uninterrupted(), self.turn():
             self._core = None
             self._sinks.clear()
+            self._token_to.clear()
+
+    def _forget(self, name: str) -> _Sink | None:
+        self._token_to.pop(name, None)
+        return self._sinks.pop(name, None)
 
     def _abort_left(self, core: EngineCore) -> None:
         while self._left:
             core.abort(self._left.popleft())
 
     def _deliver(self, outputs: Outputs) -> None:
-        sinks = self._sinks
+        token_to = self._token_to
         for name, token in zip(outputs.ids, outputs.tokens, strict=True):
-            if (sink := sinks.get(name)) is not None:
-                sink.token(token)
+            if (take := token_to.get(name)) is not None:
+                take(token)
         for news in outputs.news:
-            sink = sinks.get(news.id) if news.finish_reason is None else sinks.pop(news.id, None)
+            sink = self._sinks.get(news.id) if news.finish_reason is None else self._forget(news.id)
             if sink is not None:
                 sink.news(news)
 
@@ -138,7 +160,7 @@ class Reader:
     def __init__(self, shared: SharedCore):
         self._shared = shared
         self._queue: deque[News] = deque()
-        self._held: list[list[int]] = []
+        self._held: dict[str, list[int]] = {}  # of those that run: what waits for other news
         self._num_read = 0  # tokens
         self.running: set[str] = set()  # requests whose end has not been read
 
@@ -158,37 +180,46 @@ class Reader:
         self._shared.add(request, _Sink(request.id, tag, self._queue, held))
         self.running.add(request.id)
         if held is not None:
-            self._held.append(held)
+            self._held[request.id] = held
 
-    def news(self, after_step: Callable[[int], None] | None = None) -> Iterator[News]:
-        """Until all requests have ended. `after_step` is told how many tokens they have.
+    def num_tokens(self) -> int:
+        """That its requests have: those that have been read, and those that are held."""
+        return self._num_read + sum(map(len, self._held.values()))
+
+    def news(self, after_step: Callable[[], None] | None = None) -> Iterator[News]:
+        """Until all requests have ended.
 
         Raises what a request's own code raised, ParameterError for one that is refused late, EngineDeadError if the core is
         closed.
         """
+        queue = self._queue
         while self.running:
             with uninterrupted() as interrupts:
-                while not self._queue and not interrupts.pending:
-                    self._shared.step(self._queue)
+                while not queue and not interrupts.pending:
+                    self._shared.step(queue)
                     if after_step is not None:
-                        after_step(self._num_read + sum(map(len, self._held)))
-            while self._queue:
-                tag, news = self._queue.popleft()
+                        after_step()
+            while queue:
+                tag, news = queue.popleft()
                 if news.id not in self.running:  # it has been dropped
                     continue
                 self._num_read += len(news.token_ids)
                 if news.finish_reason is not None:
-                    self.running.discard(news.id)
-                if news.exception is not None:
-                    raise news.exception
-                if news.refused is not None:
-                    raise ParameterError(*news.refused)
+                    self._end(news.id)
+                    if news.exception is not None:
+                        raise news.exception
+                    if news.refused is not None:
+                        raise ParameterError(*news.refused)
                 yield tag, news
 
     def drop(self, name: str) -> None:
         """Abort one that has all that is wanted of it."""
-        self.running.discard(name)
+        self._end(name)
         self._shared.leave([name])
+
+    def _end(self, name: str) -> None:
+        self.running.discard(name)
+        self._held.pop(name, None)
 
 
 class _Sink:
@@ -213,6 +244,9 @@ class _Sink:
         self._queue.append((self._tag, news))
 
 
+_SIGINT = int(signal.SIGINT)
+
+
 class uninterrupted:
     """Ctrl-C waits for the end of the block: inside a step it would tear books that all requests share. A second does not."""
 
@@ -222,15 +256,15 @@ class uninterrupted:
 
     def __enter__(self) -> uninterrupted:
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
+            before = _signal.getsignal(_SIGINT)
             if callable(before):  # somebody in Python: the default one raises KeyboardInterrupt
                 self._before = before
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+            _signal.signal(_SIGINT, self._before)
             if self.pending:
                 self._before(signal.SIGINT, None)
 
