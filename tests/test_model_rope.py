@@ -96,7 +96,7 @@ def test_old_and_new_spelling_mean_the_same(tmp_path):
     new = {**base, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}}
     assert model_config_from_hf(old) == model_config_from_hf(new)
     assert model_config_from_hf(old).rope == RopeConfig(500000.0, 16, "linear", 64, (("factor", 2.0),))
-    gemma = {**base, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "num_hidden_layers": 6}
+    gemma = {**base, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "num_key_value_heads": 1, "num_hidden_layers": 6}
     old = {**gemma, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {**gemma, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
