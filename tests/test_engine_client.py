@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 
+import msgspec
 import pytest
+import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_driver import complete
-from fake_core import FakeCore, FakeSupply
-from headrace.engine import supervision
+from fake_core import FakeCore, FakeSupply, Inbox, Process
+from headrace.config import EngineConfig
+from headrace.engine import core_process, process, supervision
 from headrace.engine.client import EngineClient
-from headrace.engine.core_process import CoreProcess
-from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.core_process import PREFIX, CoreProcess
+from headrace.engine.messages import EngineOutput, EngineRequest, Fatal, Heartbeat, News
+from headrace.engine.process import CoreLoop
 from headrace.engine.streams import Stream
 from headrace.engine.supervision import CoreSupply
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
+from server_process import SRC
 from tiny_models import write_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -60,6 +66,7 @@ class Play:
         self.supply, self.client, self.witness = supply, client, Witness()
         client.observers.append(self.witness)
         self.readers: list[asyncio.Task[str]] = []
+        self.tokens: dict[str, list[int]] = {}  # that each reader has got
 
     @property
     def core(self) -> FakeCore | None:
@@ -78,6 +85,7 @@ class Play:
                 return "stop"
             params = complete(SamplingParams(max_tokens=max_tokens, seed=1, **KINDS[kind]), eos_token_ids=[2])
             async for news in self.client.generate(name, PROMPT, params):
+                self.tokens.setdefault(name, []).extend(news.token_ids)
                 if news.finish_reason is not None:
                     return news.finish_reason
             raise AssertionError("no end")
@@ -387,5 +395,180 @@ def test_embeddings_of_two_salts_share_no_prefix(supply):
             hits.append(play.core.core.scheduler.stats.prefix_hit_tokens - before > 0)
         assert hits == [False, True, False, True, False]
         await play.client.close()
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- news, turns and counters
+
+
+@pytest.mark.parametrize("death", [None, 1, 6])
+def test_readers_get_the_tokens_of_the_core_whenever_it_dies(supply, death):
+    async def main() -> None:
+        core = (await supply.take()).core
+        add(core, "alone", ignore_eos=True)
+        want = []
+        while core.has_work:
+            want += [token for news in core.step() for token in news.token_ids]
+        play = Play(supply, supply.client())
+        await play.client.start()
+        await play.next_core()
+        await play.submit("plain", 6)
+        await play.submit("plain", 6)
+        if death is not None:
+            await play.turns(death)
+            await play.die(1)
+        await play.finish()
+        assert play.tokens == {"r0": want, "r1": want} and len(want) == 6
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def test_news_that_end_a_turn_let_the_next_ones_in(supply):
+    """At once: the supervision, which looks a few times a second, has no turn here."""
+    async def main() -> None:
+        play = Play(supply, supply.client())
+        await play.client.start()
+        await play.next_core()
+        await play.submit("plain", 50)
+        await play.submit("plain", 50)
+        await play.turns(2)
+        await play.die(1)
+        await play.next_core()
+        await play.submit("plain", 50)  # arrives while the two are tried
+        running = []
+        for _ in range(30):
+            play.core.loop.turn()
+            running.append(play.core.core.scheduler.num_running)
+        assert running[0] == 1 and running[-1] == 3 and running == sorted(running)
+        await play.client.close()
+
+    asyncio.run(main())
+
+
+def test_counters_are_sums_over_all_steps(supply, monkeypatch):
+    monkeypatch.setattr(process, "STATS_SECONDS", -1.0)  # they come with every turn
+
+    async def main() -> None:
+        core = (await supply.take()).core
+        said: list[News] = []
+        loop = CoreLoop(core, Inbox(), said.append, traced=True)  # type: ignore[arg-type]
+        add(core, "good")
+        for name in ("bad", "worse"):
+            add(core, name, logits_processors=[lambda ids, logits: logits * float("nan")])
+        while core.has_work:
+            loop.turn()
+        stats, steps = said[-1].stats, [step for news in said for step in news.steps or []]
+        assert stats is not None and stats.nan_failures == 2
+        assert stats.wait_seconds == pytest.approx(sum(step.wait for step in steps)) and stats.wait_seconds > 0
+        assert stats.settle_seconds == pytest.approx(sum(step.settle for step in steps)) and stats.settle_seconds > 0
+        assert stats.scheduled_tokens == sum(step.num_tokens for step in steps) > 0
+        assert stats.schedule_seconds > 0 and stats.launch_seconds > 0
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- a core's life
+
+
+def test_a_client_knows_its_model_before_a_core_has_loaded_it(supply):
+    async def main() -> None:
+        client = supply.client()
+        assert client.model_name == client.checkpoint.name and client.model_name in supply.config.model
+        with pytest.raises(EngineDeadError, match="not been loaded"):
+            _ = client.max_model_len
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_who_starts_a_core_removes_what_killed_ones_left(supply, tmp_path, monkeypatch):
+    monkeypatch.setattr(core_process, "places", lambda: [str(tmp_path)])
+    dead, alive, young = (tmp_path / f"{PREFIX}{pid}-x" for pid in (2**31 - 1, os.getpid(), 2**31 - 2))
+    for path in (dead, alive, young):
+        path.mkdir()
+        if path is not young:
+            os.utime(path, (0, 0))
+
+    async def main() -> None:
+        client = supply.client()
+        await client.start()
+        assert set(tmp_path.iterdir()) == {alive, young}
+        await client.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("permanent", [True, False])
+def test_a_mistake_in_the_options_is_not_tried_again(supply, permanent):
+    async def main() -> None:
+        client = supply.client()
+        await client.start()
+        await asyncio.sleep(0)
+        core = supply.core
+        core.fatal = Fatal("no such card", permanent)
+        core.process.exit(2)
+        async with asyncio.timeout(20):
+            while client.dead is None and client.restarts == 0:
+                await asyncio.sleep(0.001)
+        assert (client.dead, client.restarts) == (("no such card", 0) if permanent else (None, 1))
+        await client.close()
+
+    asyncio.run(main())
+
+
+BUILDERS = {  # what the module of the builder holds: the last words, the exit code
+    "def build(config): raise RuntimeError('no such card')": (Fatal("RuntimeError: no such card", False), 3),
+    "from headrace.errors import HeadraceError\ndef build(config): raise HeadraceError('no such card')": (Fatal("no such card", True), 2),
+    "raise SystemExit(5)": (None, 5),
+}
+
+
+@pytest.mark.parametrize("builder", BUILDERS, ids=["a failure", "a mistake", "an exit"])
+def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch, builder):
+    (tmp_path / "one_builder.py").write_text(builder)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), str(tmp_path)]))
+    words, code = BUILDERS[builder]
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        core = await CoreProcess.spawn(context, "one_builder:build", "critical", "text", False)
+        try:
+            core.begin(EngineConfig(device="cpu"))
+            core.listen(lambda message: None)
+            async with asyncio.timeout(30):
+                assert await core.process.wait() == code
+                while core.fatal is None and words is not None:  # on its way
+                    await asyncio.sleep(0.001)
+            assert core.fatal == words
+        finally:
+            await core.kill()
+            context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(monkeypatch):
+    monkeypatch.setattr(core_process, "TURN_SECONDS", -1.0)  # one message, then whoever else there is
+
+    async def main() -> None:
+        context = zmq.Context()
+        outbox, theirs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        outbox.bind("inproc://core")
+        theirs.connect("inproc://core")
+        for i in range(200):
+            theirs.send(msgspec.msgpack.encode(Heartbeat(float(i))))
+        core = CoreProcess(Process(), None, outbox, None)  # type: ignore[arg-type]
+        heard: list[float] = []
+        core.listen(lambda message: heard.append(message.busy_seconds))
+        lengths = []
+        async with asyncio.timeout(20):
+            while len(heard) < 200:
+                lengths.append(len(heard))
+                await asyncio.sleep(0)
+        assert heard == [float(i) for i in range(200)] and len(lengths) > 20
+        asyncio.get_running_loop().remove_reader(outbox.fileno())
+        context.destroy(linger=0)
 
     asyncio.run(main())

@@ -48,6 +48,12 @@ def test_ids_travel_between_processes_as_they_are(kind):
         assert len(data) < 4 * len(ids) + 200
 
 
+@pytest.mark.parametrize("foreign", [np.arange(3), {1: object()}, 1j])
+def test_what_no_message_can_hold_is_not_sent_as_something_else(foreign):
+    with pytest.raises(NotImplementedError, match=r"a (ndarray|object|complex) does not travel"):
+        msgspec.msgpack.Encoder(enc_hook=to_wire).encode(Add(EngineRequest("a", foreign, SamplingParams())))
+
+
 def test_a_request_reads_its_ids_across_the_border_of_prompt_and_output():
     request = Request("a", [1, 2, 3], SamplingParams(), 0, output_ids=[4, 5])
     known = [1, 2, 3, 4, 5]

@@ -15,8 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, BeamSearchParams, SamplingParams
+from headrace.engine.messages import EngineRequest
+from headrace.engine.sharing import Reader
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.structured_outputs import StructuredOutputsParams
+from headrace.scheduler.request import packed
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
@@ -315,6 +318,18 @@ def test_ctrl_c_anywhere_leaves_the_others_whole(llm, calls):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert alone(llm, B) == want_b
     assert got + ids_of(stream) == want
+
+
+@pytest.mark.parametrize("options", [{"hold": True}, {"hold": False}, {}], ids=str)
+def test_tokens_come_one_by_one_unless_they_are_to_be_held_and_all_are_counted(llm, options):
+    params, told = llm.inputs.complete(LONG, len(A)), []
+    with Reader(llm._shared) as reader:
+        reader.add(EngineRequest(llm._shared.new_name(), packed(A), params, params.seed), "mine", **options)
+        news = list(reader.news(lambda: told.append(reader.num_tokens())))
+        assert reader.num_tokens() == LONG.max_tokens
+    assert [token for _, n in news for token in n.token_ids] == alone(llm, A) and {tag for tag, _ in news} == {"mine"}
+    assert len(news) == (1 if options.get("hold") else LONG.max_tokens)
+    assert set(range(LONG.max_tokens - 1)) <= set(told)
 
 
 # ---- the end

@@ -134,6 +134,16 @@ def test_devices():
             choose_device("cuda")
 
 
+def test_the_context_is_what_the_cache_holds_unless_it_was_asked_for(tmp_path, model):
+    path, block = str(write_tiny("llama", tmp_path)), 2 * model.num_layers * model.kv_size * 4 * 8
+    for blocks in (10, 1000):
+        core = make_core(path, num_kv_blocks=None, max_model_len=None, kv_cache_bytes=blocks * block)
+        limits = core.scheduler.limits
+        assert limits.max_model_len == min(model.max_position, limits.num_blocks * 8)
+    with pytest.raises(CapacityError, match="max_model_len"):
+        make_core(path, num_kv_blocks=None, max_model_len=100, kv_cache_bytes=10 * block)
+
+
 # ---------------------------------------------------------------- the machine
 
 

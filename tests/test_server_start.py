@@ -27,8 +27,11 @@ from headrace.config import EngineConfig
 from headrace.engine import core_process
 from headrace.engine.build import build_engine
 from headrace.engine.core_process import PREFIX, bind_pair
+from headrace.engine.options import check_options
 from headrace.errors import CapacityError, CheckpointError, HeadraceError, ParameterError
 from headrace.logs import JsonLines
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
 from server_process import SRC, ServerProcess
 from tiny_models import VOCAB, write_tiny
 
@@ -90,6 +93,23 @@ def test_a_card_that_is_not_there_is_refused(model, never_starts, capsys, monkey
     assert capsys.readouterr().err.startswith("headrace: --device: got 'cuda', allowed: auto or cpu here")
 
 
+def test_a_card_may_be_asked_for_where_there_is_a_driver(model, monkeypatch):
+    config = EngineConfig(model=str(model), device="cuda", attention_backend="triton")
+    checkpoint = resolve_checkpoint(config)
+    options = config, checkpoint, model_config_from_hf(checkpoint.config)
+
+    def library(name: str) -> None:
+        if not there:
+            raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("headrace.engine.options.ctypes.CDLL", library)
+    there = True
+    check_options(*options)
+    there = False
+    with pytest.raises(ParameterError, match="no NVIDIA driver"):
+        check_options(*options)
+
+
 def test_weights_that_are_not_there_are_found_before_it_listens(tmp_path, never_starts, capsys, caplog):
     path = write_tiny("llama", tmp_path)
     next(path.glob("*.safetensors")).unlink()
@@ -105,7 +125,6 @@ def test_the_check_needs_no_torch(model):
 
 def test_the_embedded_model_has_one_name(smollm2):
     from headrace.cli.chat_backends import EMBEDDED
-    from headrace.model.checkpoint import resolve_checkpoint
 
     assert resolve_checkpoint(EngineConfig()).name == EMBEDDED == "SmolLM2-135M-Instruct"
 

@@ -62,9 +62,9 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class RequestTimes(msgspec.Struct, array_like=True):
     """Seconds. `queue`: arrival to first admission; `first_token`: arrival to the first token known to the host."""
 
-    queue: float = 0.0
-    first_token: float = 0.0
-    total: float = 0.0
+    queue: float
+    first_token: float
+    total: float
 
 
 class EngineOutput(msgspec.Struct, omit_defaults=True):

@@ -63,7 +63,7 @@ class OutputBuilder:
                 logger.error("request %s failed after %d tokens: %s", request.id, len(request.output_ids), out.error)
             pooled = self._pooled.pop(request.id, None)
             if pooled is not None and request.finish_reason == "stop":
-                out.embedding = _normalized(request, pooled)
+                out.embedding = _normalized(pooled)
         return out
 
     def forget(self, request_id: str) -> None:
@@ -93,9 +93,9 @@ class OutputBuilder:
             self._pooled[name] = before + found.vector
 
 
-def _normalized(request: Request, pooled: np.ndarray) -> list[float]:
-    vector = pooled / (len(request.prompt_ids) if request.pooling == "mean" else 1)
-    return (vector / max(float(np.linalg.norm(vector)), 1e-12)).tolist()
+def _normalized(pooled: np.ndarray) -> list[float]:
+    """To length 1, so that the sum over a prompt will do for its mean."""
+    return (pooled / max(float(np.linalg.norm(pooled)), 1e-12)).tolist()
 
 
 def refused(request_id: str, error: HeadraceError) -> EngineOutput:
