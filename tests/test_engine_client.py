@@ -549,7 +549,7 @@ def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch, build
     asyncio.run(main())
 
 
-def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(monkeypatch):
+def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(core_process, "TURN_SECONDS", -1.0)  # one message, then whoever else there is
 
     async def main() -> None:
@@ -559,16 +559,20 @@ def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(monkeypatc
         theirs.connect("inproc://core")
         for i in range(200):
             theirs.send(msgspec.msgpack.encode(Heartbeat(float(i))))
-        core = CoreProcess(Process(), None, outbox, None)  # type: ignore[arg-type]
+        process = Process()
+        process.kill = lambda: process.exit(-9)  # type: ignore[attr-defined]
+        core = CoreProcess(process, theirs, outbox, tmp_path)  # type: ignore[arg-type]
         heard: list[float] = []
         core.listen(lambda message: heard.append(message.busy_seconds))
         lengths = []
-        async with asyncio.timeout(20):
-            while len(heard) < 200:
-                lengths.append(len(heard))
-                await asyncio.sleep(0)
-        assert heard == [float(i) for i in range(200)] and len(lengths) > 20
-        asyncio.get_running_loop().remove_reader(outbox.fileno())
-        context.destroy(linger=0)
+        try:
+            async with asyncio.timeout(20):
+                while len(heard) < 200:
+                    lengths.append(len(heard))
+                    await asyncio.sleep(0)
+            assert heard == [float(i) for i in range(200)] and len(lengths) > 20
+        finally:
+            await core.kill()
+            context.destroy(linger=0)
 
     asyncio.run(main())
