@@ -153,6 +153,16 @@ def test_joined_deltas_are_decode_of_the_ids(case, skip, data):
     assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+def run_is_torn(tokenizer: Adapter, prompt: list[int], output: list[int], skip: bool) -> bool:
+    """Whether a run of bytes goes on from the prompt and is no UTF-8: then decode() changes what the prompt's bytes are, and
+    those characters stay the prompt's."""
+    dropped = tokenizer.special_ids if skip else frozenset()
+    around = ([i for i in reversed(prompt) if i not in dropped], [i for i in output if i not in dropped])
+    is_byte = tokenizer.byte_fallback.__contains__
+    last, first = (bytes(tokenizer.byte_fallback[i] for i in itertools.takewhile(is_byte, ids)) for ids in around)
+    return bool(last and first) and not is_utf8(last[::-1] + first)
+
+
 @settings(max_examples=600, deadline=None)
 @given(tokenizer_and_ids(), st.data(), st.booleans())
 def test_behind_a_prompt_the_text_is_what_it_adds_to_the_prompts(case, data, skip):
@@ -169,7 +179,7 @@ def test_behind_a_prompt_the_text_is_what_it_adds_to_the_prompts(case, data, ski
     text = "".join([*pieces, stream.finish()])
     places += [place for place, _ in offsets.finish()]
     before, whole = (tokenizer.decode(some, skip_special_tokens=skip) for some in (prompt, ids))
-    if whole.startswith(before):
+    if whole.startswith(before) and not run_is_torn(tokenizer, prompt, output, skip):
         assert text == whole[len(before) :]
     assert len(places) == len(output) and offsets.num_out == len(text)
     assert places == sorted(places) and all(0 <= place <= len(text) for place in places)
