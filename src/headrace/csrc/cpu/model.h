@@ -142,8 +142,8 @@ class Model {
 
 }  // namespace headrace::cpu
 
-// What a library exports. Throws std::invalid_argument if the config cannot be run.
+// What a library exports; everything else in it is hidden. Throws std::invalid_argument if the config cannot be run.
 extern "C" {
-headrace::cpu::Model* headrace_make_model(const headrace::cpu::Config& config);
-int headrace_step_abi();
+__attribute__((visibility("default"))) headrace::cpu::Model* headrace_make_model(const headrace::cpu::Config& config);
+__attribute__((visibility("default"))) int headrace_step_abi();
 }

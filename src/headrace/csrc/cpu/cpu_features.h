@@ -1,0 +1,74 @@
+// What the CPU can and the system lets it: names that headrace.native.load chooses a library by.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace headrace::cpu {
+
+#if defined(__x86_64__)
+
+// The compiler's own question: it asks CPUID, and XGETBV whether the system saves the wide registers.
+inline std::vector<std::string> cpu_features() {
+  __builtin_cpu_init();
+  std::vector<std::string> found;
+  const auto add = [&](const char* name, int there) {
+    if (there) found.push_back(name);
+  };
+  add("avx2", __builtin_cpu_supports("avx2"));
+  add("fma", __builtin_cpu_supports("fma"));
+  add("f16c", __builtin_cpu_supports("f16c"));
+  add("bmi2", __builtin_cpu_supports("bmi2"));
+  add("avx512f", __builtin_cpu_supports("avx512f"));
+  add("avx512bw", __builtin_cpu_supports("avx512bw"));
+  add("avx512cd", __builtin_cpu_supports("avx512cd"));
+  add("avx512dq", __builtin_cpu_supports("avx512dq"));
+  add("avx512vl", __builtin_cpu_supports("avx512vl"));
+  add("avx512vnni", __builtin_cpu_supports("avx512vnni"));
+  add("avx512bf16", __builtin_cpu_supports("avx512bf16"));
+  return found;
+}
+
+#elif defined(__aarch64__) && defined(__linux__)
+
+inline std::vector<std::string> cpu_features() {
+  const unsigned long first = getauxval(AT_HWCAP);
+  const unsigned long second = getauxval(AT_HWCAP2);
+  std::vector<std::string> found;
+  if (first & HWCAP_ASIMDHP) found.push_back("fp16");
+  if (first & HWCAP_ASIMDDP) found.push_back("dotprod");
+  if (second & HWCAP2_I8MM) found.push_back("i8mm");
+  if (second & HWCAP2_BF16) found.push_back("bf16");
+  return found;
+}
+
+#elif defined(__aarch64__) && defined(__APPLE__)
+
+inline std::vector<std::string> cpu_features() {
+  std::vector<std::string> found;
+  const auto add = [&](const char* name, const char* key) {
+    int there = 0;
+    size_t size = sizeof(there);
+    if (sysctlbyname(key, &there, &size, nullptr, 0) == 0 && there) found.push_back(name);
+  };
+  add("fp16", "hw.optional.arm.FEAT_FP16");
+  add("dotprod", "hw.optional.arm.FEAT_DotProd");
+  add("i8mm", "hw.optional.arm.FEAT_I8MM");
+  add("bf16", "hw.optional.arm.FEAT_BF16");
+  return found;
+}
+
+#else
+
+inline std::vector<std::string> cpu_features() { return {}; }
+
+#endif
+
+}  // namespace headrace::cpu
