@@ -1,0 +1,217 @@
+// Rounding rows to the kinds that the tiles multiply.
+#include "rows.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "simd.h"
+
+namespace headrace::cpu {
+
+namespace {
+
+// Below it a group is zero: the reciprocal of its scale would overflow.
+constexpr float SMALLEST = 1e-30f;
+
+int planes(Rounding rounding) {
+  return rounding == Rounding::INT16 ? 2 : 1;
+}
+
+// The panel size whose panels cost least: each costs its rows, and unpacking the weights costs about one row more.
+int choose_panel_rows(int rows) {
+  int best = 1;
+  int best_cost = 0;
+  for (const int size : PANEL_ROWS) {
+    const int cost = (rows + size - 1) / size * (size + 1);
+    if (best_cost == 0 || cost <= best_cost) {
+      best = size;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// The largest magnitude of 32 values; NaN if there is one. As integers magnitudes have the same order, with NaN above all.
+float largest(const float* values) {
+#if defined(__AVX512F__)
+  const __m512i sizes = _mm512_set1_epi32(0x7fffffff);
+  const __m512i low = _mm512_and_si512(_mm512_loadu_si512(values), sizes);
+  const __m512i high = _mm512_and_si512(_mm512_loadu_si512(values + 16), sizes);
+  const int bits = _mm512_reduce_max_epi32(_mm512_max_epi32(low, high));
+#else
+  int bits = 0;
+  for (int i = 0; i < GROUP; i++) {
+    int magnitude;
+    std::memcpy(&magnitude, values + i, 4);
+    bits = std::max(bits, magnitude & 0x7fffffff);
+  }
+#endif
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+
+// Eight words, `stride` bytes apart.
+void scatter_words(int8_t* out, size_t stride, const int8_t* words) {
+  HEADRACE_UNROLL for (int i = 0; i < 8; i++) {
+    std::memcpy(out + i * stride, words + i * 4, 4);
+  }
+}
+
+struct Quantized {
+  IntVec low, high;
+  float scale;
+};
+
+Quantized quantize(const float* values, float top) {
+  const float size = largest(values);
+  const bool usable = size > SMALLEST && size < INFINITY;
+  const Vec inverse = set1(usable ? top / size : 0.0f);
+  Quantized q;
+  q.scale = size <= SMALLEST ? 0.0f : size / top;  // infinite or NaN inputs make infinite or NaN outputs
+  q.low = usable ? to_int(mul(load(values), inverse)) : set1_int(0);
+  q.high = usable ? to_int(mul(load(values + 16), inverse)) : set1_int(0);
+  return q;
+}
+
+IntVec high_byte(IntVec x) {
+  return shift_right<8>(add(x, set1_int(128)));
+}
+
+}  // namespace
+
+Rows::Rows(void* memory, int rows, int inputs, unsigned kinds, Rounding rounding)
+    : memory_(static_cast<uint8_t*>(memory)), rows_(rows), inputs_(inputs), kinds_(kinds), rounding_(rounding) {
+  const size_t padded = padded_inputs(inputs);
+  groups_ = static_cast<int>(padded / GROUP);
+  panel_rows_ = choose_panel_rows(rows);
+  panels_ = (rows + panel_rows_ - 1) / panel_rows_;
+  const size_t elements = padded * panel_rows_;
+  const size_t groups = static_cast<size_t>(groups_) * panel_rows_;
+  bf16_at_ = kinds & ROWS_F32 ? to_multiple(elements * 4, LINE) : 0;
+  ints_at_ = bf16_at_ + (kinds & ROWS_BF16 ? to_multiple(elements * 2, LINE) : 0);
+  scale_at_ = ints_at_ + (kinds & ROWS_INT ? to_multiple(elements * planes(rounding), LINE) : 0);
+  panel_bytes_ = scale_at_ + (kinds & ROWS_INT ? to_multiple(groups * 20, LINE) : 0);
+}
+
+size_t Rows::bytes(int rows, int inputs, unsigned kinds, Rounding rounding) {
+  size_t most = 0;
+  for (const int size : PANEL_ROWS) {
+    Rows panel(nullptr, size, inputs, kinds, rounding);
+    most = std::max(most, panel.panel_bytes_ / size + LINE * 4);
+  }
+  return most * (rows + 12);
+}
+
+Panel Rows::panel(int index) const {
+  const uint8_t* at = memory_ + index * panel_bytes_;
+  const size_t groups = static_cast<size_t>(groups_) * panel_rows_;
+  const float* scale = reinterpret_cast<const float*>(at + scale_at_);
+  Panel panel;
+  panel.rows = panel_rows_;
+  panel.groups = groups_;
+  panel.f32 = reinterpret_cast<const float*>(at);
+  panel.bf16 = reinterpret_cast<const uint32_t*>(at + bf16_at_);
+  panel.ints = reinterpret_cast<const int8_t*>(at + ints_at_);
+  panel.scale = scale;
+  panel.scaled_sum = scale + groups;
+  panel.offset = reinterpret_cast<const int32_t*>(scale + 2 * groups);
+  panel.half_offset = panel.offset + groups;
+  return panel;
+}
+
+void Rows::put(int row, int begin, int end, const float* values) {
+  uint8_t* at = memory_ + row / panel_rows_ * panel_bytes_;
+  const int lane = row % panel_rows_;
+  for (int k = begin; k < end; k += GROUP) {
+    const float* source = values + (k - begin);
+    float filled[GROUP] = {};
+    if (end - k < GROUP) {
+      std::memcpy(filled, source, (end - k) * sizeof(float));
+      source = filled;
+    }
+    const int group = k / GROUP;
+    if (kinds_ & ROWS_F32) {
+      put_f32(at, lane, group, source);
+    }
+    if (kinds_ & ROWS_BF16) {
+      put_bf16(at, lane, group, source);
+    }
+    if (kinds_ & ROWS_INT) {
+      put_ints(at, lane, group, source);
+    }
+  }
+}
+
+void Rows::put_f32(uint8_t* panel, int lane, int group, const float* values) const {
+  float* out = reinterpret_cast<float*>(panel) + static_cast<size_t>(group) * GROUP * panel_rows_ + lane;
+  if (panel_rows_ == 1) {
+    std::memcpy(out, values, GROUP * sizeof(float));
+    return;
+  }
+  HEADRACE_UNROLL for (int i = 0; i < GROUP; i++) {
+    out[static_cast<size_t>(i) * panel_rows_] = values[i];
+  }
+}
+
+void Rows::put_bf16(uint8_t* panel, int lane, int group, const float* values) const {
+  uint32_t* out = reinterpret_cast<uint32_t*>(panel + bf16_at_) + static_cast<size_t>(group) * 16 * panel_rows_ + lane;
+  alignas(LINE) uint32_t pairs[16];
+#if defined(__AVX512BF16__)
+  _mm512_store_si512(pairs, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values)));
+#else
+  for (int i = 0; i < 16; i++) {
+    pairs[i] = float_to_bf16(values[2 * i]) | static_cast<uint32_t>(float_to_bf16(values[2 * i + 1])) << 16;
+  }
+#endif
+  HEADRACE_UNROLL for (int i = 0; i < 16; i++) {
+    out[static_cast<size_t>(i) * panel_rows_] = pairs[i];
+  }
+}
+
+void Rows::put_ints(uint8_t* panel, int lane, int group, const float* values) const {
+  const bool two = rounding_ == Rounding::INT16;
+  const Quantized q = quantize(values, two ? 32512.0f : 127.0f);
+  const size_t word = static_cast<size_t>(panel_rows_) * 4;  // from four inputs to the next four
+  const size_t plane = static_cast<size_t>(groups_) * GROUP * panel_rows_;
+  int8_t* out = reinterpret_cast<int8_t*>(panel + ints_at_) + group * 8 * word + lane * 4;
+  alignas(LINE) int8_t bytes[GROUP];
+  if (!two) {
+    store_int8(bytes, q.low);
+    store_int8(bytes + 16, q.high);
+    scatter_words(out, word, bytes);
+  } else if constexpr (INT16_PAIRS) {
+    alignas(LINE) int32_t ints[GROUP];
+    std::memcpy(ints, &q.low, sizeof(q.low));
+    std::memcpy(ints + 16, &q.high, sizeof(q.high));
+    int8_t* pairs = reinterpret_cast<int8_t*>(panel + ints_at_) + group * 16 * word + lane * 8;
+    for (int i = 0; i < 8; i++) {
+      const int32_t* four = ints + 4 * i;
+      const int32_t words[2] = {(four[0] & 0xffff) | four[2] << 16, (four[1] & 0xffff) | four[3] << 16};
+      std::memcpy(pairs + i * 2 * word, words, 8);
+    }
+  } else {
+    const IntVec low = high_byte(q.low);
+    const IntVec high = high_byte(q.high);
+    store_int8(bytes, low);
+    store_int8(bytes + 16, high);
+    scatter_words(out, word, bytes);
+    store_int8(bytes, sub(q.low, shift_left<8>(low)));
+    store_int8(bytes + 16, sub(q.high, shift_left<8>(high)));
+    scatter_words(out + plane, word, bytes);
+  }
+  const int first = reduce_add(q.low);
+  const int second = reduce_add(q.high);
+  const size_t groups = static_cast<size_t>(groups_) * panel_rows_;
+  const size_t at = static_cast<size_t>(group) * panel_rows_ + lane;
+  float* scale = reinterpret_cast<float*>(panel + scale_at_);
+  int32_t* offset = reinterpret_cast<int32_t*>(scale + 2 * groups);
+  int32_t* half_offset = offset + groups + static_cast<size_t>(group) * 2 * panel_rows_ + lane;
+  scale[at] = q.scale;
+  scale[groups + at] = q.scale * static_cast<float>(first + second);
+  offset[at] = -128 * (first + second);
+  half_offset[0] = -128 * first;
+  half_offset[panel_rows_] = -128 * second;
+}
+
+}  // namespace headrace::cpu
