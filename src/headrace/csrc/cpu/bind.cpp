@@ -20,6 +20,7 @@
 #include "cpu_features.h"
 #include "model.h"
 #include "bind_checks.h"
+#include "bind_product.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -182,6 +183,7 @@ NB_MODULE(_step, m) {
       .value("FLOAT", Rounding::FLOAT)
       .value("INT16", Rounding::INT16)
       .value("INT8", Rounding::INT8);
+  bind_products(m);
   nb::enum_<CacheFormat>(m, "CacheFormat")
       .value("F32", CacheFormat::F32)
       .value("BF16", CacheFormat::BF16)
