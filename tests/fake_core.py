@@ -18,9 +18,9 @@ from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
-from headrace.engine.messages import FromCore, Ready, ToCore, to_wire
 from headrace.engine.process import CoreLoop
 from headrace.engine.supervision import SupervisionConfig
+from headrace.engine.wire import FromCore, Ready, ToCore, to_wire
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import StructuredOutput

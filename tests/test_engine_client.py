@@ -18,10 +18,11 @@ from headrace.config import EngineConfig
 from headrace.engine import core_process, process, supervision
 from headrace.engine.client import EngineClient
 from headrace.engine.core_process import PREFIX, CoreProcess
-from headrace.engine.messages import EngineOutput, EngineRequest, Fatal, Heartbeat, News
+from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.process import CoreLoop
 from headrace.engine.streams import Stream
 from headrace.engine.supervision import CoreSupply
+from headrace.engine.wire import Fatal, Heartbeat, News
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams

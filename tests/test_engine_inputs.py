@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fake_engine import EOS, IM_END, ByteTokenizer
-from headrace.engine.messages import Add, EngineOutput, EngineRequest, RequestTimes, ToCore, checked_ids, from_wire, to_wire
+from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes, checked_ids
+from headrace.engine.wire import Add, ToCore, from_wire, to_wire
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.request import Request, packed

@@ -13,14 +13,15 @@ from drafting import draft_always, drafting_core
 from engine_driver import BLOCK, assert_same, complete, make_core, make_requests, run
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
+from headrace.engine.wire import step_from_wire, step_to_wire
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from headrace.scheduler.plan import StepPlan, StepResult, from_message, to_message
+from headrace.scheduler.plan import StepPlan, StepResult
 from tiny_models import write_tiny
 
-encode = msgspec.msgpack.Encoder(enc_hook=to_message).encode
-decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=from_message).decode
-decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=from_message).decode
+encode = msgspec.msgpack.Encoder(enc_hook=step_to_wire).encode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=step_from_wire).decode
+decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=step_from_wire).decode
 
 
 @pytest.fixture(scope="module")

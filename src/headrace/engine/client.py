@@ -21,11 +21,12 @@ import zmq.asyncio
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.interface import EngineStatus
-from headrace.engine.messages import Abort, Add, CoreStats, EngineOutput, EngineRequest, FromCore, News, Ready
+from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
 from headrace.engine.streams import DrainRate, Observers, Stream
 from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
+from headrace.engine.wire import Abort, Add, CoreStats, FromCore, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint

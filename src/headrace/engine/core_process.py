@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.messages import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore, to_wire
+from headrace.engine.wire import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore, to_wire
 from headrace.errors import HeadraceError
 
 PREFIX = "headrace-"

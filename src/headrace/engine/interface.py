@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.config import EngineConfig
-from headrace.engine.messages import CoreStats, EngineOutput, Ready
+from headrace.engine.messages import EngineOutput
+from headrace.engine.wire import CoreStats, Ready
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 

@@ -25,7 +25,8 @@ import msgspec
 import zmq
 
 from headrace.config import EngineConfig, prepare_threads
-from headrace.engine.messages import (
+from headrace.engine.messages import Outputs
+from headrace.engine.wire import (
     Abort,
     Add,
     CoreStats,
@@ -33,7 +34,6 @@ from headrace.engine.messages import (
     FromCore,
     Heartbeat,
     News,
-    Outputs,
     Ready,
     Shutdown,
     StepTrace,

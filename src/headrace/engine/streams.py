@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.engine.messages import EngineOutput, EngineRequest, StepTrace
+from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.wire import StepTrace
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess
-from headrace.engine.messages import FromCore
+from headrace.engine.wire import FromCore
 from headrace.errors import HeadraceError, ParameterError
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from headrace.engine.interface import AsyncEngine, EngineStatus
-from headrace.engine.messages import EngineOutput, StepTrace
+from headrace.engine.messages import EngineOutput
 from headrace.engine.streams import Stream
+from headrace.engine.wire import StepTrace
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds in seconds; vLLM's, with finer ones below

@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from headrace.engine.messages import EngineOutput, StepTrace
+from headrace.engine.messages import EngineOutput
 from headrace.engine.streams import Stream
+from headrace.engine.wire import StepTrace
 from headrace.errors import ParameterError
 
 logger = logging.getLogger(__name__)

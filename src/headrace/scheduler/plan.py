@@ -7,7 +7,7 @@ can be in another process, or in several.
 from __future__ import annotations
 
 from array import array
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -133,22 +133,3 @@ class StepResult(msgspec.Struct, array_like=True, eq=False):
     logprobs: dict[int, list[TokenScores]] = {}  # of the sequences that asked for them, of each id
     prompt_logprobs: list[PromptScores] = []
     pooled: list[Pooled] = []
-
-
-def to_message(value: Any) -> Any:
-    """For encoders of plans and results: arrays as type, shape and bytes."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, array):
-        return value.tobytes()
-    raise NotImplementedError(f"a {type(value).__name__} does not travel")
-
-
-def from_message(kind: type, value: Any) -> Any:
-    """For decoders: the reverse."""
-    if kind is np.ndarray:
-        dtype, shape, data = value
-        return np.frombuffer(data, dtype).reshape(shape)
-    if kind is array:
-        return array("i", value)
-    raise NotImplementedError(f"a {kind.__name__} does not travel")
