@@ -8,6 +8,7 @@ import pytest
 
 from headrace.api.protocol import ChatRequest, CompletionRequest
 from headrace.errors import ParameterError
+from headrace.sampling.checks import check_vocabulary
 from headrace.sampling.foreign import FOREIGN
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
@@ -101,9 +102,9 @@ def test_every_field_a_caller_may_set_is_in_the_tables():
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
 def test_ids_beyond_the_vocabulary(field):
-    SamplingParams(**{field: [99]}).check_vocabulary(100)
+    check_vocabulary(SamplingParams(**{field: [99]}), 100)
     with pytest.raises(ParameterError) as error:
-        SamplingParams(**{field: [3, 100]}).check_vocabulary(100)
+        check_vocabulary(SamplingParams(**{field: [3, 100]}), 100)
     assert (error.value.field, error.value.value) == (field, 100)
 
 
@@ -111,7 +112,7 @@ def test_bias_beyond_the_vocabulary():
     params = SamplingParams(logit_bias={"100": 1.0})
     assert params.logit_bias == {100: 1.0}
     with pytest.raises(ParameterError, match="logit_bias"):
-        params.check_vocabulary(100)
+        check_vocabulary(params, 100)
 
 
 def test_parameters_that_exclude_each_other():
@@ -129,9 +130,9 @@ def test_parameters_that_exclude_each_other():
         {"allowed_token_ids": [7], "bad_word_ids": [[7], [1, 2]]},
     ):
         with pytest.raises(ParameterError, match="allowed_token_ids"):
-            SamplingParams(**kwargs).check_vocabulary(10)
-    SamplingParams(allowed_token_ids=[2], min_tokens=1, eos_token_ids=[2], ignore_eos=True).check_vocabulary(10)
-    SamplingParams(allowed_token_ids=[2], bad_word_ids=[[2, 2]]).check_vocabulary(10)
+            check_vocabulary(SamplingParams(**kwargs), 10)
+    check_vocabulary(SamplingParams(allowed_token_ids=[2], min_tokens=1, eos_token_ids=[2], ignore_eos=True), 10)
+    check_vocabulary(SamplingParams(allowed_token_ids=[2], bad_word_ids=[[2, 2]]), 10)
 
 
 def test_an_explicit_value_wins_over_the_checkpoints_even_when_it_is_zero():

@@ -21,7 +21,8 @@ import msgspec
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError, ParameterError
-from headrace.sampling.params import MAX_LOGPROBS, AtMost, SamplingParams, check_float, check_int
+from headrace.sampling.checks import MAX_LOGPROBS, check_float, check_int
+from headrace.sampling.params import AtMost, SamplingParams
 from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:

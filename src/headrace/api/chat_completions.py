@@ -24,7 +24,8 @@ from headrace.api.protocol import ChatRequest
 from headrace.api.structured import constrain, spec_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
-from headrace.sampling.params import SamplingParams, check_int
+from headrace.sampling.checks import check_int
+from headrace.sampling.params import SamplingParams
 from headrace.text.output import Delta
 
 encode = msgspec.json.encode

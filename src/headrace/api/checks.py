@@ -11,7 +11,8 @@ from headrace.api.errors import bad_request, unsupported
 from headrace.api.protocol import Body, GenerationFields, NamedTool, SamplingFields, StreamOptions
 from headrace.conversation.message_forms import ROLES
 from headrace.conversation.tool_grammar import Tool
-from headrace.sampling.params import SamplingParams, check_int, check_strings
+from headrace.sampling.checks import check_int, check_strings
+from headrace.sampling.params import SamplingParams
 
 MAX_ID_CHARS = 128
 MAX_STOP_CHARS = 2**17

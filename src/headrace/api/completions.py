@@ -19,7 +19,8 @@ from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
 from headrace.api.protocol import CompletionRequest
 from headrace.api.structured import constrain, spec_of
 from headrace.errors import ParameterError
-from headrace.sampling.params import SamplingParams, check_int
+from headrace.sampling.checks import check_int
+from headrace.sampling.params import SamplingParams
 from headrace.text.output import Delta
 
 encode = msgspec.json.encode

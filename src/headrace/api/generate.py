@@ -16,7 +16,8 @@ from headrace.api.generation import Answer, Generation, StreamedAnswer
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
 from headrace.api.protocol import GenerateRequest
 from headrace.api.sse import DONE, event
-from headrace.sampling.params import SamplingParams, check_int
+from headrace.sampling.checks import check_int
+from headrace.sampling.params import SamplingParams
 from headrace.text.output import Delta
 
 encode = msgspec.json.encode

@@ -30,7 +30,8 @@ from headrace.api.responses_input import (
 from headrace.api.responses_items import Events, Items
 from headrace.api.structured import constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy
-from headrace.sampling.params import SamplingParams, check_int
+from headrace.sampling.checks import check_int
+from headrace.sampling.params import SamplingParams
 from headrace.text.output import Delta
 
 encode = msgspec.json.encode

@@ -23,6 +23,7 @@ from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, check
 from headrace.engine.outputs import OutputBuilder, refused
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import without_grammars
+from headrace.sampling.checks import check_vocabulary
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
@@ -88,7 +89,7 @@ class EngineCore:
         compiling = self.structured.waiting if self.structured is not None else []
         if request.id in self.scheduler.live or any(waiting.id == request.id for waiting in compiling):
             raise ParameterError("request_id", request.id, "an id that no live request has")
-        request.params.check_vocabulary(self.vocab_size)
+        check_vocabulary(request.params, self.vocab_size)
         ids = checked_ids(request.prompt_ids, self.vocab_size)
         spec = request.params.structured_outputs
         if spec is None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ParameterError
 
 _KINDS = ("regex", "choice", "grammar", "structural_tag", "json_object")
 # their name -> ours, and how its value differs
@@ -41,3 +46,16 @@ def advice(name: str, fields: Container[str]) -> str | None:
     if not ours:
         return how
     return f"use {ours} {how}".strip() if ours in fields else None
+
+
+class NamesOurs(msgspec.StructMeta):
+    """Makes an error about a field of another engine name ours."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError:
+            for name, value in fields.items():
+                if (instead := advice(name, cls.__struct_fields__)) is not None:
+                    raise ParameterError(name, value, f"nothing here; {instead}") from None
+            raise

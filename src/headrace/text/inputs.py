@@ -10,6 +10,7 @@ import msgspec
 
 from headrace.engine.messages import checked_ids
 from headrace.errors import ParameterError
+from headrace.sampling.checks import check_vocabulary
 from headrace.sampling.params import AtMost, SamplingParams
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class InputProcessor:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             checked_ids(list(getattr(params, field) or ()), self.vocab_size, field, self.valid)
-        params.check_vocabulary(self.vocab_size)
+        check_vocabulary(params, self.vocab_size)
         max_tokens = self.max_tokens(params, prompt_len)
         if params.min_tokens > max_tokens:
             raise ParameterError("min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more")
