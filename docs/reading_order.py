@@ -1,8 +1,12 @@
 """The files in the order in which to read them, with their lines: `make read`.
 
 CORE is the way of a request from `LLM.generate` through scheduler, runner, decoder and sampler and back to its text: what must
-be read to understand the engine. CHAT is that of one chat request over HTTP, from the route to the kernel that reads its keys
-and back to the last event. Whatever is in neither is a wing: it attaches at one place and can be read alone.
+be read to understand the engine. SETUP is what has been done by then, from a checkpoint to a running engine. CHAT is the way of
+one chat request over HTTP, from the route to the kernel that reads its keys and back to the last event.
+
+Whatever is in none of them is a wing or a leaf: it attaches at one place and can be read alone. Leaves that every request meets
+are the tokenizer, the automaton of stop strings (text/markers.py), and the kernels with their references in torch (of which
+kernels/prepare.py makes a step's rows from its plan).
 """
 
 from __future__ import annotations
@@ -17,19 +21,25 @@ engine/sharing.py  engine/messages.py  engine/core.py  engine/outputs.py
 scheduler/request.py  scheduler/plan.py  scheduler/config.py  scheduler/scheduler.py  scheduler/block_manager.py
 scheduler/decode_batch.py  scheduler/admission.py
 cache/block_pool.py  cache/radix_tree.py  cache/kv_cache.py
-engine/build.py  worker/model_runner.py  worker/batch_state.py  worker/staging.py
-model/config.py  model/families.py  model/batch.py  model/forward.py  model/attention.py  model/decoder.py  model/linear.py
-model/mlp.py  model/rope.py  attention/torch_backend.py
+worker/model_runner.py  worker/batch_state.py  worker/staging.py
+model/config.py  model/batch.py  model/forward.py  model/attention.py  model/decoder.py  model/linear.py  model/mlp.py
+attention/torch_backend.py
 worker/sampling.py  sampling/sampler.py  sampling/philox.py
-text/output.py  text/detokenizer.py
+text/output.py  text/stream.py  text/detokenizer.py
+"""
+
+SETUP = """
+config.py  engine/build.py  engine/options.py
+model/checkpoint.py  model/hf_config.py  model/families.py  model/weight_names.py  model/loader.py  model/rope.py
+worker/memory_plan.py  attention/select.py
 """
 
 CHAT = """
 api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  api/chat_prompt.py  conversation/template.py
-api/generation.py  engine/client.py  engine/messages.py  engine/core.py
+api/generation.py  engine/client.py  engine/messages.py  engine/wire.py  engine/core.py
 scheduler/request.py  scheduler/plan.py  scheduler/scheduler.py  scheduler/block_manager.py
 worker/model_runner.py  worker/batch_state.py  model/decoder.py  attention/triton_backend.py  kernels/attention_decode.py
-worker/sampling.py  engine/streams.py  text/output.py  conversation/answer.py  api/sse.py
+worker/sampling.py  engine/streams.py  text/output.py  text/stream.py  conversation/answer.py  api/sse.py
 """
 
 
@@ -38,7 +48,7 @@ def num_lines(name: str) -> int:
 
 
 def main() -> None:
-    for title, listed in (("core path", CORE), ("one chat request", CHAT)):
+    for title, listed in (("core path", CORE), ("from a checkpoint to a running engine", SETUP), ("one chat request", CHAT)):
         names = listed.split()
         print(f"{title}: {sum(map(num_lines, names))} lines in {len(names)} files")
         for name in names:

@@ -14,7 +14,8 @@ from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.config import Limits, PrefillBudget
+from headrace.scheduler.config import Limits
+from headrace.scheduler.prefill_budget import PrefillBudget
 from scheduler_fake import FakeEngine
 from tiny_models import write_tiny
 

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace.text.detokenizer import MAX_BYTE_RUN, TextOffsets
-from headrace.text.markers import Markers, MarkerScanner, TextStream, continuation
+from headrace.text.detokenizer import MAX_BYTE_RUN
+from headrace.text.markers import Markers, MarkerScanner
+from headrace.text.offsets import TextOffsets
+from headrace.text.stream import TextStream, continuation
 
 CORPUS = ["the theme of the thesis", "naïve café 😀😀🎉", "aab aaab ab", "日本語のテキスト", "\n\n  indented\n"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.text.detokenizer import Place, TextOffsets
+from headrace.text.offsets import Place, TextOffsets
 from headrace.text.output import Delta, Logprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have

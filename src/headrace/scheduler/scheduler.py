@@ -16,10 +16,11 @@ from typing import NamedTuple
 from headrace.errors import ParameterError
 from headrace.scheduler.admission import token_limit
 from headrace.scheduler.block_manager import BlockManager
-from headrace.scheduler.config import Limits, PrefillBudget
+from headrace.scheduler.config import Limits
 from headrace.scheduler.decode_batch import RANK, Row, Scheduled
 from headrace.scheduler.invariants import check_scheduler
 from headrace.scheduler.plan import NewBlocks, StepPlan, StepResult
+from headrace.scheduler.prefill_budget import PrefillBudget
 from headrace.scheduler.request import Request
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
 from headrace.sampling.params import SamplingParams
-from headrace.text.markers import TextStream
+from headrace.text.stream import TextStream
 
 if TYPE_CHECKING:
     from headrace.model.tokenizer import Tokenizer

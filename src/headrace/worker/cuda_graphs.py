@@ -2,7 +2,7 @@
 
 A captured step is: rows from numbers (kernels/prepare) -> forward -> sampler -> ids into the slots' token table, drafts
 verified. So the ids feed the next step without leaving the device, and what the host gives a step is four int32 per row, which
-it reads from pinned memory itself, as it writes the ids for the host (staging.Mailbox). Steps whose logits need
+it reads from pinned memory itself, as it writes the ids for the host (`Mailbox`). Steps whose logits need
 more than the fused sampler (penalties, masks, logprobs ...) replay a graph that ends with the logits.
 
 Graphs are keyed by (rows, context bucket, what follows the forward, drafts or not), captured when first needed; the other
@@ -33,10 +33,11 @@ from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.worker.batch_state import BatchState
 from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
-from headrace.worker.staging import Mailbox
 
 logger = logging.getLogger(__name__)
 MIB = 1 << 20
+PAGES = 64  # a power of two (see prepare.py); so many steps may be under way, those of a draft model among them
+HALF = PAGES // 2
 FEW_ROWS = 16  # up to here how far attention is split decides about a step's time, and short contexts have graphs of their own
 # tokens of the first context buckets for so few rows, and for more; 256 is what the tile tables' short attention holds
 FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)
@@ -78,6 +79,45 @@ def context_buckets(first: tuple[int, ...], max_model_len: int) -> list[int]:
     while buckets[-1] < max_model_len:
         buckets.append(4 * buckets[-1])
     return [b for b in buckets[:-1] if b < max_model_len] + [max_model_len]
+
+
+class Mailbox:
+    """Numbers to captured steps and ids back, through host memory that the device itself reads and writes.
+
+    Copies before and after a step's graph would each cost the stream microseconds, a fraction that shows where a step has
+    hundreds. A step takes the page after the one before it: which, it counts on the device (`turn`), so that pages can be
+    filled while earlier steps still run.
+
+    `inbox` [PAGES, 4, rows] and `outbox` [PAGES, 3, rows] int32, pinned; `turn` [1] int32 on the device: pages taken.
+    """
+
+    def __init__(self, rows: int, device: torch.device):
+        self.inbox = torch.zeros((PAGES, 4, rows), dtype=torch.int32, pin_memory=True)
+        self.outbox = torch.zeros((PAGES, 3, rows), dtype=torch.int32, pin_memory=True)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._inbox = self.inbox.numpy()
+        self._posted = 0
+        self._left = [torch.cuda.Event(), torch.cuda.Event()]  # the steps with pages of this half are done
+
+    def post(self, numbers: np.ndarray, size: int, dummy_slot: int) -> Tensor:
+        """The numbers [4, R] of the next step, padded to `size` rows; -> where its ids, failures, and which rows count (only
+        of steps with drafts) will be: [3, size]."""
+        page = self._posted % PAGES
+        if page % HALF == 0:
+            half = page // HALF
+            self._left[1 - half].record()
+            self._left[half].synchronize()  # of 32 steps ago: long done
+        self._posted += 1
+        count = numbers.shape[1]
+        self._inbox[page, :, :count] = numbers
+        self._inbox[page, 0, count:size] = dummy_slot
+        self._inbox[page, 1:, count:size] = -1
+        return self.outbox[page, :, :size]
+
+    def resume(self) -> None:
+        """Somebody was interrupted and perhaps no step took the last page: go on with the one that the device takes next."""
+        torch.cuda.synchronize(self.turn.device)
+        self._posted = int(self.turn) % PAGES
 
 
 class DecodeGraphs:
