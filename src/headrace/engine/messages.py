@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.plan import TokenLogprobs
 from headrace.scheduler.request import packed
 
 
@@ -48,14 +49,6 @@ class EngineRequest(msgspec.Struct, omit_defaults=True):
     cache_salt: str = ""
     output_ids: list[int] = []
     pooling: str | None = None  # "mean" | "last": embed the prompt instead of generating
-
-
-class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Raw logprobs at one position: the actual token first, then the most likely ones. ranks[0] counts from 1."""
-
-    ids: list[int]
-    logprobs: list[float]
-    rank: int
 
 
 class RequestTimes(msgspec.Struct, array_like=True):

@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from headrace.engine.messages import EngineOutput, Outputs, RequestTimes, TokenLogprobs
+from headrace.engine.messages import EngineOutput, Outputs, RequestTimes
 from headrace.errors import HeadraceError, ParameterError
-from headrace.scheduler.plan import Pooled, PromptScores, StepPlan, StepResult, TokenScores
+from headrace.scheduler.plan import StepPlan, StepResult, TokenLogprobs
 from headrace.scheduler.request import Request
 from headrace.scheduler.scheduler import Gain, Settled
 from headrace.structured_output.manager import StructuredOutput
@@ -27,10 +27,15 @@ class OutputBuilder:
 
     def keep(self, plan: StepPlan, result: StepResult) -> None:
         """Take a step's pieces, before it is settled."""
-        for scores in result.prompt_logprobs:
-            self._keep_scores(plan.ids[scores.sequence], int(plan.starts[scores.sequence]), scores)
-        for pooled in result.pooled:
-            self._keep_pooled(plan.ids[pooled.sequence], int(plan.starts[pooled.sequence]), pooled)
+        for s, found in result.prompt_logprobs.items():
+            if (name := plan.ids[s]) in self._live:
+                kept = self._prompt_logprobs.setdefault(name, [None])
+                del kept[plan.starts[s] + 1 :]  # computed again after a preemption
+                kept += found
+        for s, vector in result.pooled.items():
+            if (name := plan.ids[s]) in self._live:
+                before = 0.0 if plan.starts[s] == 0 or self._live[name].pooling == "last" else self._pooled[name]
+                self._pooled[name] = before + vector
 
     def of_step(self, plan: StepPlan, settled: Settled, result: StepResult) -> Outputs:
         if not result.logprobs:  # nearly always
@@ -44,12 +49,12 @@ class OutputBuilder:
             [self.of(request, ids, scores.get(request.id)) for request, ids in gains],
         )  # fmt: skip
 
-    def of(self, request: Request, ids: list[int], scores: list[TokenScores] | None = None) -> EngineOutput:
+    def of(self, request: Request, ids: list[int], scores: list[TokenLogprobs] | None = None) -> EngineOutput:
         now = time.monotonic()
         out = EngineOutput(request.id, ids, finish_reason=request.finish_reason, stop_reason=request.stop_reason)
         out.num_cached_tokens = request.num_cached
         if scores and ids:
-            out.logprobs = [TokenLogprobs(s.ids.tolist(), s.logprobs.tolist(), int(s.rank)) for s in scores[: len(ids)]]
+            out.logprobs = scores[: len(ids)]
         if request.params.prompt_logprobs is not None and (request.finish_reason or len(request.output_ids) <= len(ids)):
             found = self._prompt_logprobs.pop(request.id, None)
             if len(request.output_ids) == len(ids) > 0:
@@ -78,19 +83,6 @@ class OutputBuilder:
             return f"a logits processor failed: {request.exception!r}"
         limits = request.params.structured_outputs or request.params.allowed_token_ids or request.params.bad_word_ids
         return "the model produced NaN logits for this request" + (", or its limits left no token" if limits else "")
-
-    def _keep_scores(self, name: str, start: int, found: PromptScores) -> None:
-        if name not in self._live:
-            return
-        kept = self._prompt_logprobs.setdefault(name, [None])
-        del kept[start + 1 :]  # computed again after a preemption
-        columns = (c.tolist() for c in (found.ids, found.logprobs, found.ranks))
-        kept.extend(TokenLogprobs(i, p, r) for i, p, r in zip(*columns, strict=True))
-
-    def _keep_pooled(self, name: str, start: int, found: Pooled) -> None:
-        if name in self._live:
-            before = 0.0 if start == 0 or self._live[name].pooling == "last" else self._pooled[name]
-            self._pooled[name] = before + found.vector
 
 
 def _normalized(pooled: np.ndarray) -> list[float]:

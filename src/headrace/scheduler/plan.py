@@ -100,26 +100,12 @@ class StepPlan(msgspec.Struct, array_like=True, eq=False):
         return self.counts if self.is_plain else self.samples * (1 + self.drafts)
 
 
-class TokenScores(NamedTuple):
-    """Ids and logprobs of a sampled token and, behind it, of the likeliest ones; the token's rank."""
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Raw logprobs at one position: the actual token first, then the most likely ones. `rank` is the actual one's, from 1."""
 
-    ids: np.ndarray
-    logprobs: np.ndarray
+    ids: list[int]
+    logprobs: list[float]
     rank: int
-
-
-class PromptScores(NamedTuple):
-    """The same of the prompt tokens that a sequence's rows predict: [n, k + 1] and ranks [n]."""
-
-    sequence: int
-    ids: np.ndarray
-    logprobs: np.ndarray
-    ranks: np.ndarray
-
-
-class Pooled(NamedTuple):
-    sequence: int
-    vector: np.ndarray  # [H]: the sum of the rows, or the last one
 
 
 class StepResult(msgspec.Struct, array_like=True, eq=False):
@@ -130,6 +116,6 @@ class StepResult(msgspec.Struct, array_like=True, eq=False):
     # to be computed again without (a NaN of theirs reaches the rows before them in attention)
     counts: list[int]
     failed: frozenset[int] = frozenset()  # sequences that have no valid result
-    logprobs: dict[int, list[TokenScores]] = {}  # of the sequences that asked for them, of each id
-    prompt_logprobs: list[PromptScores] = []
-    pooled: list[Pooled] = []
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # of the sequences that asked for them, of each id
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of the tokens behind start that the sequence's rows predict
+    pooled: dict[int, np.ndarray] = {}  # [H]: the sum of the rows, or the last one

@@ -1,11 +1,15 @@
-"""What the runner asks of a proposer of drafts on the device. Whatever it says, output is exact."""
+"""Drafts come to where the forward finds its ids: from the plan, or from a proposer on the device. Output is exact with any."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
+
 from headrace.scheduler.plan import StepPlan
+from headrace.worker.batch_state import BatchState
 
 
 class DraftRow(NamedTuple):
@@ -32,3 +36,20 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow]) -> None:
         """Write `num_drafts` ids of each row to the slots' token table, from position start + 1 on; never wait."""
         ...
+
+
+def write_drafts(plan: StepPlan, state: BatchState, drafter: Drafter | None) -> None:
+    """Those that the host knows, and then those of the drafter."""
+    known = [(s, i, d) for s, ids in plan.guesses.items() for i, d in enumerate(ids, 1)]
+    if known:
+        of, after, ids = np.asarray(known, np.int64).T
+        host = np.stack([plan.slots[of], plan.starts[of] + after, after, ids, plan.unverified[of] > 0])
+        slots, positions, behind, drafts, unverified = state.staging.upload(host)
+        if plan.any_unverified:  # guesses for positions that have been sampled since must not take their place
+            sampled = state.tables.accepted[slots] * unverified >= behind
+            drafts = torch.where(sampled, state.token_ids[slots, positions], drafts)
+        state.token_ids.index_put_((slots, positions), drafts.to(torch.int32))
+    if drafter is not None:
+        columns = (c.tolist() for c in (plan.slots, plan.starts, plan.drafts, plan.unverified))
+        rows = [DraftRow(*row) for row in zip(*columns, strict=True)]
+        drafter.propose([r for s, r in enumerate(rows) if r.num_drafts and s not in plan.guesses])

@@ -22,10 +22,11 @@ from headrace.cache.kv_cache import KVCache
 from headrace.kernels.prepare import FAILED, IDS, KEPT, NEW_BLOCK, POSITION, SLOT, UNVERIFIED, Rows
 from headrace.model.forward import Forward
 from headrace.sampling.penalties import UserProcessor
-from headrace.scheduler.plan import Pooled, PromptScores, StepPlan, StepResult
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, block_writes
-from headrace.worker.drafter import Drafter, DraftRow
+from headrace.worker.drafter import Drafter, write_drafts
+from headrace.worker.prompt_results import PromptResult, prompt_result, prompts_that_ask
 from headrace.worker.sampling import DeviceOutput, RowSampler, Tail
 from headrace.worker.staging import Staging
 
@@ -40,8 +41,7 @@ class Pending:
     plan: StepPlan
     logits: Tensor | None  # [R, vocab]
     rows: Rows | None  # those that are sampled
-    prompt_logprobs: list[tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=list)  # as PromptScores, on the device
-    pooled: list[tuple[int, Tensor]] = field(default_factory=list)  # as Pooled
+    prompts: list[PromptResult] = field(default_factory=list)
     sampled: DeviceOutput | None = None  # by the captured step itself
 
 
@@ -90,7 +90,7 @@ class ModelRunner:
         has_drafts = plan.num_drafts > 0
         if has_drafts:
             # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
-            self._write_drafts(plan)
+            write_drafts(plan, self.state, self.drafter)
             numbers = np.repeat(numbers, plan.counts, axis=1)
             numbers[POSITION] += np.arange(numbers.shape[1], dtype=np.int32)
             numbers[POSITION] -= np.repeat(np.cumsum(plan.counts, dtype=np.int32) - plan.counts, plan.counts)
@@ -124,23 +124,21 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.placed(plan)
         if plan.num_drafts:
-            self._write_drafts(plan)
+            write_drafts(plan, self.state, self.drafter)
         num_sampled, stops = plan.num_sampled, np.cumsum(plan.counts)
         sampled = np.repeat(stops - np.cumsum(num_sampled), num_sampled) + np.arange(num_sampled.sum())
-        scored, pooled = self._scored(plan), self._pooled(plan)
+        asking = prompts_that_ask(plan, self.state)
         # more rows than there are slots are more than attention takes as sequences
-        only = len(sampled) < stops[-1] and len(sampled) <= len(self.state.block_tables) and not scored and not pooled
+        only = len(sampled) < stops[-1] and len(sampled) <= len(self.state.block_tables) and not asking
         batch, wanted, rows = self.state.prepare(plan.slots, plan.starts, plan.counts, plan.unverified, sampled, only)
         hidden = self.decoder.forward(batch, self.kv, wanted)
         pending = Pending(plan, None, rows)
         if len(sampled):
             picked = hidden if len(sampled) == len(hidden) else hidden[self.state.staging.upload(sampled)]
             pending.logits = self.decoder.logits(picked)
-        for s in scored:
-            pending.prompt_logprobs.append((s, *self._prompt_logprobs(plan, s, hidden[stops[s] - plan.counts[s] : stops[s]])))
-        for s, pooling in pooled.items():
-            rows_of = hidden[stops[s] - plan.counts[s] : stops[s]].float()
-            pending.pooled.append((s, rows_of.sum(0) if pooling == "mean" else rows_of[-1]))
+        for prompt in asking:
+            stop, count = stops[prompt.sequence], plan.counts[prompt.sequence]
+            pending.prompts.append(prompt_result(prompt, hidden[stop - count : stop], self.state, self.decoder))
         return pending
 
     @torch.inference_mode()
@@ -153,51 +151,6 @@ class ModelRunner:
             output = self.sampler(pending.logits, pending.plan, pending.rows, masks, users)
         return StepHandle(pending, output, self.state.staging)
 
-    def _write_drafts(self, plan: StepPlan) -> None:
-        """Put the drafts where the forward finds its ids: those that the host knows, and then those of the drafter."""
-        known = [(s, i, d) for s, ids in plan.guesses.items() for i, d in enumerate(ids, 1)]
-        if known:
-            of, after, ids = np.asarray(known, np.int64).T
-            host = np.stack([plan.slots[of], plan.starts[of] + after, after, ids, plan.unverified[of] > 0])
-            slots, positions, behind, drafts, unverified = self.state.staging.upload(host)
-            table = self.state.token_ids
-            if plan.any_unverified:  # guesses for positions that have been sampled since must not take their place
-                sampled = self.state.tables.accepted[slots] * unverified >= behind
-                drafts = torch.where(sampled, table[slots, positions], drafts)
-            table.index_put_((slots, positions), drafts.to(torch.int32))
-        if self.drafter is not None:
-            columns = (c.tolist() for c in (plan.slots, plan.starts, plan.drafts, plan.unverified))
-            rows = [DraftRow(*row) for row in zip(*columns, strict=True)]
-            self.drafter.propose([r for s, r in enumerate(rows) if r.num_drafts and s not in plan.guesses])
-
-    def _scored(self, plan: StepPlan) -> list[int]:
-        """Sequences that compute rows which give logprobs of prompt tokens that are asked for."""
-        return [
-            s
-            for s, slot, start in self._prefills(plan)
-            if (new := self.state.request(slot)).params.prompt_logprobs is not None and start < new.num_prompt - 1
-        ]
-
-    def _pooled(self, plan: StepPlan) -> dict[int, str]:
-        """How the sequences of prompts that are embedded are pooled."""
-        return {s: pooling for s, slot, _ in self._prefills(plan) if (pooling := self.state.request(slot).pooling) is not None}
-
-    @staticmethod
-    def _prefills(plan: StepPlan) -> list[tuple[int, int, int]]:
-        """Sequence, slot and start of all but plain decodes."""
-        begin = plan.num_decodes
-        return list(zip(range(begin, len(plan)), plan.slots[begin:].tolist(), plan.starts[begin:].tolist(), strict=True))
-
-    def _prompt_logprobs(self, plan: StepPlan, sequence: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logprobs of the prompt tokens that a sequence's rows predict (row p predicts position p + 1)."""
-        slot, start = int(plan.slots[sequence]), int(plan.starts[sequence])
-        new = self.state.request(slot)
-        stop = min(start + len(hidden), new.num_prompt - 1)
-        targets = self.state.token_ids[slot, start + 1 : stop + 1].to(torch.int64)
-        num_top = new.params.prompt_logprobs
-        assert num_top is not None
-        return self.sampler.prompt_logprobs(self.decoder.logits, hidden[: stop - start], targets, num_top)
-
 
 class StepHandle:
     """The result of a launched step, on its way to the host."""
@@ -206,8 +159,7 @@ class StepHandle:
         self.plan = pending.plan
         host = staging.download
         self._output = None if output is None else output.to_host(host)
-        self._prompt = [(s, host(i), host(p), host(r)) for s, i, p, r in pending.prompt_logprobs]
-        self._pooled = [(s, host(v)) for s, v in pending.pooled]
+        self._prompts = [prompt.to_host(host) for prompt in pending.prompts]
         self._done = None
         self.finished = time.perf_counter()  # when the device was done, as far as the host knows
         if staging.device.type == "cuda":
@@ -227,8 +179,8 @@ class StepHandle:
         result = StepResult([], [0] * count)
         if output is not None:
             self._read(plan, output, result)
-        result.prompt_logprobs = [PromptScores(s, i.numpy(), p.numpy(), r.numpy()) for s, i, p, r in self._prompt]
-        result.pooled = [Pooled(s, v.numpy()) for s, v in self._pooled]
+        for prompt in self._prompts:
+            prompt.read(result)
         return result
 
     @staticmethod

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from headrace.kernels.prepare import IDS, KEPT, Rows, publish
 from headrace.kernels.tables import Float, Int
-from headrace.sampling.logprobs import LogprobsRequest, prompt_logprobs
+from headrace.sampling.logprobs import LogprobsRequest
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.penalties import UserProcessor
 from headrace.sampling.sampler import SampleInputs, sample
-from headrace.scheduler.plan import Admitted, StepPlan, TokenScores
+from headrace.scheduler.plan import Admitted, StepPlan, TokenLogprobs
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, aligned
 from headrace.worker.edits import SampledRow, StepEdits
@@ -54,13 +54,13 @@ class DeviceOutput:
         logprobs = None if self.logprobs is None else tuple(host(t) for t in self.logprobs)
         return DeviceOutput(host(self.sent), self.wanted, logprobs)  # type: ignore[arg-type]
 
-    def scores(self, row: int) -> TokenScores:
+    def scores(self, row: int) -> TokenLogprobs:
         assert self.logprobs is not None
         place, num_top = self.wanted[row]
         chosen, ranks, top_ids, top = (t[place].numpy() for t in self.logprobs)
         width = int((top > -np.inf).sum()) if num_top < 0 else num_top
-        ids = np.concatenate(([self.sent[IDS, row].item()], top_ids[:width]))
-        return TokenScores(ids, np.concatenate(([chosen], top[:width])), int(ranks))
+        ids = [int(self.sent[IDS, row]), *top_ids[:width].tolist()]
+        return TokenLogprobs(ids, [float(chosen), *top[:width].tolist()], int(ranks))
 
 
 class RowSampler:
@@ -122,14 +122,6 @@ class RowSampler:
         first = plan.starts[of] + plan.counts[of] - plan.drafts[of] - self.state.host_ints[slots, Int.PROMPT_LEN]
         columns = (special, slots, first + before, before)
         return [SampledRow(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-
-    def prompt_logprobs(
-        self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, num_top: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """For hidden [n, H] and the ids that follow [n]: ids [n, K + 1], logprobs [n, K + 1], ranks [n]."""
-        found = prompt_logprobs(hidden, targets, to_logits, num_top, self.vocab_size)
-        ids = torch.cat([found.token_ids[:, None].int(), found.top_ids], dim=1)
-        return ids, torch.cat([found.logprobs[:, None], found.top_logprobs], dim=1), found.ranks
 
 
 def sample_inputs(state: BatchState, rows: Rows, slots: np.ndarray) -> SampleInputs:
