@@ -77,7 +77,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}
         self._leaving: dict[str, Stream] = {}  # aborted, and the core has not said so yet
         self._waiting_tokens = 0  # prompts of streams without any output
-        self._probation = Probation(self._submit)  # type: ignore[arg-type]
+        self._probation = Probation(self._submit)
         self._context = zmq.asyncio.Context()
         supply = CoreSupply(self._context, builder, log_level, log_format, traced)
         self._supervisor = Supervisor(config, self.supervision, supply, self)
@@ -258,7 +258,6 @@ class EngineClient:
         for stream in self._streams.values():
             stream.interrupted = stream.interrupted or bool(stream.deaths or stream.kills)
         if culprit is not None:
-            assert isinstance(culprit, Stream)
             self.num_poisonous += 1
             name = culprit.request.id
             logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths + culprit.kills)
@@ -330,7 +329,7 @@ class EngineClient:
             self.dead = why
         self._loaded.set()
         self._none_leaves()
-        self._probation = Probation(self._submit)  # type: ignore[arg-type]
+        self._probation = Probation(self._submit)
         for stream in list(self._streams.values()):
             self._fail(stream, why)
 

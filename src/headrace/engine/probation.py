@@ -14,7 +14,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
+
+from headrace.engine.streams import Stream
 
 PROVEN = 4  # tokens: more than the steps that are in flight at once
 MOST_TURNS = 64  # more suspects than that enter in groups
@@ -23,23 +24,13 @@ PATIENCE = 2  # deaths for which a request is blamed when the core ended by itse
 PATIENCE_WHEN_KILLED = 5  # when somebody killed it, which says little about the request: the OOM killer or an operator
 
 
-class Passenger(Protocol):
-    """A request in flight."""
-
-    sent: bool  # to the present core
-    num_in_core: int  # tokens got since then
-    deaths: int  # of cores that ended by themselves or hung, in a row; but for the first, it was unproven at each
-    kills: int  # the same of cores that somebody killed
-    ended: bool
-
-
 class Probation:
     """`submit` sends a request to the present core."""
 
-    def __init__(self, submit: Callable[[Passenger], None], clock: Callable[[], float] = time.monotonic):
+    def __init__(self, submit: Callable[[Stream], None], clock: Callable[[], float] = time.monotonic):
         self._submit, self._clock = submit, clock
-        self._turns: deque[list[Passenger]] = deque()
-        self._turn: list[Passenger] = []  # entered, and not all proven
+        self._turns: deque[list[Stream]] = deque()
+        self._turn: list[Stream] = []  # entered, and not all proven
         self._began = 0.0
 
     @property
@@ -47,14 +38,14 @@ class Probation:
         """Requests that arrive now must wait."""
         return bool(self._turn or self._turns)
 
-    def after_death(self, passengers: Iterable[Passenger], killed: bool) -> Passenger | None:
+    def after_death(self, streams: Iterable[Stream], killed: bool) -> Stream | None:
         """Plan the turns in the next core. Returns the request that is to blame; it has no place in them.
 
-        `passengers` are all that live, and those that the core still had while nobody waited for them any more (`ended`).
+        `streams` are all that live, and those that the core still had while nobody waited for them any more (`ended`).
         """
-        passengers = list(passengers)
-        inside = [p for p in passengers if p.sent]
-        outside = [p for p in passengers if not p.sent and p.deaths + p.kills]
+        streams = list(streams)
+        inside = [p for p in streams if p.sent]
+        outside = [p for p in streams if not p.sent and p.deaths + p.kills]
         proven = [p for p in inside if p.num_in_core >= PROVEN]
         unproven = [p for p in inside if p.num_in_core < PROVEN]
         for p in proven:

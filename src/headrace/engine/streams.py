@@ -30,8 +30,12 @@ class Stream:
         self._reader: asyncio.Future[None] | None = None
         self.arrival = time.monotonic()
         self.first = self.last = 0.0  # time.monotonic() of the first and the latest tokens; 0: none yet
-        self.sent = self.ended = False  # see probation.Passenger
-        self.num_in_core = self.deaths = self.kills = self.num_cached = 0
+        self.ended = False
+        self.num_cached = 0
+        self.sent = False  # to the present core
+        self.num_in_core = 0  # tokens got since then
+        # cores that ended by themselves or hung, and that somebody killed, in a row; but for the first, it was unproven at each
+        self.deaths = self.kills = 0
 
     def push(self, news: EngineOutput) -> None:
         request = self.request
