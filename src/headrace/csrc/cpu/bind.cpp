@@ -17,10 +17,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "cpu_features.h"
-#include "model.h"
 #include "bind_checks.h"
 #include "bind_product.h"
+#include "cpu_features.h"
+#include "formats.h"
+#include "model.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -161,13 +162,17 @@ class BoundModel {
   std::pair<std::vector<Blocks>, std::vector<Blocks>> held_;
 };
 
+// Bytes of a part of a matrix in memory.
+int64_t packed_bytes(Format format, int64_t rows, int inputs) {
+  return (rows + STRIP - 1) / STRIP * static_cast<int64_t>(strip_bytes(format, inputs));
+}
+
 }  // namespace headrace::cpu
 
 NB_MODULE(_step, m) {
   using namespace headrace::cpu;
   m.attr("STEP_ABI") = STEP_ABI;
   m.def("cpu_features", &cpu_features, "Names of the instruction set extensions that this CPU and its system offer.");
-  m.def("block_bytes", &block_bytes, "format"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a);
 
   nb::enum_<Format>(m, "Format")
       .value("F32", Format::F32)
@@ -211,6 +216,9 @@ NB_MODULE(_step, m) {
       .value("GATE_UP_BIAS", VectorName::GATE_UP_BIAS)
       .value("DOWN_BIAS", VectorName::DOWN_BIAS)
       .value("FINAL_NORM", VectorName::FINAL_NORM);
+
+  m.def("block_bytes", &block_bytes, "format"_a, "block_size"_a, "num_kv_heads"_a, "head_dim"_a);
+  m.def("packed_bytes", &packed_bytes, "format"_a, "rows"_a, "inputs"_a);
 
   nb::class_<Config>(m, "Config")
       .def(nb::init<>())

@@ -2,6 +2,7 @@
 // number becomes an address outside of what it indexes. Costs microseconds a step.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <stdexcept>
@@ -9,26 +10,10 @@
 #include <utility>
 #include <vector>
 
+#include "formats.h"
 #include "model.h"
 
 namespace headrace::cpu {
-
-// Bytes of a row of `inputs` elements in a file; throws if no whole blocks hold them.
-inline int64_t row_bytes(Format format, int64_t inputs) {
-  struct Block {
-    int elements, bytes;
-  };
-  static constexpr Block BLOCKS[] = {{1, 4},    {1, 2},    {1, 2},     {32, 34},   {32, 18},
-                                     {32, 20}, {256, 144}, {256, 176}, {256, 210}};
-  const auto index = static_cast<size_t>(format);
-  if (index >= std::size(BLOCKS)) throw std::invalid_argument("unknown format of rows");
-  const Block block = BLOCKS[index];
-  if (inputs % block.elements != 0) {
-    throw std::invalid_argument("rows of " + std::to_string(inputs) + " elements are no whole blocks of " +
-                                std::to_string(block.elements));
-  }
-  return inputs / block.elements * block.bytes;
-}
 
 class BindChecks {
  public:
@@ -80,7 +65,9 @@ class BindChecks {
     int64_t rows = 0;
     for (const Part& part : parts) {
       if (part.rows < 1) throw std::invalid_argument("a part of a matrix has no rows");
-      row_bytes(part.format, inputs);
+      if (raw_block(part.format).inputs == SUPER && inputs % SUPER != 0) {
+        throw std::invalid_argument("rows of " + std::to_string(inputs) + " inputs are no whole super-blocks");
+      }
       rows += part.rows;
     }
     output("a matrix", rows, inputs, outputs, wanted_inputs);
@@ -94,9 +81,9 @@ class BindChecks {
     for (const Part& part : found->second) {
       const int64_t end = start + part.rows;
       if (first_row >= start && first_row < end) {
-        const bool whole = num_rows % 16 == 0 || first_row + num_rows == end;
-        if ((first_row - start) % 16 != 0 || num_rows < 1 || first_row + num_rows > end || !whole) break;
-        length("a row", bytes, row_bytes(part.format, shape(name).second));
+        const bool whole = num_rows % STRIP == 0 || first_row + num_rows == end;
+        if ((first_row - start) % STRIP != 0 || num_rows < 1 || first_row + num_rows > end || !whole) break;
+        length("a row", bytes, raw_row_bytes(part.format, static_cast<int>(shape(name).second)));
         return;
       }
       start = end;
