@@ -1,12 +1,13 @@
 """A jinja2 sandbox for chat templates whose work is bounded: time, size of the output, size of any value on the way.
 
 A thread that renders cannot be killed, so a render ends itself: every loop turn and every call looks at the thread's
-CPU time, and the operations that can make much out of little (`*`, `+`, `~`, `%`, `**`, format, join, replace, padding)
-check the size of their result before they build it.
+CPU time, and whatever can make much out of little (operators, filters, methods of texts and numbers) is looked at before it
+does: see `guard`.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import string
@@ -21,11 +22,15 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 MAX_WIDTH = 100_000  # of padding and the like; also jinja2's limit of range()
 MAX_INT_BITS = 4096
 _LONG_NUMBER = re.compile(r"\d{6}")
-_WIDTH_FILTERS = ("center", "indent", "wordwrap", "batch", "slice", "truncate")
+_GUARDED_FILTERS = (
+    "batch", "center", "format", "indent", "join", "pprint", "replace", "slice", "string", "sum", "truncate", "wordwrap",
+)  # fmt: skip
+_GUARDED_METHODS = ("center", "expandtabs", "join", "ljust", "replace", "rjust", "to_bytes", "translate", "zfill")
 
 
 class TemplateLimitError(jinja2.TemplateRuntimeError):
@@ -56,6 +61,22 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
+class _Bounding(NodeTransformer):
+    """Puts a call of `tick` into every loop, and one of `concat_bounded` into the place of every `a ~ b`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._call("tick", [], node)).set_lineno(node.lineno))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._call("concat_bounded", node.nodes, node)
+
+    def _call(self, method: str, args: list[nodes.Expr], place: nodes.Node) -> nodes.Node:
+        return nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None).set_lineno(place.lineno)
+
+
 class BoundedSandbox(ImmutableSandboxedEnvironment):
     """Filters, globals and block trimming are those that Transformers gives to chat templates.
 
@@ -72,10 +93,8 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         )  # fmt: skip
         self.max_seconds, self.max_chars = max_seconds, max_chars
         self._local = threading.local()
-        for name in _WIDTH_FILTERS:
-            self.filters[name] = self._width_checked(self.filters[name])
-        for name in ("join", "replace", "format", "string", "pprint"):
-            self.filters[name] = self._size_checked(name, self.filters[name])
+        for name in _GUARDED_FILTERS:
+            self.filters[name] = self._guarded(name, self.filters[name])
         del self.filters["urlize"]
         del self.globals["lipsum"]
         self.filters["tojson"] = self._tojson
@@ -83,20 +102,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals["dict"] = _Dict()
 
-    # ------------------------------------------------------------------------------------------------ compile, render
-
     def compile_template(self, source: str) -> jinja2.Template:
         """Raises jinja2.TemplateSyntaxError."""
-        tree = self.parse(source)
-        for loop in list(tree.find_all(nodes.For)):
-            loop.body.insert(0, nodes.ExprStmt(self._own_call("tick", [], loop.lineno)).set_lineno(loop.lineno))
-        return self.from_string(_replace_concat(tree, self))
-
-    def _own_call(self, method: str, args: list[nodes.Expr], lineno: int) -> nodes.Call:
-        target = nodes.EnvironmentAttribute(method).set_lineno(lineno)
-        call = nodes.Call(target, args, [], None, None)
-        call.set_lineno(lineno)
-        return call
+        return self.from_string(_Bounding().visit(self.parse(source)))
 
     def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
         """Raises what the template raises, TemplateLimitError among it."""
@@ -111,12 +119,41 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         finally:
             self._local.deadline = None
 
-    # --------------------------------------------------------------------------------------------------------- limits
+    # ------------------------------------------------------------------------------------------------- what is bounded
 
     def tick(self) -> None:
         deadline = getattr(self._local, "deadline", None)
         if deadline is not None and time.thread_time() > deadline:
             raise TemplateLimitError(f"the chat template took more than {self.max_seconds:g} s")
+
+    def guard(self, name: str, value: Any, *given: Any) -> None:
+        """Before `value` goes with what is `given` beside it through an operator, a filter or a method: is what that makes
+        too large?"""
+        self.tick()
+        size = self._weigh(value)
+        if name == "*":
+            size *= max(0, given[0])
+        elif name in ("%", "format"):
+            spec = str(value)
+            if _LONG_NUMBER.search(spec) or ("*" in spec and any(isinstance(g, int) and g > MAX_WIDTH for g in given)):
+                raise TemplateLimitError("the chat template formats with too large a width")
+            size += sum(map(self._weigh, given)) * max(1, spec.count("%") + spec.count("{"))
+        elif name == "replace":
+            text, old, new = (v if isinstance(v, str | bytes) else str(v) for v in (value, *given[:2]))
+            if len(new) > len(old):
+                size += (text.count(old) if old else len(text) + 1) * len(new)  # type: ignore[arg-type]
+        elif name == "join":
+            size += len(value) * len(str(given[0])) if given else 0
+        elif any(isinstance(g, int) and g > MAX_WIDTH for g in given):
+            raise TemplateLimitError("the chat template pads to too large a width")
+        elif name in ("expandtabs", "indent"):
+            places = value.count("\n" if name == "indent" else "\t") + 1
+            size += places * max((g if isinstance(g, int) else len(g) for g in given), default=8)
+        elif name in ("translate", "wordwrap"):
+            size *= 1 + max((self._weigh(g) for g in given if isinstance(g, str | Mapping)), default=0)
+        elif name == "sum":  # of lists: each is copied once for each that follows
+            size *= len(value) if any(isinstance(g, list | tuple) for g in given) else 1
+        self._check_size(size)
 
     def _check_size(self, size: float) -> None:
         if not size <= self.max_chars:
@@ -130,7 +167,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             if turns % 4096 == 0:
                 self.tick()
             item = stack.pop()
-            if isinstance(item, str):
+            if isinstance(item, str | bytes):
                 size += len(item)
             elif isinstance(item, Mapping):
                 size += 4 * len(item)
@@ -149,131 +186,81 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             self._weigh(value)
         return value
 
+    # ------------------------------------------------------------------------------- where templates come to the bounds
+
     def concat_bounded(self, *items: Any) -> str:
         self._check_size(sum(map(self._weigh, items)))
         return "".join(map(str, items))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            self._check_size(len(left) + len(right))
-        elif operator == "*":
-            for sequence, count in ((left, right), (right, left)):
-                if hasattr(sequence, "__len__") and isinstance(count, int):
-                    self._check_size(len(sequence) * max(0, count))
-        elif operator == "%" and isinstance(left, str):
-            self._check_format(left, right if isinstance(right, tuple) else (right,))
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * right
+        if isinstance(left, int) and isinstance(right, int):
+            bits = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * right}.get(operator, 0)
             if bits > MAX_INT_BITS:
                 raise TemplateLimitError("the chat template computes a number that is too large")
+        elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
+            self._check_size(len(left) + len(right))
+        elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
+            self.guard("*", *((right, left) if isinstance(left, int) else (left, right)))
+        elif operator == "%" and isinstance(left, str | bytes):
+            self.guard("%", left, *(right if isinstance(right, tuple) else (right,)))
         return super().call_binop(context, operator, left, right)
-
-    def _check_format(self, spec: str, args: tuple[Any, ...]) -> None:
-        if _LONG_NUMBER.search(spec) or ("*" in spec and any(isinstance(a, int) and a > MAX_WIDTH for a in args)):
-            raise TemplateLimitError("the chat template formats with too large a width")
-        self._check_size(len(spec) + sum(map(self._weigh, args)) * max(1, spec.count("%") + spec.count("{")))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.tick()
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
-        if isinstance(owner, str):
-            self._check_str_method(owner, name, args, kwargs)
+        if isinstance(owner, str | bytes | int) and name in _GUARDED_METHODS:
+            if name == "join" and args:
+                args = (list(args[0]),)
+                self.guard(name, args[0], owner)
+            else:
+                self.guard(name, owner, *args, *kwargs.values())
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
         wrapped = super().wrap_str_format(value)
-        owner = getattr(value, "__self__", None)
-        if wrapped is None or not isinstance(owner, str):
-            return wrapped
+        if wrapped is None:
+            return None
+        owner = value.__self__
 
         @wraps(wrapped)
         def checked(*args: Any, **kwargs: Any) -> str:
             for _, _, spec, _ in string.Formatter().parse(owner):
-                if spec and ("{" in spec or _LONG_NUMBER.search(spec)):
+                if spec and "{" in spec:
                     raise TemplateLimitError("the chat template formats with too large a width")
-            self._check_format("{" * owner.count("{"), (*args, *kwargs.values()))
+            self.guard("format", owner, *args, *kwargs.values())
             return wrapped(*args, **kwargs)
 
         return checked
 
-    def _check_str_method(self, owner: str, name: str, args: tuple, kwargs: dict) -> None:
-        if name == "replace" and len(args) >= 2:
-            self._check_growth(owner, args[0], args[1])
-        elif name == "join" and args and isinstance(args[0], list | tuple | dict):
-            self._check_size(self._weigh(args[0]) + len(owner) * len(args[0]))
-        elif name in ("ljust", "rjust", "center", "zfill", "expandtabs"):
-            _check_widths((*args, *kwargs.values()))
-
-    def _check_growth(self, text: Any, old: Any, new: Any) -> None:
-        text, old, new = str(text), str(old), str(new)
-        if len(new) > len(old):
-            self._check_size(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
-
-    def _width_checked(self, function: Callable) -> Callable:
-        @wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            _check_widths((*args, *kwargs.values()))
-            return function(*args, **kwargs)
-
-        return checked
-
-    def _size_checked(self, name: str, function: Callable) -> Callable:
+    def _guarded(self, name: str, function: Callable) -> Callable:
         passed = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja2 puts the environment or context first
+        signature = inspect.signature(function)
 
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
+            if name in ("join", "sum") and not hasattr(args[passed], "__len__"):  # what another filter gives, item by item
+                args = (*args[:passed], list(args[passed]), *args[passed + 1 :])
             given = args[passed:]
-            if name == "replace" and len(given) >= 3:
-                self._check_growth(*given[:3])
-            elif name == "format" and given:
-                self._check_format(str(given[0]), (*given[1:], *kwargs.values()))
-            elif name == "join":
-                self._check_join(given, kwargs)
-            else:
-                self._weigh(given[0] if given else "")
+            if kwargs:  # in the order of the parameters, and what is left out between them
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                given = (*bound.args[passed:], *bound.kwargs.values())
+            self.guard(name, *given)
             return function(*args, **kwargs)
 
         return checked
-
-    def _check_join(self, given: tuple, kwargs: dict) -> None:
-        separator = str(given[1] if len(given) > 1 else kwargs.get("d", ""))
-        if given and hasattr(given[0], "__len__"):
-            self._check_size(self._weigh(given[0]) + len(separator) * len(given[0]))
 
     def _tojson(
         self, x: Any, ensure_ascii: bool = False, indent: int | str | None = None,
         separators: tuple[str, str] | None = None, sort_keys: bool = False,
     ) -> str:  # fmt: skip
         """As Transformers has it: no HTML escapes, characters as they are."""
-        weight = self._weigh(x)
+        self._weigh(x)
         if (indent if isinstance(indent, int) else len(indent or "")) > 16:
             raise TemplateLimitError("the chat template indents JSON too far")
         text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        self._check_size(max(weight, len(text)))
+        self._check_size(len(text))
         return text
-
-
-def _check_widths(values: tuple) -> None:
-    if any(isinstance(v, int) and v > MAX_WIDTH for v in values):
-        raise TemplateLimitError("the chat template pads to too large a width")
-
-
-def _replace_concat(node: nodes.Node, env: BoundedSandbox) -> Any:
-    """The tree with every `a ~ b` as a call that checks the size first."""
-    for child in list(node.iter_child_nodes()):
-        _replace_concat(child, env)
-    for field, value in node.iter_fields():
-        if isinstance(value, nodes.Concat):
-            setattr(node, field, _concat_call(value, env))
-        elif isinstance(value, list):
-            value[:] = [_concat_call(v, env) if isinstance(v, nodes.Concat) else v for v in value]
-    return node
-
-
-def _concat_call(concat: nodes.Concat, env: BoundedSandbox) -> nodes.Call:
-    call = env._own_call("concat_bounded", list(concat.nodes), concat.lineno)
-    call.set_environment(env)
-    return call
 
 
 def _raise_exception(message: str) -> None:
