@@ -1,0 +1,236 @@
+// One layer's attention: queries and keys from the fused projection, items of the plan, and what the output projection reads.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "cache.h"
+#include "norm.h"
+#include "plan.h"
+#include "rope.h"
+
+namespace headrace::cpu {
+
+// A thread's own room.
+struct AttentionScratch {
+  explicit AttentionScratch(AttentionShape shape) {
+    const size_t queries = std::max(TILE_QUERIES, shape.block_rows() * shape.group());
+    const size_t dim = shape.head_dim;
+    head.resize(dim);
+    turned.resize(dim);
+    packed.resize(dim * queries);
+    scores.resize(queries * SCORES);
+    part_values.resize(queries * dim);
+    merged_values.resize(queries * dim);
+    tops.resize(queries);
+    sums.resize(queries);
+    merged.resize(queries);
+  }
+  std::vector<float> head, turned;  // [dim]
+  std::vector<float> packed;        // [dim][queries]
+  std::vector<float> scores;
+  std::vector<float> part_values, merged_values;  // [queries][dim]
+  std::vector<float> tops, sums;
+  std::vector<Merged> merged;
+};
+
+// Of one layer and step; the same for all threads.
+struct LayerAttention {
+  AttentionShape shape;
+  float scale;
+  float softcap;
+  float norm_eps;
+  const std::vector<float>& q_norm;  // empty, [head_dim] or of the whole projection
+  const std::vector<float>& k_norm;
+  const Rope& rope;
+  LayerCache cache;
+  const AttentionPlan& plan;
+  const std::vector<Query>& queries;
+  const float* qkv;  // [rows][stride]
+  size_t qkv_stride;
+  const int32_t* positions;
+  const int64_t* slot_mapping;
+  float* attended;  // [queries][num_heads * head_dim]
+  size_t attended_stride;
+  float* partials;
+
+  void write_row(int row, int kv_head, AttentionScratch& scratch) const {
+    const int64_t slot = slot_mapping[row];
+    if (slot < 0) return;
+    const float* keys = qkv + row * qkv_stride + shape.num_heads * shape.head_dim;
+    const float* values = keys + shape.num_kv_heads * shape.head_dim;
+    make_head(keys, shape.num_kv_heads, kv_head, k_norm, positions[row], scratch);
+    cache.write(slot, kv_head, scratch.turned.data(), values + kv_head * shape.head_dim);
+  }
+
+  // With `write` the rows' own keys and values are written by the items that read them first (each row is another sequence).
+  void run(const AttentionPlan::Item& item, bool write, AttentionScratch& scratch) const {
+    const AttentionPlan::Block block = plan.blocks()[item.block];
+    const int last_part = queries[block.first + block.rows - 1].position / PART;
+    if (write && (item.part == AttentionPlan::ALL_PARTS || item.part == last_part)) {
+      for (int i = 0; i < block.rows; i++) write_row(queries[block.first + i].row, item.kv_head, scratch);
+    }
+    switch (cache.shape->format) {
+      case CacheFormat::F32:
+        return run_as<CacheFormat::F32>(item, block, scratch);
+      case CacheFormat::BF16:
+        return run_as<CacheFormat::BF16>(item, block, scratch);
+      case CacheFormat::INT8:
+        return run_as<CacheFormat::INT8>(item, block, scratch);
+    }
+  }
+
+  // A query's outputs [begin, end) of num_heads * head_dim, at `out` or where they already are.
+  const float* outputs(int query, int begin, int end, float* out) const {
+    const int parts = plan.num_parts(queries[query].position);
+    if (!plan.split() || parts == 1) return attended + query * attended_stride + begin;
+    const int dim = shape.head_dim;
+    for (int head = begin / dim; head * dim < end; head++) {
+      const int first = std::max(begin - head * dim, 0);
+      const int last = std::min(end - head * dim, dim);
+      merge_split(query, head, parts, first, last, out + head * dim + first - begin);
+    }
+    return out;
+  }
+
+ private:
+  // A head of one row's projection, normed and rotated, to scratch.turned.
+  void make_head(const float* projected, int heads, int head, const std::vector<float>& norm, int position,
+                 AttentionScratch& scratch) const {
+    const int dim = shape.head_dim;
+    const float* x = projected + head * dim;
+    if (!norm.empty()) {
+      const bool whole = static_cast<int>(norm.size()) != dim;
+      const float inverse = whole ? inverse_rms(projected, heads * dim, norm_eps) : inverse_rms(x, dim, norm_eps);
+      scale_by_weight(x, inverse, norm.data() + (whole ? head * dim : 0), dim, scratch.head.data());
+      x = scratch.head.data();
+    }
+    rope.rotate(x, position, dim, scratch.turned.data());
+  }
+
+  void pack_queries(AttentionPlan::Block block, int kv_head, AttentionScratch& scratch) const {
+    const int group = shape.group();
+    const int count = block.rows * group;
+    for (int q = 0; q < count; q++) {
+      const Query& query = queries[block.first + q / group];
+      const int head = kv_head * group + q % group;
+      make_head(qkv + query.row * qkv_stride, shape.num_heads, head, q_norm, query.position, scratch);
+      for (int d = 0; d < shape.head_dim; d++) scratch.packed[d * count + q] = scratch.turned[d] * scale;
+    }
+  }
+
+  // The pages of a part that positions [first, last) of a sequence are in.
+  PartPages part_pages(const int32_t* table, int kv_head, int part, int first, int last) const {
+    PartPages pages;
+    pages.first = first / PAGE;
+    pages.last = (last + PAGE - 1) / PAGE;
+    size_t offset = 0;
+    const auto look_up = [&](int page) {
+      const int position = part * PART + page * PAGE;
+      const int block_size = cache.shape->block_size;
+      offset = cache.shape->page_offset(table[position / block_size], kv_head, position % block_size);
+    };
+    for (int page = pages.first; page < PART_PAGES + MAX_KEY_PAGES; page++) {
+      if (page < pages.last) look_up(page);
+      pages.keys[page] = cache.keys + offset;
+      if (page <= PART_PAGES) pages.values[page] = cache.values + offset;
+    }
+    return pages;
+  }
+
+  template <CacheFormat F>
+  void run_as(const AttentionPlan::Item& item, AttentionPlan::Block block, AttentionScratch& scratch) const {
+    pack_queries(block, item.kv_head, scratch);
+    if (item.part != AttentionPlan::ALL_PARTS) {
+      part<F>(item, block, item.part, scratch);
+      keep_part(item, block, scratch);
+      return;
+    }
+    const int first = plan.first_part(queries[block.first].position);
+    const int last = queries[block.first + block.rows - 1].position / PART;
+    const int count = block.rows * shape.group();
+    for (int q = 0; q < count; q++) scratch.merged[q] = {-std::numeric_limits<float>::infinity(), 0.0f};
+    std::fill_n(scratch.merged_values.data(), count * shape.head_dim, 0.0f);
+    for (int i = first; i <= last; i++) {
+      part<F>(item, block, i, scratch);
+      merge(block, i, scratch);
+    }
+    finish(item, block, scratch);
+  }
+
+  template <CacheFormat F>
+  void part(const AttentionPlan::Item& item, AttentionPlan::Block block, int index, AttentionScratch& scratch) const {
+    Span spans[TILE_QUERIES];
+    int first = PART;
+    int last = 0;
+    for (int i = 0; i < block.rows; i++) {
+      spans[i] = plan.span(queries[block.first + i].position, index);
+      if (spans[i].empty()) continue;
+      first = std::min(first, spans[i].first);
+      last = std::max(last, spans[i].last);
+    }
+    const PartPages pages = part_pages(queries[block.first].table, item.kv_head, index, first, last);
+    attend_part<F>(pages, spans, block.rows, shape.group(), {shape.head_dim, softcap}, scratch.packed.data(),
+                   scratch.scores.data(), scratch.part_values.data(), scratch.tops.data(), scratch.sums.data());
+  }
+
+  // An only part is the query's result, another goes where `outputs` finds it.
+  void keep_part(const AttentionPlan::Item& item, AttentionPlan::Block block, const AttentionScratch& scratch) const {
+    const int dim = shape.head_dim;
+    const int group = shape.group();
+    for (int q = 0; q < block.rows * group; q++) {
+      const int query = block.first + q / group;
+      const int position = queries[query].position;
+      const int head = item.kv_head * group + q % group;
+      const float* values = scratch.part_values.data() + q * dim;
+      if (plan.span(position, item.part).empty()) continue;
+      const int parts = plan.num_parts(position);
+      if (parts == 1) {
+        store_result(query, head, values, scratch.sums[q]);
+        continue;
+      }
+      float* out = partials + plan.partial(query, head, item.part - plan.first_part(position), parts);
+      std::memcpy(out, values, dim * sizeof(float));
+      out[dim] = scratch.tops[q];
+      out[dim + 1] = scratch.sums[q];
+    }
+  }
+
+  void merge(AttentionPlan::Block block, int index, AttentionScratch& scratch) const {
+    const int dim = shape.head_dim;
+    const int group = shape.group();
+    for (int q = 0; q < block.rows * group; q++) {
+      if (plan.span(queries[block.first + q / group].position, index).empty()) continue;
+      merge_part(scratch.merged[q], {scratch.tops[q], scratch.sums[q]}, scratch.part_values.data() + q * dim, dim,
+                 scratch.merged_values.data() + q * dim);
+    }
+  }
+
+  void finish(const AttentionPlan::Item& item, AttentionPlan::Block block, const AttentionScratch& scratch) const {
+    const int group = shape.group();
+    for (int q = 0; q < block.rows * group; q++) {
+      store_result(block.first + q / group, item.kv_head * group + q % group,
+                   scratch.merged_values.data() + q * shape.head_dim, scratch.merged[q].sum);
+    }
+  }
+
+  void store_result(int query, int head, const float* values, float sum) const {
+    float* out = attended + query * attended_stride + head * shape.head_dim;
+    const float inverse = 1.0f / sum;
+    for (int d = 0; d < shape.head_dim; d++) out[d] = values[d] * inverse;
+  }
+
+  // Dimensions [begin, end) of a head whose parts lie apart.
+  void merge_split(int query, int head, int parts, int begin, int end, float* out) const {
+    Merged merged = {-std::numeric_limits<float>::infinity(), 0.0f};
+    std::fill_n(out, end - begin, 0.0f);
+    for (int i = 0; i < parts; i++) {
+      const float* part = partials + plan.partial(query, head, i, parts);
+      merge_part(merged, {part[shape.head_dim], part[shape.head_dim + 1]}, part + begin, end - begin, out);
+    }
+    const float inverse = 1.0f / merged.sum;
+    for (int d = 0; d < end - begin; d++) out[d] *= inverse;
+  }
+};
+
+}  // namespace headrace::cpu

@@ -1,0 +1,268 @@
+// Causal attention of a block of queries over one KV head's pages, in place.
+//
+// PARTS. Positions are cut at fixed multiples of 256. Each part is computed alone (scores, their largest, the sum of their
+// exponentials, the weighted values), and parts are merged in order. So it does not matter who computes which part, nor what
+// else is computed beside it; and a window only leaves out what lies before it.
+//
+// BLOCKS. The query heads of a KV head, and rows of one sequence at consecutive positions, are the queries of one pass over the
+// pages. Every score is one chain of multiply-adds along the dimensions, every output one along the positions, whatever
+// queries are beside it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "activation.h"
+#include "kv_page.h"
+
+namespace headrace::cpu {
+
+inline constexpr int PART = 256;
+inline constexpr int PART_PAGES = PART / PAGE;
+
+// Queries of a tile: as many sums as the registers hold. Vectors of values of a tile of Q queries, and pages of keys at once.
+#if defined(__AVX512F__)
+inline constexpr int TILE_QUERIES = 12;
+constexpr int value_vectors(int queries) { return queries <= 3 ? 8 : queries <= 6 ? 4 : 2; }
+constexpr int key_pages(int queries) { return queries <= 2 ? 4 : queries <= 6 ? 2 : 1; }
+#else
+inline constexpr int TILE_QUERIES = 6;
+constexpr int value_vectors(int queries) { return queries <= 1 ? 4 : queries <= 3 ? 2 : 1; }
+constexpr int key_pages(int queries) { return queries <= 1 ? 4 : queries <= 3 ? 2 : 1; }
+#endif
+inline constexpr int MAX_KEY_PAGES = 4;
+inline constexpr int SCORES = PART + (MAX_KEY_PAGES - 1) * PAGE;  // of a query: a tile may look at pages past the last
+
+struct Head {
+  int dim;
+  float softcap;  // 0: none
+};
+
+// One part of one KV head: its pages, the last one repeated past the end, and what is read next.
+struct PartPages {
+  const uint8_t* keys[PART_PAGES + MAX_KEY_PAGES];
+  const uint8_t* values[PART_PAGES + 1];
+  int first = 0;  // pages of the part that some query sees: [first, last)
+  int last = 0;
+};
+
+// Positions of the part that a row sees: [first, last), counted from the part's first.
+struct Span {
+  int first = 0;
+  int last = 0;
+  bool empty() const { return first >= last; }
+};
+
+// scores[q * SCORES + 16 p ..] = queries . keys of P pages. queries: [dim][stride].
+template <CacheFormat F, int Q, int P>
+void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const float* queries, int stride, int dim, float* scores) {
+  Vec sums[P][Q];
+  HEADRACE_UNROLL for (int p = 0; p < P; p++) {
+    HEADRACE_UNROLL for (int q = 0; q < Q; q++) sums[p][q] = zero();
+  }
+  const size_t ahead = Page<F>::bytes(dim) / dim;
+  for (int d = 0; d < dim; d += 2, queries += 2 * stride) {
+    Vec first[P], second[P];
+    HEADRACE_UNROLL for (int p = 0; p < P; p++) {
+      prefetch(next[p] + d * ahead);
+      if (F == CacheFormat::F32) prefetch(next[p] + (d + 1) * ahead);
+      Page<F>::keys(pages[p], d, first[p], second[p]);
+    }
+    HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+      const Vec x = set1(queries[q]);
+      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(first[p], x, sums[p][q]);
+    }
+    HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+      const Vec x = set1(queries[stride + q]);
+      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(second[p], x, sums[p][q]);
+    }
+  }
+  HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+    HEADRACE_UNROLL for (int p = 0; p < P; p++) store(scores + q * SCORES + p * PAGE, sums[p][q]);
+  }
+}
+
+template <CacheFormat F, int Q>
+void score_pages(const PartPages& pages, const float* queries, int stride, int dim, float* scores) {
+  constexpr int P = key_pages(Q);
+  for (int page = pages.first; page < pages.last; page += P) {
+    score_tile<F, Q, P>(pages.keys + page, pages.keys + std::min(page + P, PART_PAGES), queries, stride, dim,
+                        scores + page * PAGE);
+  }
+}
+
+// out[q * dim + 16 v ..] += sum over the span's positions of weights[q * SCORES + position] * values
+template <CacheFormat F, int Q, int V>
+void value_tile(const PartPages& pages, Span span, const float* weights, int dim, int d, float* out) {
+  Vec sums[Q][V];
+  HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) sums[q][v] = load(out + q * dim + d + v * LANES);
+  }
+  constexpr size_t SIZE = F == CacheFormat::F32 ? 4 : F == CacheFormat::BF16 ? 2 : 1;
+  for (int i = span.first; i < span.last; i++) {
+    const int index = i % PAGE * dim + d;
+    const uint8_t* page = pages.values[i / PAGE];
+    const uint8_t* next = pages.values[i / PAGE + 1] + index * SIZE;
+    HEADRACE_UNROLL for (size_t byte = 0; byte < V * LANES * SIZE; byte += 64) prefetch(next + byte);
+    Vec values[V];
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) values[v] = Page<F>::values(page, index + v * LANES);
+    HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+      const Vec w = set1(weights[q * SCORES + i]);
+      HEADRACE_UNROLL for (int v = 0; v < V; v++) sums[q][v] = fma(values[v], w, sums[q][v]);
+    }
+  }
+  HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) store(out + q * dim + d + v * LANES, sums[q][v]);
+  }
+}
+
+// The dimensions from d on that fill no vector, one by one in the same order.
+template <CacheFormat F>
+void value_rest(const PartPages& pages, Span span, const float* weights, int queries, int dim, int d, float* out) {
+  for (int q = 0; q < queries; q++) {
+    for (int e = d; e < dim; e++) {
+      float sum = out[q * dim + e];
+      for (int i = span.first; i < span.last; i++) {
+        sum = __builtin_fmaf(Page<F>::value(pages.values[i / PAGE], i % PAGE * dim + e), weights[q * SCORES + i], sum);
+      }
+      out[q * dim + e] = sum;
+    }
+  }
+}
+
+template <CacheFormat F, int Q>
+void add_values(const PartPages& pages, Span span, const float* weights, int dim, float* out) {
+  constexpr int V = value_vectors(Q);
+  int d = 0;
+  for (; d + V * LANES <= dim; d += V * LANES) value_tile<F, Q, V>(pages, span, weights, dim, d, out);
+  if constexpr (V > 4) {
+    for (; d + 4 * LANES <= dim; d += 4 * LANES) value_tile<F, Q, 4>(pages, span, weights, dim, d, out);
+  }
+  if constexpr (V > 1) {
+    for (; d + LANES <= dim; d += LANES) value_tile<F, Q, 1>(pages, span, weights, dim, d, out);
+  }
+  if (d < dim) value_rest<F>(pages, span, weights, Q, dim, d, out);
+}
+
+// Calls function.operator()<Q>() for tiles of up to TILE_QUERIES that cover `queries`, with each tile's first query.
+template <class Function>
+void each_tile(int queries, Function function) {
+  for (int first = 0; first < queries;) {
+    const int left = queries - first;
+    switch (std::min(left, TILE_QUERIES)) {
+#define HEADRACE_TILE(Q)                     \
+  case Q:                                    \
+    function.template operator()<Q>(first); \
+    first += Q;                              \
+    break;
+      HEADRACE_TILE(1)
+      HEADRACE_TILE(2)
+      HEADRACE_TILE(3)
+      HEADRACE_TILE(4)
+      HEADRACE_TILE(5)
+      HEADRACE_TILE(6)
+#if defined(__AVX512F__)
+      HEADRACE_TILE(7)
+      HEADRACE_TILE(8)
+      HEADRACE_TILE(9)
+      HEADRACE_TILE(10)
+      case 11:  // no shape needs it: ten and one
+        function.template operator()<10>(first);
+        first += 10;
+        break;
+      HEADRACE_TILE(12)
+#endif
+#undef HEADRACE_TILE
+    }
+  }
+}
+
+// Scores of one query to weights e^(score - top) in place, zeros where the span ends within a page; their sum.
+template <CacheFormat F>
+float softmax_part(const PartPages& pages, Span span, Head head, float* scores, float& top) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const int first_page = span.first / PAGE;
+  const int last_page = (span.last + PAGE - 1) / PAGE;
+  Vec largest = set1(-infinity);
+  for (int page = first_page; page < last_page; page++) {
+    Vec s = load(scores + page * PAGE);
+    if constexpr (Page<F>::SCALED) s = mul(s, load(Page<F>::scales(pages.keys[page], head.dim)));
+    if (head.softcap != 0.0f) s = soft_cap(s, head.softcap);
+    const int begin = std::max(span.first - page * PAGE, 0);
+    const int end = std::min(span.last - page * PAGE, PAGE);
+    if (begin > 0 || end < PAGE) s = keep_lanes(s, begin, end, set1(-infinity));
+    largest = max(largest, s);
+    store(scores + page * PAGE, s);
+  }
+  top = reduce_max(largest);
+  const Vec highest = set1(top);
+  Vec sum = zero();
+  for (int page = first_page; page < last_page; page++) {
+    Vec e = exp(sub(load(scores + page * PAGE), highest));
+    const int begin = std::max(span.first - page * PAGE, 0);
+    const int end = std::min(span.last - page * PAGE, PAGE);
+    if (begin > 0 || end < PAGE) e = keep_lanes(e, begin, end, zero());
+    sum = add(sum, e);
+    if constexpr (Page<F>::SCALED) e = mul(e, load(Page<F>::scales(pages.values[page], head.dim)));
+    store(scores + page * PAGE, e);
+  }
+  return reduce_add(sum);
+}
+
+// Attention of rows x group queries over one part. queries: [dim][rows * group]; scores: [rows * group][SCORES] of scratch;
+// out: [rows * group][dim], tops and sums: [rows * group], left as they are where a row sees nothing of the part.
+template <CacheFormat F>
+void attend_part(const PartPages& pages, const Span* spans, int rows, int group, Head head, const float* queries, float* scores,
+                 float* out, float* tops, float* sums) {
+  const int count = rows * group;
+  each_tile(count, [&]<int Q>(int first) {
+    score_pages<F, Q>(pages, queries + first, count, head.dim, scores + first * SCORES);
+  });
+  Span common = spans[0];
+  for (int row = 0; row < rows; row++) {
+    if (!spans[row].empty()) {
+      for (int q = row * group; q < (row + 1) * group; q++) {
+        sums[q] = softmax_part<F>(pages, spans[row], head, scores + q * SCORES, tops[q]);
+        std::fill_n(out + q * head.dim, head.dim, 0.0f);
+      }
+    }
+    common.first = std::max(common.first, spans[row].first);
+    common.last = std::min(common.last, spans[row].last);
+  }
+  const auto row_values = [&](int row, Span span) {  // no row touches a value that it does not see: it may be NaN
+    if (span.empty()) return;
+    each_tile(group, [&]<int Q>(int first) {
+      const int q = row * group + first;
+      add_values<F, Q>(pages, span, scores + q * SCORES, head.dim, out + q * head.dim);
+    });
+  };
+  if (common.empty()) {
+    for (int row = 0; row < rows; row++) row_values(row, spans[row]);
+    return;
+  }
+  for (int row = 0; row < rows; row++) row_values(row, {spans[row].first, common.first});
+  each_tile(count, [&]<int Q>(int first) {
+    add_values<F, Q>(pages, common, scores + first * SCORES, head.dim, out + first * head.dim);
+  });
+  for (int row = 0; row < rows; row++) row_values(row, {common.last, spans[row].last});
+}
+
+// What one query has of the parts so far: values weighted by e^(score - top), and the sum of the weights.
+struct Merged {
+  float top;
+  float sum;
+};
+
+// Merges one part's values[count] into what was before it.
+inline void merge_part(Merged& merged, Merged part, const float* values, int count, float* out) {
+  const float top = part.top > merged.top ? part.top : merged.top;
+  float before[LANES], now[LANES];
+  store(before, exp(set1(merged.top - top)));
+  store(now, exp(set1(part.top - top)));
+  for (int d = 0; d < count; d++) out[d] = __builtin_fmaf(values[d], now[0], out[d] * before[0]);
+  merged.sum = __builtin_fmaf(part.sum, now[0], merged.sum * before[0]);
+  merged.top = top;
+}
+
+}  // namespace headrace::cpu

@@ -1,0 +1,172 @@
+// Waiting, the number of threads, and their life.
+#include "pool.h"
+
+#include <climits>
+#include <system_error>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace::cpu {
+
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr microseconds SPIN{50};
+constexpr microseconds STALL{500};
+constexpr int SPINS_A_LOOK = 16;  // at the clock
+
+constexpr int WINDOW = 16;       // steps that are looked at together
+constexpr int PROBE_WINDOW = 8;  // of a probe with one thread more
+constexpr int STALLED_SHARE = 4;  // one in so many stalled steps is too much
+constexpr milliseconds FIRST_PAUSE{250};
+constexpr milliseconds LONGEST_PAUSE{8000};
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void sleep_while(std::atomic<int>& value, int seen) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<int*>(&value), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+#else
+  value.wait(seen);
+#endif
+}
+
+void wake_all(std::atomic<int>& value) {
+#if defined(__linux__)
+  syscall(SYS_futex, reinterpret_cast<int*>(&value), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+  value.notify_all();
+#endif
+}
+
+}  // namespace
+
+void Gate::open() {
+  value_.fetch_add(1);
+  if (asleep_.load()) wake_all(value_);
+}
+
+std::chrono::nanoseconds Gate::wait(int seen) {
+  if (value_.load(std::memory_order_acquire) != seen) return {};
+  const Clock::time_point begin = Clock::now();
+  for (int spins = 1;; spins++) {
+    if (value_.load(std::memory_order_acquire) != seen) return Clock::now() - begin;
+    relax();
+    if (spins % SPINS_A_LOOK == 0 && Clock::now() - begin > SPIN) break;
+  }
+  asleep_.fetch_add(1);
+  while (value_.load() == seen) sleep_while(value_, seen);
+  asleep_.fetch_sub(1);
+  return Clock::now() - begin;
+}
+
+int ThreadChoice::next() {
+  if (fewer_ > 0 && !probing_ && Clock::now() > probe_at_) {
+    fewer_--;
+    probing_ = true;
+    steps_ = stalled_ = 0;
+  }
+  return threads_ - fewer_;
+}
+
+void ThreadChoice::learn(bool stalled) {
+  if (threads_ - fewer_ == 1) return;
+  steps_++;
+  stalled_ += stalled;
+  const int window = probing_ ? PROBE_WINDOW : WINDOW;
+  if (stalled_ * STALLED_SHARE >= window) {
+    lower();
+  } else if (steps_ >= window) {
+    probing_ = false;
+    steps_ = stalled_ = 0;
+  }
+}
+
+void ThreadChoice::lower() {
+  fewer_++;
+  pause_ = probing_ ? std::min<Clock::duration>(pause_ * 2, LONGEST_PAUSE) : FIRST_PAUSE;
+  probe_at_ = Clock::now() + pause_;
+  probing_ = false;
+  steps_ = stalled_ = 0;
+}
+
+Pool::Pool(int threads)
+    : counters_(std::max(1, threads)), start_gates_(new Gate[counters_.size()]), choice_(this->threads()) {
+  for (Counters& counters : counters_) {
+    for (std::atomic<int>& next : counters.next) next = 0;
+  }
+}
+
+Pool::~Pool() {
+  closing_ = true;
+  for (size_t i = 0; i < workers_.size(); i++) start_gates_[i + 1].open();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+// Where the system gives no more threads the step runs on those that there are.
+void Pool::start() {
+  try {
+    for (int i = 1; i < threads(); i++) {
+      workers_.emplace_back([this, i] { serve(i); });
+    }
+  } catch (const std::system_error&) {
+  }
+}
+
+void Pool::serve(int index) {
+  for (int seen = 0;; seen++) {
+    start_gates_[index].wait(seen);
+    if (closing_) return;
+    Worker worker(*this, index, running_);
+    call_(context_, worker);
+    arrive(false);
+  }
+}
+
+void Pool::run(bool short_step, Call call, void* context) {
+  if (!started_) start();
+  started_ = true;
+  call_ = call;
+  context_ = context;
+  running_ = std::min(choice_.next(), static_cast<int>(workers_.size()) + 1);
+  missing_ = running_;
+  stalls_ = 0;
+  for (Counters& counters : counters_) {
+    for (std::atomic<int>& next : counters.next) next.store(0, std::memory_order_relaxed);
+  }
+  for (int i = 1; i < running_; i++) start_gates_[i].open();
+  Worker worker(*this, 0, running_);
+  call(context, worker);
+  if (running_ == 1) return;
+  arrive(false);  // no thread reads what this step set once it is past here
+  if (short_step) choice_.learn(stalls_ > 0);
+}
+
+void Pool::arrive(bool even) {
+  const int seen = barrier_.value();
+  if (missing_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    missing_.store(running_, std::memory_order_relaxed);
+    barrier_.open();
+    return;
+  }
+  const std::chrono::nanoseconds waited = barrier_.wait(seen);
+  if (even && waited > STALL) stalls_.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace headrace::cpu

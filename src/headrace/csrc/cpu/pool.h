@@ -1,0 +1,156 @@
+// The step's own threads, and how they share the work of a phase.
+//
+// A step is one function that every thread runs from start to end; `share` divides the items of a phase and ends at a
+// barrier. Each thread owns a range of the items and takes it in bites; done with it, it takes bites of the others' ranges.
+//
+// WAITING. Spin for a while, then sleep. A sleeping waiter leaves its core empty, and the kernel moves the runnable thread
+// that it waits for there; a spinning one keeps that core busy with nothing while the other is queued behind a stranger.
+//
+// FEWER THREADS while strangers use the cores: who waits for a thread that lost its core loses whole slices of the scheduler
+// (milliseconds); a step with one thread less loses 1 / threads. A wait of more than STALL says that it happened. Results do
+// not depend on the number of threads, so it may change from step to step.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace headrace::cpu {
+
+inline constexpr int CACHE_LINE = 64;
+
+// Waiting for a number to change.
+class Gate {
+ public:
+  int value() const { return value_.load(std::memory_order_relaxed); }
+  void open();
+  // Until the number is no longer `seen`; returns after how long.
+  std::chrono::nanoseconds wait(int seen);
+
+ private:
+  alignas(CACHE_LINE) std::atomic<int> value_{0};
+  alignas(CACHE_LINE) std::atomic<int> asleep_{0};
+};
+
+// How many of a step's threads run it.
+class ThreadChoice {
+ public:
+  explicit ThreadChoice(int threads) : threads_(threads) {}
+  int next();
+  // After a step of `next()` threads, in which some thread stalled or none did.
+  void learn(bool stalled);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void lower();
+
+  const int threads_;
+  int fewer_ = 0;
+  int steps_ = 0;    // of the window
+  int stalled_ = 0;  // of them
+  bool probing_ = false;
+  Clock::duration pause_{};
+  Clock::time_point probe_at_{};
+};
+
+class Pool;
+
+// One thread's part in a step.
+class Worker {
+ public:
+  Worker(Pool& pool, int index, int threads) : pool_(pool), index_(index), threads_(threads) {}
+
+  int index() const { return index_; }
+  int threads() const { return threads_; }
+
+  // work(first, last) for all items, in bites of `bite` items; returns when all threads are done. `even`: no bite takes
+  // long, so a long wait is a stall.
+  template <class Work>
+  void share(int items, int bite, Work work, bool even = true);
+
+  void barrier(bool even = true);
+
+ private:
+  Pool& pool_;
+  const int index_;
+  const int threads_;
+  int phase_ = 0;
+};
+
+class Pool {
+ public:
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(counters_.size()); }
+
+  // step(worker) on every thread that takes part; the caller is one. `short_step`: one whose stalls say something.
+  template <class Function>
+  void run(bool short_step, Function& step) {
+    run(short_step, [](void* context, Worker& worker) { (*static_cast<Function*>(context))(worker); }, &step);
+  }
+
+ private:
+  friend class Worker;
+  using Call = void (*)(void*, Worker&);
+  static constexpr int PHASES = 4;  // counters that are in use, being cleared, and clear
+
+  struct alignas(CACHE_LINE) Counters {
+    std::atomic<int> next[PHASES];
+  };
+
+  void run(bool short_step, Call call, void* context);
+  void start();
+  void serve(int index);
+  void arrive(bool even);
+
+  std::vector<Counters> counters_;
+  std::unique_ptr<Gate[]> start_gates_;
+  std::vector<std::thread> workers_;  // started by the first step, asleep between steps
+  ThreadChoice choice_;
+  Gate barrier_;
+  alignas(CACHE_LINE) std::atomic<int> missing_{0};  // at the barrier
+  alignas(CACHE_LINE) std::atomic<int> stalls_{0};
+  std::atomic<bool> closing_{false};
+  bool started_ = false;
+  int running_ = 1;
+  Call call_ = nullptr;
+  void* context_ = nullptr;
+};
+
+template <class Work>
+void Worker::share(int items, int bite, Work work, bool even) {
+  if (threads_ == 1) {
+    if (items > 0) work(0, items);
+    return;
+  }
+  const int bites = (items + bite - 1) / bite;
+  const int slot = phase_ & (Pool::PHASES - 1);
+  for (int i = 0; i < threads_; i++) {
+    const int owner = (index_ + i) % threads_;
+    const int first = static_cast<int>(static_cast<int64_t>(bites) * owner / threads_);
+    const int last = static_cast<int>(static_cast<int64_t>(bites) * (owner + 1) / threads_);
+    std::atomic<int>& next = pool_.counters_[owner].next[slot];
+    for (;;) {
+      const int taken = first + next.fetch_add(1, std::memory_order_relaxed);
+      if (taken >= last) break;
+      work(taken * bite, std::min(items, (taken + 1) * bite));
+    }
+  }
+  barrier(even);
+}
+
+inline void Worker::barrier(bool even) {
+  if (threads_ == 1) return;
+  // nobody takes from it before two barriers from here, and nobody did since two barriers ago
+  pool_.counters_[index_].next[(phase_ + 2) & (Pool::PHASES - 1)].store(0, std::memory_order_relaxed);
+  phase_++;
+  pool_.arrive(even);
+}
+
+}  // namespace headrace::cpu

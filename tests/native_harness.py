@@ -1,0 +1,128 @@
+"""Runs the native step on hand-made batches beside the torch decoder: one instruction set's library, through the binding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import headrace.native
+from headrace.model.batch import ForwardBatch, WantedRows
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import DecoderWeights
+from headrace.model.rope import rope_tables
+from model_harness import Sequences
+
+try:
+    from headrace.native import _step
+except ImportError:  # not built
+    _step = None
+
+_NEEDS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512vnni"}, "avx512bf16": {"avx512_bf16"}}
+
+
+def libraries() -> dict[str, Path]:
+    """{instruction set: library} that were built and that this machine can run."""
+    if _step is None:
+        return {}
+    features = {name.replace("_", "") for name in _step.cpu_features()}
+    built = {
+        path.stem.removeprefix("libstep-"): path for path in Path(headrace.native.__file__).parent.glob("libstep-*.so")
+    }
+    known = {name: {need.replace("_", "") for need in needs} for name, needs in _NEEDS.items()}
+    return {name: path for name, path in built.items() if known.get(name, set()) <= features}
+
+
+class NativeStep:
+    """`forward` and `logits` of a Forward; the cache is its own."""
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, library: Path, *, max_len: int, num_blocks: int,
+        block_size: int = 16, threads: int = 1, cache: str = "F32", matrices: str = "F32", rounding: str = "INT16",
+    ):  # fmt: skip
+        self.config = config
+        settings = _step.Config()
+        for name in (
+            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
+            "norm_eps", "attn_scale", "attn_softcap", "embed_scale", "residual_scale", "logit_scale", "logit_softcap",
+        ):  # fmt: skip
+            setattr(settings, name, getattr(config, name))
+        settings.activation = getattr(_step.Activation, config.activation.upper())
+        settings.cache_format = getattr(_step.CacheFormat, cache)
+        settings.rounding = getattr(_step.Rounding, rounding)
+        settings.block_size, settings.threads = block_size, threads
+        layers = range(config.num_layers)
+        kinds = [int(config.rope_of(layer) is not config.rope) for layer in layers]
+        self.model = _step.Model(str(library), settings, [config.window(layer) for layer in layers], kinds)
+        self._load(weights, max_len, getattr(_step.Format, matrices))
+        size = _step.block_bytes(settings.cache_format, block_size, config.num_kv_heads, config.head_dim)
+        shape = (num_blocks, size)  # all ones: NaN in every format, as an earlier request may have left it
+        self.keys = [torch.full(shape, 255, dtype=torch.uint8) for _ in layers]
+        self.values = [torch.full(shape, 255, dtype=torch.uint8) for _ in layers]
+        self.model.set_cache(self.keys, self.values)
+
+    def _load(self, weights: DecoderWeights, max_len: int, matrices) -> None:
+        config, names = self.config, _step.MatrixName
+        kinds = [config.rope] if config.rope_local is None else [config.rope, config.rope_local]
+        for kind, rope in enumerate(kinds):
+            self.model.set_rope(kind, *rope_tables(rope, max_len))
+        if weights.lm_head.tensors[0] is not weights.embedding:
+            self._add(-1, names.EMBEDDING, [weights.embedding], matrices)
+        self._add(-1, names.HEAD, [weights.lm_head.tensors[0]], matrices)
+        self._vector(-1, "final_norm", weights.final_norm, weights.norm_offset)
+        for index, layer in enumerate(weights.layers):
+            q, kv, inner = config.q_size, config.kv_size, config.intermediate_size
+            self._add(index, names.QKV, layer.qkv.tensors[0].split([q, kv, kv]), matrices)
+            self._add(index, names.O, layer.o.tensors, matrices)
+            self._add(index, names.GATE_UP, layer.gate_up.tensors[0].split(inner), matrices)
+            self._add(index, names.DOWN, layer.down.tensors, matrices)
+            for name in ("input_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "q_norm", "k_norm"):
+                self._vector(index, name, getattr(layer, name), weights.norm_offset)
+            for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"):
+                self._vector(index, name, getattr(layer, name), 0.0)
+
+    def _add(self, layer: int, name, parts, matrices) -> None:
+        self.model.add_matrix(layer, name, [(matrices, part.shape[0]) for part in parts], parts[0].shape[1])
+        dtype = torch.bfloat16 if matrices == _step.Format.BF16 else torch.float32
+        first = 0
+        for part in parts:
+            self.model.fill(layer, name, first, part.to(dtype).contiguous().view(torch.uint8).flatten(1))
+            first += part.shape[0]
+
+    def _vector(self, layer: int, name: str, values: Tensor | None, offset: float) -> None:
+        if values is not None:
+            self.model.set_vector(layer, getattr(_step.VectorName, name.upper()), values.float() + offset)
+
+    def forward(self, batch: ForwardBatch, kv: object, wanted: WantedRows | None = None) -> Tensor:
+        index = None if wanted is None else wanted.index
+        hidden = torch.empty(batch.num_rows if index is None else len(index), self.config.hidden_size)
+        self._run(batch, index, hidden, None)
+        return hidden
+
+    def decode(self, batch: ForwardBatch) -> Tensor:
+        logits = torch.empty(batch.num_rows, self.config.vocab_size)
+        self._run(batch, None, None, logits)
+        return logits
+
+    def _run(self, batch: ForwardBatch, wanted: Tensor | None, hidden: Tensor | None, logits: Tensor | None) -> None:
+        self.model.run(
+            batch.token_ids, batch.positions, batch.slot_mapping, batch.seq_slots, batch.query_start, batch.block_tables,
+            wanted, hidden, logits,
+        )  # fmt: skip
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out = torch.empty(len(hidden), self.config.vocab_size)
+        self.model.logits(hidden, out)
+        return out
+
+
+class NativeSequences(Sequences):
+    """As Sequences, through the native step; `settings` are NativeStep's."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, library: Path, *, max_len: int, block_size: int = 16,
+                 num_seqs: int = 4, seed: int = 0, **settings):  # fmt: skip
+        super().__init__(config, weights, max_len=max_len, block_size=block_size, num_seqs=num_seqs, seed=seed)
+        self.decoder = NativeStep(
+            config, weights, library, max_len=max_len, num_blocks=self.kv.num_blocks, block_size=block_size, **settings
+        )
