@@ -88,7 +88,7 @@ def error_bound(name: str, rounding: str, x: np.ndarray, weights: np.ndarray) ->
         return bound + 1e-30
     padded = np.zeros((x.shape[0], (width + 31) // 32 * 32))
     padded[:, :width] = np.abs(x)
-    step = np.repeat(padded.reshape(x.shape[0], -1, 32).max(-1), 32, axis=-1)[:, :width] / TOP[rounding]
+    step = np.repeat(padded.reshape(x.shape[0], padded.shape[1] // 32, 32).max(-1), 32, axis=-1)[:, :width] / TOP[rounding]
     largest = np.repeat(np.abs(weights).reshape(weights.shape[0], -1, 32).max(-1), 32, axis=-1)[:, :width]
     # Where a minimum takes away most of a product, its parts are larger than the weights: 16 times is more than enough.
     parts = 16 * (np.abs(x) @ largest.T.astype(np.float64)) * 2**-24 * (width / 32 + 8)

@@ -19,7 +19,12 @@ inline constexpr bool INT16_PAIRS = true;
 inline constexpr bool INT16_PAIRS = false;
 #endif
 
+// bfloat16 times bfloat16, or widened weights times float32.
+#if defined(__AVX512BF16__)
+inline constexpr bool BF16_PRODUCTS = true;
+#else
 inline constexpr bool BF16_PRODUCTS = false;
+#endif
 
 // Rows of a panel: what the tiles are compiled for. As many as the registers hold with one strip of weights.
 #if defined(__AVX512F__)

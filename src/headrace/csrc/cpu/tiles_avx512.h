@@ -1,0 +1,305 @@
+// Tiles on AVX-512 with VNNI: a strip is one register, and vpdpbusd adds four products of bytes to each lane. INT16 is two passes,
+// high bytes and low bytes, with a shift between them.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "simd.h"
+#include "tiles.h"
+#include "weights_avx512.h"
+
+namespace headrace::cpu {
+
+// How far ahead of its loads a tile fetches each of its streams: near a page, since the hardware's own fetching ends with one.
+inline constexpr int FETCH_AHEAD = 3072;
+
+template <int BYTES>
+HEADRACE_INLINE void fetch_ahead(const uint8_t* p) {
+  HEADRACE_UNROLL for (int i = 0; i < BYTES; i += LINE) {
+    prefetch(p + FETCH_AHEAD + i);
+  }
+}
+
+HEADRACE_INLINE __m512i four_inputs(const int8_t* p) {
+  int word;
+  std::memcpy(&word, p, 4);
+  return _mm512_set1_epi32(word);
+}
+
+// -- integer products
+
+template <int MR, int NR>
+struct Sums {
+  __m512i at[MR][NR];
+
+  HEADRACE_INLINE void start(const int32_t* offsets) {
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        at[m][n] = offsets == nullptr ? _mm512_setzero_si512() : _mm512_set1_epi32(offsets[m]);
+      }
+    }
+  }
+  // The high bytes are done.
+  HEADRACE_INLINE void shift(const int32_t* offsets) {
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        at[m][n] = _mm512_slli_epi32(at[m][n], 8);
+        if (offsets != nullptr) {
+          at[m][n] = _mm512_add_epi32(at[m][n], _mm512_set1_epi32(offsets[m]));
+        }
+      }
+    }
+  }
+};
+
+// One panel's pointers, which go along with the groups.
+template <int MR>
+struct IntegerRows {
+  const int8_t* ints;
+  size_t plane;
+  const float* scale;
+  const float* scaled_sum;
+  const int32_t* offset;
+  const int32_t* half_offset;
+
+  explicit IntegerRows(const Panel& panel)
+      : ints(panel.ints),
+        plane(static_cast<size_t>(panel.groups) * GROUP * MR),
+        scale(panel.scale),
+        scaled_sum(panel.scaled_sum),
+        offset(panel.offset),
+        half_offset(panel.half_offset) {}
+
+  HEADRACE_INLINE void next() {
+    ints += GROUP * MR;
+    scale += MR;
+    scaled_sum += MR;
+    offset += MR;
+    half_offset += 2 * MR;
+  }
+};
+
+template <class W, int PART, int HALF, int MR, int NR>
+HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, Sums<MR, NR>& sums) {
+  constexpr int WORDS = 8 / W::HALVES;
+  HEADRACE_UNROLL for (int i = 0; i < WORDS; i++) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      const __m512i weights = W::template word<PART>(strips[n], at, HALF * WORDS + i);
+      HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+        sums.at[m][n] = _mm512_dpbusd_epi32(sums.at[m][n], weights, four_inputs(ints + ((HALF * WORDS + i) * MR + m) * 4));
+      }
+    }
+  }
+}
+
+template <class W, int PART, int HALF, int MR, int NR, int PLANES>
+HEADRACE_INLINE void add_half(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR>& rows, __m512 (&acc)[MR][NR]) {
+  const int32_t* offsets = !W::OFFSET ? nullptr : W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR;
+  Sums<MR, NR> sums;
+  sums.start(PLANES == 1 ? offsets : nullptr);
+  add_words<W, PART, HALF>(strips, at, rows.ints, sums);
+  if constexpr (PLANES == 2) {
+    sums.shift(offsets);
+    add_words<W, PART, HALF>(strips, at, rows.ints + rows.plane, sums);
+  }
+  HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+    const __m512 scale = W::template scale<PART, HALF>(strips[n], at);
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums.at[m][n]), _mm512_set1_ps(rows.scale[m]));
+      acc[m][n] = _mm512_fmadd_ps(scaled, scale, acc[m][n]);
+    }
+  }
+}
+
+template <class W, int PART, int MR, int NR, int PLANES>
+HEADRACE_INLINE void add_groups(const uint8_t* const (&strips)[NR], const typename W::At& at, IntegerRows<MR>& rows, __m512 (&acc)[MR][NR]) {
+  add_half<W, PART, 0, MR, NR, PLANES>(strips, at, rows, acc);
+  if constexpr (W::HALVES == 2) {
+    add_half<W, PART, 1, MR, NR, PLANES>(strips, at, rows, acc);
+  }
+  if constexpr (W::MINIMUM) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      const __m512 minimum = W::template minimum<PART>(strips[n], at);
+      HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+        acc[m][n] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.scaled_sum[m]), acc[m][n]);
+      }
+    }
+  }
+  rows.next();
+  if constexpr (PART + 1 < W::BLOCK) {
+    add_groups<W, PART + 1, MR, NR, PLANES>(strips, at, rows, acc);
+  }
+}
+
+template <int MR, int NR>
+HEADRACE_INLINE void store_tile(const __m512 (&acc)[MR][NR], float* out) {
+  HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      _mm512_store_ps(out + (m * NR + n) * STRIP, acc[m][n]);
+    }
+  }
+}
+
+template <int MR, int NR>
+HEADRACE_INLINE void clear(__m512 (&acc)[MR][NR]) {
+  HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      acc[m][n] = _mm512_setzero_ps();
+    }
+  }
+}
+
+template <class W, int PLANES>
+struct IntegerTile {
+  template <int MR, int NR>
+  static void run(const uint8_t* const* all, const Panel& panel, float* out) {
+    const uint8_t* strips[NR];
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      strips[n] = all[n];
+    }
+    __m512 acc[MR][NR];
+    clear(acc);
+    IntegerRows<MR> rows(panel);
+    typename W::At at(panel.groups);
+    for (int g = 0; g < panel.groups; g += W::BLOCK) {
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        fetch_ahead<W::BLOCK_BYTES>(strips[n] + at.quants);
+      }
+      add_groups<W, 0, MR, NR, PLANES>(strips, at, rows, acc);
+      at.next();
+    }
+    store_tile(acc, out);
+  }
+};
+
+// -- float products
+
+struct F32Weights {
+  static constexpr int BYTES = 64;  // of an input
+  static HEADRACE_INLINE void load(const uint8_t* p, __m512& even, __m512& odd) {
+    even = _mm512_load_ps(p);
+    odd = _mm512_load_ps(p + 64);
+  }
+};
+
+struct F16Weights {
+  static constexpr int BYTES = 32;
+  static HEADRACE_INLINE void load(const uint8_t* p, __m512& even, __m512& odd) {
+    even = halves_at(p);
+    odd = halves_at(p + 32);
+  }
+};
+
+struct Bf16Weights {
+  static constexpr int BYTES = 32;
+  static HEADRACE_INLINE void load(const uint8_t* p, __m512& even, __m512& odd) {
+    const __m512i pairs = words_at(p);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+  }
+};
+
+template <class W>
+struct FloatTile {
+  template <int MR, int NR>
+  static void run(const uint8_t* const* all, const Panel& panel, float* out) {
+    const uint8_t* strips[NR];
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      strips[n] = all[n];
+    }
+    __m512 acc[MR][NR];
+    clear(acc);
+    const float* x = panel.f32;
+    size_t at = 0;
+    for (int pair = 0; pair < panel.groups * GROUP / 2; pair++) {
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        __m512 even, odd;
+        W::load(strips[n] + at, even, odd);
+        fetch_ahead<2 * W::BYTES>(strips[n] + at);
+        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+          acc[m][n] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[m]), acc[m][n]);
+        }
+        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+          acc[m][n] = _mm512_fmadd_ps(odd, _mm512_set1_ps(x[MR + m]), acc[m][n]);
+        }
+      }
+      at += 2 * W::BYTES;
+      x += 2 * MR;
+    }
+    store_tile(acc, out);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Two products of bfloat16 a lane and instruction.
+struct Bf16Tile {
+  template <int MR, int NR>
+  static void run(const uint8_t* const* all, const Panel& panel, float* out) {
+    const uint8_t* strips[NR];
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      strips[n] = all[n];
+    }
+    __m512 acc[MR][NR];
+    clear(acc);
+    const uint32_t* x = panel.bf16;
+    size_t at = 0;
+    for (int four = 0; four < panel.groups * GROUP / 8; four++) {
+      HEADRACE_UNROLL for (int i = 0; i < 4; i++) {
+        HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+          const __m512bh weights = (__m512bh)words_at(strips[n] + at);
+          fetch_ahead<LINE>(strips[n] + at);
+          HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+            acc[m][n] = _mm512_dpbf16_ps(acc[m][n], weights, (__m512bh)_mm512_set1_epi32(static_cast<int>(x[m])));
+          }
+        }
+        at += LINE;
+        x += MR;
+      }
+    }
+    store_tile(acc, out);
+  }
+};
+#endif
+
+// By the rows of a panel: as many strips as leave registers for the sums.
+template <class AnyTile>
+Tile tile_of(int panel_rows) {
+  switch (panel_rows) {
+    case 1:
+      return {AnyTile::template run<1, 4>, 4};
+    case 2:
+      return {AnyTile::template run<2, 4>, 4};
+    case 3:
+      return {AnyTile::template run<3, 4>, 4};
+    case 4:
+      return {AnyTile::template run<4, 2>, 2};
+    case 6:
+      return {AnyTile::template run<6, 2>, 2};
+    case 8:
+      return {AnyTile::template run<8, 1>, 1};
+    default:
+      return {AnyTile::template run<12, 1>, 1};
+  }
+}
+
+template <class W>
+Tile integer_tile_of(Rounding rounding, int panel_rows) {
+  return rounding == Rounding::INT8 ? tile_of<IntegerTile<W, 1>>(panel_rows) : tile_of<IntegerTile<W, 2>>(panel_rows);
+}
+
+template <class W>
+Tile float_tile_of(int panel_rows) {
+  return tile_of<FloatTile<W>>(panel_rows);
+}
+
+inline Tile bf16_tile_of(int panel_rows) {
+#if defined(__AVX512BF16__)
+  return tile_of<Bf16Tile>(panel_rows);
+#else
+  return float_tile_of<Bf16Weights>(panel_rows);
+#endif
+}
+
+}  // namespace headrace::cpu
