@@ -21,9 +21,8 @@ import msgspec
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError, ParameterError
-from headrace.sampling.checks import MAX_LOGPROBS, check_float, check_int
+from headrace.sampling.checks import MAX_LOGPROBS, check_float, check_int, packed
 from headrace.sampling.params import AtMost, SamplingParams
-from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
     from headrace.engine.interface import AsyncEngine

@@ -23,7 +23,7 @@ from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.limits import Ticket
 from headrace.api.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from headrace.engine.messages import checked_ids
+from headrace.sampling.checks import checked_ids
 from headrace.sampling.params import SamplingParams
 
 

@@ -24,16 +24,17 @@ from headrace.engine.interface import EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
+from headrace.engine.stats import CoreStats
 from headrace.engine.streams import DrainRate, Observers, Stream
 from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
-from headrace.engine.wire import Abort, Add, CoreStats, FromCore, News, Ready
+from headrace.engine.wire import Abort, Add, FromCore, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
+from headrace.sampling.checks import packed
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.request import packed
 
 logger = logging.getLogger(__name__)
 STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves

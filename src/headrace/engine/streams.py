@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest
-from headrace.engine.wire import StepTrace
+from headrace.engine.stats import StepTrace
 
 logger = logging.getLogger(__name__)
 
