@@ -165,8 +165,7 @@ class EngineClient:
     ) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
         params = SamplingParams(max_tokens=1, temperature=0.0).resolved({})
-        ids = packed(prompt_ids)
-        request = EngineRequest(request_id, ids, params, 0, priority, cache_salt, output_ids=[], pooling=pooling)
+        request = EngineRequest(request_id, packed(prompt_ids), params, 0, priority, cache_salt, output_ids=[], pooling=pooling)
         async with contextlib.aclosing(self._run(request)) as stream:
             async for news in stream:
                 if news.embedding is not None:
