@@ -28,7 +28,8 @@ import torch
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
-from headrace.engine.streams import DrainRate, Observers, Stream
+from headrace.engine.observers import DrainRate, Observers
+from headrace.engine.streams import Stream
 from headrace.engine.wire import FromCore, News
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.config import Limits

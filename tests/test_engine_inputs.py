@@ -15,7 +15,8 @@ from headrace.sampling.checks import checked_ids, packed
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.request import Request
 from headrace.text.inputs import InputProcessor
-from headrace.text.output import RequestMetrics, SampleStream, request_metrics
+from headrace.text.output import RequestMetrics, request_metrics
+from headrace.text.stream import SampleStream
 
 VOCAB = 1000
 

@@ -26,7 +26,7 @@ from headrace.api.tool_choice import AnswerReader, ToolPolicy
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
 

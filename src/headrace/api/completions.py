@@ -21,7 +21,7 @@ from headrace.api.structured import constrain, spec_of
 from headrace.errors import ParameterError
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16

@@ -18,7 +18,7 @@ from headrace.api.protocol import GenerateRequest
 from headrace.api.sse import DONE, event
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
 

@@ -27,7 +27,7 @@ from headrace.engine.messages import EngineOutput
 from headrace.errors import ParameterError
 from headrace.metrics.prometheus import SampleRecord
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta, SampleStream
+from headrace.text.stream import Delta, SampleStream
 
 logger = logging.getLogger(__name__)
 

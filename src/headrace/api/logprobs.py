@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.text.offsets import Place, TextOffsets
-from headrace.text.output import Delta, Logprob
+from headrace.text.stream import Delta, Logprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 

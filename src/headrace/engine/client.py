@@ -22,10 +22,11 @@ from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.interface import EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.observers import DrainRate, Observers
 from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
 from headrace.engine.stats import CoreStats
-from headrace.engine.streams import DrainRate, Observers, Stream
+from headrace.engine.streams import Stream
 from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
 from headrace.engine.wire import Abort, Add, FromCore, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
@@ -325,8 +326,7 @@ class EngineClient:
 
     def _end_all(self, why: str) -> None:
         """There is no engine any more: everybody who waits for it is told."""
-        if self.dead is None:
-            self.dead = why
+        self.dead = self.dead or why
         self._loaded.set()
         self._none_leaves()
         self._probation = Probation(self._submit)

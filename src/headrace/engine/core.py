@@ -211,7 +211,8 @@ class EngineCore:
         seconds = handle.finished - max(launched, self._finished)
         self.scheduler.took(plan, seconds)
         self._finished = handle.finished
-        self._outputs.keep(plan, result)
+        if result.prompt_logprobs or result.pooled:
+            self._outputs.keep(plan, result)
         settled = self.scheduler.settle(plan, result)
         outputs = self._outputs.of_step(plan, settled, result)
         if self.speculator is not None:
