@@ -68,29 +68,35 @@ class SamplingFields(Body, kw_only=True):
 _SAMPLING_NAMES = (*(f for f in SamplingFields.__struct_fields__ if f != "truncation_side"), "prompt_logprobs")
 
 
-class GenerationFields(SamplingFields, kw_only=True):
-    """What /v1/completions and /v1/chat/completions share beyond sampling; unserved fields are in NEUTRAL."""
+class OpenAIFields(SamplingFields, kw_only=True):
+    """What /v1/completions, /v1/chat/completions and /v1/responses share beyond sampling."""
 
-    # ignored: bookkeeping, then hints about speed, then about style
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prediction: dict[str, Any] | None = None
-    verbosity: str | None = None
-    # served
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    structured_outputs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    # ignored: bookkeeping, then hints about speed (/v1/responses gives some of them back)
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None  # nothing is ever stored, and responses say so
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class GenerationFields(OpenAIFields, kw_only=True):
+    """What /v1/completions and /v1/chat/completions share beyond that; unserved fields are in NEUTRAL."""
+
+    # ignored: hints about speed and style
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
+    # served
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
