@@ -14,7 +14,7 @@ from headrace.api.body import read_json
 from headrace.api.checks import check_fan_out, check_generation, prompts
 from headrace.api.context import ApiContext, Prompt, for_sample
 from headrace.api.errors import bad_request
-from headrace.api.generation import ChoicesAnswer, Generation, Sample, StreamedAnswer
+from headrace.api.generation import ChoicesAnswer, Generation, Sample
 from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
 from headrace.api.protocol import CompletionRequest
 from headrace.api.structured import constrain, spec_of
@@ -40,10 +40,9 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     answer = CompletionAnswer(ctx, body, model)
     for prompt, ids in zip(given, await ctx.tokenize(given, special=special, field="prompt", truncated=cut), strict=True):
         await answer.add_prompt(prompt, ids, params)
-    generation = Generation(ctx, request, answer, spec)
     if beams is not None:
-        generation = BeamGeneration(ctx, request, answer, beams)
-    return StreamedAnswer(generation) if body.stream else await generation.whole()
+        return await BeamGeneration(ctx, request, answer, beams).response()
+    return await Generation(ctx, request, answer, spec).response()
 
 
 def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:

@@ -11,12 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.chat_completions import effort_kwargs
-from headrace.api.chat_prompt import Conversation, prompt_of
+from headrace.api.chat_completions import effort_kwargs, prompt_of
 from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options, check_tools
 from headrace.api.context import ApiContext, for_sample, new_id, response_id
 from headrace.api.errors import ApiError
-from headrace.api.generation import Answer, Generation, StreamedAnswer
+from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
 from headrace.api.responses_input import (
     LOGPROBS,
@@ -63,18 +62,12 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     params = constrain(ctx, _parameters(ctx, body), spec)
     check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None
-    shown = Conversation(
-        messages=conversation,
-        tools=policy.tools or None,
-        template_kwargs=effort_kwargs(effort) | (body.chat_template_kwargs or {}),
-        truncated=body.truncate_prompt_tokens is not None,
-    )
-    given, end = await prompt_of(ctx, shown)
+    kwargs = effort_kwargs(effort) | (body.chat_template_kwargs or {})
+    given, end = await prompt_of(ctx, conversation, policy.tools, kwargs, truncated=body.truncate_prompt_tokens is not None)
     ids, params = await ctx.check_prompt(given, params, field="input", side=body.truncation_side, limit="max_output_tokens")
     params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=spec is not None)
-    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), spec)
-    return StreamedAnswer(generation) if body.stream else await generation.whole()
+    return await Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), spec).response()
 
 
 def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:

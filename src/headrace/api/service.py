@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.chat_prompt import Conversation, prompt_of
+from headrace.api.chat_completions import prompt_end, prompt_of
 from headrace.api.checks import check_bookkeeping, check_messages, prompts
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, bad_request
@@ -95,7 +95,10 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
     else:
         assert body.messages is not None
         check_messages(body.messages)
-        ids, _ = await prompt_of(ctx, Conversation.of(body, body.tools, body.chat_template_kwargs, truncated=True))
+        kwargs, special = body.chat_template_kwargs, bool(body.add_special_tokens)
+        ids, _ = await prompt_of(
+            ctx, body.messages, body.tools, kwargs, special=special, truncated=True, **prompt_end(body)
+        )  # fmt: skip
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": ctx.engine.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         answer["token_strs"] = [ctx.engine.tokenizer.token_to_text(i) for i in ids]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
-import ssl
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -122,7 +122,7 @@ class ServerBackend:
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= {k: v for k, v in sampling.items() if v is not None}
         connection, response = self._call("POST", "/chat/completions", body)
-        try:
+        with contextlib.closing(connection):  # closed, it makes the server abort what still runs
             for event in self._events(response):
                 if error := event.get("error"):
                     raise ServerError(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -135,8 +135,6 @@ class ServerBackend:
                     if text := delta.get("content"):
                         yield Piece(text)
                     self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        finally:
-            connection.close()  # the server aborts what still runs
         if self.finish_reason is None:
             raise ServerError("the server closed the stream before the end of the answer")
 
@@ -145,38 +143,28 @@ class ServerBackend:
 
     def _first_model(self) -> str:
         connection, response = self._call("GET", "/models", None)
-        try:
-            return str(json.loads(response.read())["data"][0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as e:
-            raise ServerError(f"{self._path}/models does not list a model ({e})") from None
-        finally:
-            connection.close()
+        with contextlib.closing(connection), _told(f"{self._path}/models does not list a model"):
+            name = str(json.loads(response.read())["data"][0]["id"])
+        return name
 
     def _call(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        host, port = self._address.hostname or "", self._address.port
-        connection: http.client.HTTPConnection
-        if self._address.scheme == "https":
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
+        kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._address.hostname or "", self._address.port, timeout=self._timeout)
         try:
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ServerError(f"HTTP {response.status}: {_message(response.read(100_000))}")
-            return connection, response
-        except (OSError, http.client.HTTPException) as e:
-            connection.close()
-            raise ServerError(f"{self._address.geturl()} does not answer ({e or type(e).__name__})") from None
+            with _told(f"{self._address.geturl()} does not answer"):
+                connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise ServerError(f"HTTP {response.status}: {_message(response.read(100_000))}")
         except BaseException:
             connection.close()
             raise
+        return connection, response
 
     @staticmethod
     def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         """The JSON objects of the server-sent events."""
-        try:
+        with _told("the stream broke"):
             while line := response.readline():
                 if line.startswith(b"data:"):
                     data = line[5:].strip()
@@ -185,8 +173,15 @@ class ServerBackend:
                     event = json.loads(data)
                     if isinstance(event, dict):
                         yield event
-        except (OSError, http.client.HTTPException, ValueError) as e:
-            raise ServerError(f"the stream broke ({e or type(e).__name__})") from None
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever goes wrong between us and the server is one kind of error."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as e:
+        raise ServerError(f"{what} ({e or type(e).__name__})") from None
 
 
 def _message(body: bytes) -> str:
