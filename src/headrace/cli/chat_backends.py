@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from headrace.errors import HeadraceError, ParameterError
@@ -26,25 +26,25 @@ class ServerError(HeadraceError):
     """The server cannot be reached or has refused the request; the message is for a human."""
 
 
-class Backend(Protocol):
+class Backend:
     """`answer` ends early when the consumer closes it, or raises KeyboardInterrupt; nothing keeps running then."""
 
     name: str
-    defaults: dict[str, Any] | None  # how it samples where `sampling` says nothing, if that is known
-    interrupt_between_steps: bool  # True: not to be interrupted in the middle of a step
+    defaults: dict[str, Any] | None = None  # how it samples where `sampling` says nothing, if that is known
+    interrupt_between_steps = False  # True: not to be interrupted in the middle of a step
+    num_tokens = 0  # of the last answer
+    finish_reason: str | None = None
 
-    def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]: ...
+    def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
+        raise NotImplementedError
 
-    num_tokens: int  # of the last answer
-    finish_reason: str | None
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """A model in this process."""
 
-    defaults: dict[str, Any] | None
     interrupt_between_steps = True
 
     def __init__(self, options: dict[str, Any], progress: bool):
@@ -61,8 +61,6 @@ class EngineBackend:
         except BaseException:
             self._llm.close()
             raise
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
 
     def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
         from headrace.conversation.events import Reasoning, Text
@@ -95,11 +93,8 @@ class EngineBackend:
         self._llm.close()
 
 
-class ServerBackend:
+class ServerBackend(Backend):
     """An OpenAI-compatible server. `url` may end in /v1 or not; without `model` it is the first that is served."""
-
-    defaults: dict[str, Any] | None = None  # the server logs them
-    interrupt_between_steps = False
 
     def __init__(self, url: str, api_key: str | None, model: str | None, timeout: float):
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -114,8 +109,6 @@ class ServerBackend:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}".encode()  # http.client itself takes Latin-1 only
         self.name = model or self._first_model()
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
 
     def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
         self.num_tokens, self.finish_reason = 0, None
@@ -137,9 +130,6 @@ class ServerBackend:
                     self.finish_reason = choice.get("finish_reason") or self.finish_reason
         if self.finish_reason is None:
             raise ServerError("the server closed the stream before the end of the answer")
-
-    def close(self) -> None:
-        pass
 
     def _first_model(self) -> str:
         connection, response = self._call("GET", "/models", None)
