@@ -14,14 +14,14 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
-from headrace.api.checks import check_fan_out, check_generation, check_messages, check_tools
+from headrace.api.checks import check_fan_out, check_generation, check_messages
 from headrace.api.context import ApiContext, for_sample
 from headrace.api.errors import bad_request, unsupported
 from headrace.api.generation import ChoicesAnswer, Generation
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
-from headrace.api.protocol import ChatRequest, TokenizeRequest
+from headrace.api.protocol import ChatRequest
 from headrace.api.structured import constrain, spec_of
-from headrace.api.tool_choice import AnswerReader, ToolPolicy
+from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.conversation.tool_grammar import Tool
 from headrace.conversation.tool_prompt import shown_to
@@ -77,7 +77,7 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-def prompt_end(body: ChatRequest | TokenizeRequest) -> dict[str, bool]:
+def prompt_end(body: Any) -> dict[str, bool]:
     """How the body wants the prompt to end, for prompt_of(). Raises ApiError."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:

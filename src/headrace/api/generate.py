@@ -14,13 +14,25 @@ from headrace.api.checks import check_common, check_fan_out
 from headrace.api.context import ApiContext, for_sample, new_id
 from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
-from headrace.api.protocol import GenerateRequest
+from headrace.api.protocol import SamplingFields
 from headrace.api.sse import DONE, event
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
 from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
+
+
+class GenerateRequest(SamplingFields, kw_only=True):
+    """POST /generate: a plain endpoint for scripts; the prompt is text or ids."""
+
+    prompt: str | list[int]
+    model: str | None = None
+    stream: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 async def generate(ctx: ApiContext, request: Request) -> Response:

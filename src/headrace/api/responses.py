@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs, prompt_of
-from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options, check_tools
+from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options
 from headrace.api.context import ApiContext, for_sample, new_id, response_id
 from headrace.api.errors import ApiError
 from headrace.api.generation import Answer, Generation
@@ -28,7 +28,7 @@ from headrace.api.responses_input import (
 )
 from headrace.api.sse import named_event
 from headrace.api.structured import constrain
-from headrace.api.tool_choice import AnswerReader, ToolPolicy
+from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
