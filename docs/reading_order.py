@@ -35,7 +35,7 @@ worker/memory_plan.py  attention/select.py
 """
 
 CHAT = """
-api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  api/chat_prompt.py  conversation/template.py
+api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  conversation/template.py
 api/generation.py  engine/client.py  engine/messages.py  engine/wire.py  engine/core.py
 scheduler/request.py  scheduler/plan.py  scheduler/scheduler.py  scheduler/block_manager.py
 worker/model_runner.py  worker/batch_state.py  model/decoder.py  attention/triton_backend.py  kernels/attention_decode.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 
@@ -15,6 +16,23 @@ from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
 from headrace.conversation.tool_grammar import JSON_FORMATS, Tool, forced_calls, free_calls
 from headrace.sampling.params import SamplingParams
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
+    for i, tool in enumerate(tools or ()):
+        if not _NAME.fullmatch(tool.function.name):
+            path = f"tools[{i}].function.name"
+            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
+    if not tools and choice not in (None, "none"):
+        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
+    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
+        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
+        raise bad_request(text, "tool_choice", "invalid_value")
 
 
 class ToolPolicy:

@@ -67,10 +67,12 @@ class ChatTemplate:
                 raise ParameterError("chat_template", name, f"a valid jinja2 template: {_clean(error)}") from None
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, **options: Any) -> ChatTemplate:
-        """From a Tokenizer: its `chat_templates` and its special tokens' texts."""
+    def from_tokenizer(
+        cls, tokenizer: Any, templates: str | Mapping[str, str] | None = None, **options: Any
+    ) -> ChatTemplate:
+        """With the texts of a Tokenizer's special tokens; its own templates, where there are no others."""
         tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
-        return cls(tokenizer.chat_templates, tokens, **options)
+        return cls(tokenizer.chat_templates if templates is None else templates, tokens, **options)
 
     def source(self, tools: bool = False) -> str:
         """The text of the template that is used with or without tools."""

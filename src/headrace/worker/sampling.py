@@ -4,26 +4,24 @@ host."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels.prepare import IDS, KEPT, Rows, publish
+from headrace.kernels.prepare import KEPT, Rows, publish
 from headrace.kernels.tables import Float, Int
-from headrace.sampling.logprobs import LogprobsRequest
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.penalties import UserProcessor
 from headrace.sampling.sampler import SampleInputs, Scratch, sample
-from headrace.scheduler.plan import Admitted, StepPlan, TokenLogprobs
+from headrace.scheduler.plan import Admitted, StepPlan
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, aligned
 from headrace.worker.edits import SampledRow, StepEdits
-
-Host = Callable[[Tensor], Tensor]
+from headrace.worker.rare_results import Host, RowLogprobs, logprobs_request
 
 
 class Tail(enum.Enum):
@@ -56,32 +54,15 @@ class Asked(NamedTuple):
         return SampleInputs(*columns, *self)
 
 
-class WantedScores(NamedTuple):
-    """Logprobs that a row asks for: where they are, and how many of the likeliest (-1: all that can be)."""
-
-    place: int
-    num_top: int
-
-
 @dataclass(slots=True)
 class DeviceOutput:
-    """What came of R rows, perhaps with padded ones behind; `to_host` starts its copy, `scores` reads logprobs."""
+    """What came of R rows, perhaps with padded ones behind; `to_host` starts its copy."""
 
     sent: Tensor  # [3, R] int32: see kernels.prepare
-    wanted: dict[int, WantedScores] = field(default_factory=dict)  # by row
-    logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None = None  # chosen [Q], ranks [Q], top ids, top logprobs [Q, K]
+    logprobs: RowLogprobs | None = None
 
     def to_host(self, host: Host) -> DeviceOutput:
-        logprobs = None if self.logprobs is None else tuple(host(t) for t in self.logprobs)
-        return DeviceOutput(host(self.sent), self.wanted, logprobs)  # type: ignore[arg-type]
-
-    def scores(self, row: int) -> TokenLogprobs:
-        assert self.logprobs is not None
-        place, num_top = self.wanted[row]
-        chosen, ranks, top_ids, top = (t[place].numpy() for t in self.logprobs)
-        width = int((top > -np.inf).sum()) if num_top < 0 else num_top
-        ids = [int(self.sent[IDS, row]), *top_ids[:width].tolist()]
-        return TokenLogprobs(ids, [float(chosen), *top[:width].tolist()], int(ranks))
+        return DeviceOutput(host(self.sent), None if self.logprobs is None else self.logprobs.to_host(host))
 
 
 class RowSampler:
@@ -128,17 +109,14 @@ class RowSampler:
         inputs.edits = self._edits.of_step(special, rows, masks, users)
         tops = {r.row: n for r in special if (n := self.state.request(r.slot).params.logprobs) is not None}
         if tops:
-            most = -1 if min(tops.values()) < 0 else max(tops.values())
-            inputs.logprobs = LogprobsRequest(self.state.staging.upload(np.asarray(list(tops))), most)
+            inputs.logprobs = logprobs_request(tops, self.state.staging)
         output = sample(logits, inputs)
         verify = plan.num_drafts > 0
         sent = torch.empty((3, aligned(len(slots))), dtype=torch.int32, device=logits.device)[:, : len(slots)]
         publish(output.token_ids, output.failed, rows, self.state.tables, sent, None, verify)
         if inputs.edits is not None and inputs.edits.penalties is not None:
             self._edits.count(rows, output.token_ids, sent[KEPT] if verify else None)
-        found = output.logprobs
-        logprobs = None if found is None else (found.logprobs, found.ranks, found.top_ids, found.top_logprobs)
-        return DeviceOutput(sent, {r: WantedScores(q, n) for q, (r, n) in enumerate(tops.items())}, logprobs)
+        return DeviceOutput(sent, None if output.logprobs is None else RowLogprobs(tops, output.logprobs))
 
     def _rows(self, plan: StepPlan, num_sampled: np.ndarray, special: np.ndarray) -> list[SampledRow]:
         """The `special` rows of the logits [N], one by one."""
