@@ -53,6 +53,12 @@ class Sample:
         """Tokens of the prompt that the prefix cache held; the engine counts those of an output that was handed over, too."""
         return min(self.text.num_cached_tokens, len(self.prompt_ids))
 
+    def record(self, endpoint: str, reason: str, arrival: float, first: float | None) -> SampleRecord:
+        """For the metrics, at its end. `first`: when its first tokens came."""
+        until_first = None if first is None else first - arrival
+        counts = len(self.prompt_ids), self.text.num_tokens, self.num_cached
+        return SampleRecord(endpoint, reason, *counts, until_first, time.monotonic() - arrival)
+
 
 class Usage:
     """Token counts of an answer: each prompt once, whatever n; every sampled token that the answer took."""
@@ -171,13 +177,7 @@ async def run_sample(
             ticket.started(num_prompt)
         ticket.ended()
         await outputs.aclose()
-        now = time.monotonic()
-        ctx.metrics.sample_ended(
-            SampleRecord(
-                endpoint, reason or "abort", num_prompt, text.num_tokens, sample.num_cached,
-                None if first is None else first - arrival, now - arrival,
-            )
-        )  # fmt: skip
+        ctx.metrics.sample_ended(sample.record(endpoint, reason or "abort", arrival, first))
 
 
 def _failure(delta: Delta) -> ApiError:

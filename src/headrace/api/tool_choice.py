@@ -52,13 +52,11 @@ class ToolPolicy:
         """What the output is constrained to: a required or named call by its schema, strict tools by theirs."""
         form, many = self.ctx.answer_format.tools, self.parallel and self.named is None
         args_tags = self.ctx.template_mentions("[ARGS]")
-        if self.named is not None:
-            tools = [t for t in self.tools if t.function.name == self.named]
-            if form not in JSON_FORMATS:
+        if self.forced:
+            tools = [t for t in self.tools if self.named in (None, t.function.name)]
+            if self.named is not None and form not in JSON_FORMATS:
                 return Structure("json", tools[0].function.parameters or {"type": "object"}, "tool_choice")
             return Structure("grammar", forced_calls(form, tools, many, self._special, args_tags=args_tags), "tool_choice")
-        if self.forced:
-            return Structure("grammar", forced_calls(form, self.tools, many, self._special, args_tags=args_tags), "tool_choice")
         if not self.strict:
             return None
         if form not in JSON_FORMATS:
