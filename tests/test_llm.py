@@ -318,7 +318,7 @@ def test_two_engines_live_in_one_process_and_die(tmp_path, llm):
     second = other.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
     assert first != second
     assert llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids == first
-    weights = weakref.ref(other.engine.core.runner.decoder.embedding)
+    weights = weakref.ref(other.engine.core.runner.decoder)
     other.close()
     gc.collect()
     assert weights() is None

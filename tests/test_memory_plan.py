@@ -14,8 +14,9 @@ from headrace.engine.build import choose_device, resolve
 from headrace.errors import CapacityError, ParameterError
 from headrace.machine import available_memory, usable_cores
 from headrace.model.config import ModelConfig
+from headrace.model.decoder import row_elements
 from headrace.worker import memory_plan
-from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes, plan_memory, row_elements
+from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes, plan_memory
 from model_harness import load_tiny
 from tiny_models import write_tiny
 
@@ -28,11 +29,14 @@ def model(tmp_path_factory) -> ModelConfig:
     return load_tiny(write_tiny("llama", tmp_path_factory.mktemp("tiny")))[0]
 
 
-def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, **options):
+def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, **options):
     resolved = {"max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 256, **options}
     config = EngineConfig(skip_tokenizer_init="speculative_max_rows" not in options, **resolved)
+    limits = resolve(config, model, device)
+    widest = max(row_elements(m) for m in (model, draft or model))
     return plan_memory(
-        config, resolve(config, model, device), model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft,
+        config, limits, model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft, loaded=loaded,
+        activation_bytes=limits.max_num_batched_tokens * widest * dtype.itemsize, cache_dtype=cache_dtype,
         draft_block_bytes=0 if draft is None else 1000,
     )  # fmt: skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from collections.abc import Coroutine
+from typing import Any
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
@@ -17,10 +19,15 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         return found
 
 
-class Loop(asyncio.SelectorEventLoop):
+class _Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.clock = _Selector()
         super().__init__(self.clock)
 
     def time(self) -> float:
         return self.clock.now
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        runner.run(test)

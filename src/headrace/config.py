@@ -27,6 +27,10 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["none", "int8", "int4", "bf16"] | None = None  # of weights on a CPU; None: as the file holds them
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    activation_dtype: Literal["auto", "int16", "int8"] = "auto"  # of the inputs of products with integer weights, on a CPU
+    threads: int | None = None  # of a CPU; None: one for each core that is this process's own
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -39,7 +43,7 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = True  # launch step N+1 before reading step N
     attention_backend: Literal["auto", "torch", "triton", "cudnn", "fa3"] = "auto"
-    enforce_eager: bool = False  # no CUDA graphs
+    enforce_eager: bool = False  # plain torch: no CUDA graphs, no native step on a CPU
     tensor_parallel_size: int = 1
     speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = None  # None: one token per step and request
     speculative_model: str | None = None  # as `model`: a draft model of the same vocabulary, or an EAGLE-3 head
@@ -57,6 +61,7 @@ class EngineConfig:
             ("block_size", 1, 4096), ("kv_cache_bytes", 1, 2**50), ("num_kv_blocks", 1, 2**31 - 1),
             ("tensor_parallel_size", 1, 64), ("num_speculative_tokens", 1, 64), ("prompt_lookup_min", 1, 64),
             ("prompt_lookup_max", self.prompt_lookup_min, 64), ("speculative_max_rows", 2, 4096),
+            ("threads", 1, 4096),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
@@ -71,6 +76,8 @@ class EngineConfig:
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
             ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
             ("attention_backend", ("auto", "torch", "triton", "cudnn", "fa3")),
+            ("quantization", (None, "none", "int8", "int4", "bf16")), ("activation_dtype", ("auto", "int16", "int8")),
+            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))

@@ -22,12 +22,18 @@ class CacheShape(Protocol):
     def head_dim(self) -> int: ...
 
 
+SCALE_BYTES = 4  # of the scale that the numbers of one head at one position share in int8
+
+
 class KVCache:
-    """Keys and values of `num_blocks` blocks of `block_size` tokens: per layer [num_blocks, block_size, kv_heads, head_dim]."""
+    """Keys and values of `num_blocks` blocks of `block_size` tokens: per layer [num_blocks, block_size, kv_heads, head_dim].
+
+    In int8, which only the native CPU step has, head_dim is SCALE_BYTES longer; how it lays out a block is its own affair.
+    """
 
     def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, block_size
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim + _scale_bytes(dtype))
         self.k = [zeros(size, dtype, device) for _ in range(shape.num_layers)]
         self.v = [zeros(size, dtype, device) for _ in range(shape.num_layers)]
 
@@ -38,7 +44,12 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(shape: CacheShape, block_size: int, dtype: torch.dtype) -> int:
-        return 2 * shape.num_layers * block_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        head = shape.head_dim * dtype.itemsize + _scale_bytes(dtype)
+        return 2 * shape.num_layers * block_size * shape.num_kv_heads * head
+
+
+def _scale_bytes(dtype: torch.dtype) -> int:
+    return SCALE_BYTES if dtype == torch.int8 else 0
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

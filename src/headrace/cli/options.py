@@ -18,8 +18,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--device", choices=("auto", "cpu", "cuda"), help=f"auto: a GPU where there is one {_of('device')}")
     engine.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"),
-        help=f"numbers it computes in; auto: float32 on a CPU, the checkpoint's 16 bits on a GPU {_of('dtype')}",
+        help=f"numbers it computes in; auto: on a CPU as the file holds them, on a GPU the checkpoint's 16 bits {_of('dtype')}",
     )  # fmt: skip
+    for name, choices, words in (
+        ("quantization", ("none", "int8", "int4", "bf16"), "weights on a CPU (default: as the file holds them)"),
+        ("kv-cache-dtype", ("auto", "float32", "bfloat16", "int8"), "keys and values on a CPU; auto: by the weights"),
+        ("activation-dtype", ("auto", "int16", "int8"), "inputs of integer weights on a CPU; int8 is faster, auto is int16"),
+    ):
+        shown = words if "default:" in words else f"{words} {_of(name)}"
+        engine.add_argument(f"--{name}", choices=choices, help=shown)
     for name, kind, metavar, words in (
         ("max-model-len", int, "TOKENS", "tokens of prompt and output together (default: the model's context)"),
         ("max-num-seqs", int, "N", "requests that run at the same time"),
@@ -27,6 +34,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         ("block-size", int, "TOKENS", "in a block of the KV cache (default: 64 on a GPU, 16 on a CPU)"),
         ("gpu-memory-utilization", float, "SHARE", "of the GPU's memory to use"),
         ("kv-cache-bytes", int, "BYTES", "size of the KV cache (default: by the memory plan)"),
+        ("threads", int, "N", "of a CPU (default: one for each core that is its own)"),
         ("max-itl-ms", float, "MS", "prefill no more in a step than keeps running streams this smooth"),
         ("attention-backend", text, "NAME", "auto; on a GPU also triton, cudnn or fa3, on a CPU torch"),
         ("tensor-parallel-size", int, "N", "GPUs of one engine; more than 1 is not there yet"),
@@ -39,7 +47,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         engine.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=f"{words} {_of(name)}")
     engine.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help=f"who runs first {_of('scheduling_policy')}")
-    for name, words in (("enforce-eager", "no CUDA graphs"), ("debug-checks", "check the block accounting every step")):
+    for name, words in (
+        ("enforce-eager", "plain torch: no CUDA graphs, no native step on a CPU"),
+        ("debug-checks", "check the block accounting every step"),
+    ):
         engine.add_argument(f"--{name}", action="store_true", default=None, help=f"{words} {_of(name)}")
     _add_speculative_arguments(parser.add_argument_group("speculative decoding", "several tokens per step; the same output"))
     add_log_level(parser)

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
+from headrace.engine.forwards import load_forward
 from headrace.engine.options import check_options
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.forward import Forward
-from headrace.model.loader import load_model
 from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
 from headrace.scheduler.config import Limits
@@ -83,23 +81,21 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     model = model_config_from_hf(checkpoint.config)
     check_options(config, checkpoint, model)
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, model, device)
     limits = resolve(config, model, device)
+    if device.type == "cpu" and config.threads is not None:
+        torch.set_num_threads(config.threads)
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
-        weights = load_model(checkpoint, model, dtype, device, progress=progress)
+        forward, weight_bytes = load_forward(config, checkpoint, model, limits, device, progress=progress)
     tokenizer = None if reading is None else reading.result()
-    forward = make_forward(config, model, weights, limits, limits.max_decode_rows)
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
-    weight_bytes = weights.num_bytes
-    del weights  # where products are packed, nobody needs them any more
-    draft = load_draft(config, limits, model, dtype, device, make_forward)
+    draft = load_draft(config, limits, model, forward.dtype, device, load_forward)
     if device.type == "cpu":
         give_memory_back(device)
-    plan = planned(config, limits, model, forward, draft, weight_bytes, dtype, device)
+    plan = planned(config, limits, model, forward, draft, weight_bytes, device)
     limits = fit_context(config, replace(limits, num_blocks=plan.num_blocks))
-    kv = KVCache(model, limits.num_blocks, limits.block_size, dtype, device)
+    kv = KVCache(model, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     graphs = decode_graphs(config, limits, forward, kv, state)
     structured = structured_output(config, model, tokenizer)
@@ -116,23 +112,25 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         speculator=speculator,
     )
     seconds = time.perf_counter() - began
-    logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
+    logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, forward.dtype, seconds)
     config = resolved(config, limits)
-    return Engine(core, config, model, checkpoint, tokenizer, device, dtype, seconds)
+    return Engine(core, config, model, checkpoint, tokenizer, device, forward.dtype, seconds)
 
 
 def planned(
     config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | None, weight_bytes: int,
-    dtype: torch.dtype, device: torch.device,
+    device: torch.device,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan, with what its parts say that they take."""
-    rows = limits.max_decode_rows
+    rows, forwards = limits.max_decode_rows, [forward, *([draft.forward] if draft else [])]
     plan = plan_memory(
-        config, limits, model, dtype, device,
+        config, limits, model, forward.dtype, device,
+        cache_dtype=forward.cache_dtype,
         weight_bytes=weight_bytes + (draft.num_bytes if draft else 0),
-        workspace_bytes=forward.workspace_bytes(rows) + (draft.workspace_bytes(rows) if draft else 0),
+        workspace_bytes=sum(f.workspace_bytes(rows) for f in forwards),
+        activation_bytes=max(f.activation_bytes(limits.max_num_batched_tokens) for f in forwards),
         draft=draft.model if draft else None,
-        draft_block_bytes=draft.block_bytes(limits.block_size, dtype) if draft else 0,
+        draft_block_bytes=draft.block_bytes(limits.block_size) if draft else 0,
     )  # fmt: skip
     plan.log()
     return plan
@@ -155,29 +153,6 @@ def structured_output(config: EngineConfig, model: ModelConfig, tokenizer: Token
     return StructuredOutput(backend, model.vocab_size)
 
 
-def make_forward(
-    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, limits: Limits, decode_rows: int = 0
-) -> Forward:
-    """What runs a model's steps, of the target and of a draft model: the decoder, and on a card the fused path for decode steps
-    of few rows where it can run the model. `decode_rows` as of Decoder."""
-    dtype, device = weights.embedding.dtype, weights.embedding.device
-    attention, why = select_attention(config.attention_backend, model, device)
-    logger.info("attention: %s", why)
-    if device.type != "cuda" or config.enforce_eager:
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len)
-    from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
-    from headrace.fast_decode.tiles import load_tiles
-
-    if not FastDecode.supports(model, dtype):
-        logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows)
-    tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
-    rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
-    fast = FastDecode(model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype)
-    decode_rows = decode_rows if decode_rows > rows else 0
-    return FastDecoder(model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows)
-
-
 def decode_graphs(
     config: EngineConfig, limits: Limits, forward: Forward, kv: KVCache, state: BatchState
 ) -> DecodeGraphs | None:
@@ -195,19 +170,6 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not has_card:
         raise ParameterError("device", wanted, "auto or cpu: torch finds no CUDA device here")
     return torch.device("cuda" if has_card and wanted != "cpu" else "cpu")
-
-
-def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """On a CPU auto is float32: exact, and the same tokens on every machine. On a GPU it is the checkpoint's 16 bits."""
-    if wanted == "auto" and device.type == "cpu":
-        return torch.float32
-    name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" else "bfloat16")
-    if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        if wanted != "auto":
-            raise ParameterError("dtype", wanted, "float16 or float32: this GPU has no bfloat16")
-        logger.warning("this GPU has no bfloat16: using float16")
-        name = "float16"
-    return getattr(torch, name)
 
 
 def fit_context(asked: EngineConfig, limits: Limits) -> Limits:

@@ -13,6 +13,8 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
+from headrace.native.precision import choose_precision, stored_encodings
+from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
 
 
@@ -25,6 +27,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     driver = _has_cuda_driver()
     if config.device == "cuda" and not driver:
         raise ParameterError("device", config.device, "auto or cpu here: there is no NVIDIA driver")
+    _check_cpu_options(config, checkpoint, driver)
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
     _check_cache(config, model, driver)
@@ -34,6 +37,27 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     if config.load_format != "dummy":
         for found in needed:
             found.tensors()  # whether all files are there and whole, as far as their headers say
+
+
+def refuse_native_options(config: EngineConfig, reason: str) -> None:
+    """Raises ParameterError for options that the native CPU step alone honours; `reason`: why it does not run."""
+    for name, others in (("quantization", (None, "none")), ("kv_cache_dtype", ("auto",)), ("activation_dtype", ("auto",))):
+        if getattr(config, name) not in others:
+            allowed = f"{others[-1]} here: other values need the native CPU step, and {reason}"
+            raise ParameterError(name, getattr(config, name), allowed)
+
+
+def _check_cpu_options(config: EngineConfig, checkpoint: Checkpoint, driver: bool) -> None:
+    """Those that a GPU does not have, and those that the checkpoint does not allow."""
+    if config.device == "cuda":
+        refuse_native_options(config, "this runs on a GPU")
+        if config.threads is not None:
+            raise ParameterError("threads", config.threads, "nothing on a GPU")
+    check_threads(config.threads)
+    if config.enforce_eager:
+        refuse_native_options(config, "enforce_eager asks for plain torch")
+    elif config.device == "cpu" or not driver:
+        choose_precision(config, stored_encodings(checkpoint))
 
 
 def _check_cache(config: EngineConfig, model: ModelConfig, driver: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.families import weight_plan
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
 from headrace.model.mlp import DenseMlp, Mlp
@@ -85,6 +87,16 @@ class DecoderWeights:
         return sum({t.data_ptr(): t.numel() * t.itemsize for t in tensors}.values())
 
 
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of all weights that a model of `config` may have, before anything is loaded."""
+    return sum(math.prod(spec.shape) for spec in weight_plan(config) if not spec.optional) * dtype.itemsize
+
+
+def row_elements(model: ModelConfig) -> int:
+    """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
+    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
+
+
 MakeLinear = Callable[[Weight, Tensor | None], Linear]
 
 
@@ -122,6 +134,7 @@ class Decoder:
         max_model_len: int | None = None, decode_rows: int = 0, make: MakeLinear = make_linear,
     ):  # fmt: skip
         self.config, self.attention, self.vocab_size = config, attention, config.vocab_size
+        self.dtype = self.cache_dtype = weights.embedding.dtype
         self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
         self.layers = [_Layer(layer, config, make) for layer in weights.layers]
         self.lm_head = make(weights.lm_head, None)
@@ -203,6 +216,10 @@ class Decoder:
         """See Forward."""
         rows = batch.num_rows
         return self.logits(self.forward(batch, kv), self._decoded[:rows] if rows <= len(self._decoded) else None)
+
+    def activation_bytes(self, max_rows: int) -> int:
+        """See Forward."""
+        return max_rows * row_elements(self.config) * self.dtype.itemsize
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """See Forward: of attention, and the rope tables."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
@@ -19,7 +20,8 @@ class Forward(Protocol):
     """Runs the rows of a step; writes their keys and values to the cache. Nothing in it waits for the device."""
 
     vocab_size: int
-    embedding: Tensor  # [V, H]
+    dtype: torch.dtype  # of hidden states
+    cache_dtype: torch.dtype  # of keys and values (see KVCache)
     hidden_state_hook: HiddenStateHook | None
     tokenless: TokenlessIds | None  # ids that no logits are given to
 
@@ -33,6 +35,10 @@ class Forward(Protocol):
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits [R, V] of a batch whose sequences have one row each; on a GPU it can be captured."""
+        ...
+
+    def activation_bytes(self, max_rows: int) -> int:
+        """Of the largest step, of so many rows, for the memory plan: what is freed again."""
         ...
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

@@ -20,7 +20,7 @@ from headrace.sampling.sampler import choose
 from headrace.scheduler.plan import StepPlan
 from headrace.worker.batch_state import BatchState
 from headrace.worker.drafter import DraftRow
-from headrace.worker.sampling import asked_of
+from headrace.worker.sampling import sample_inputs, tail_of
 
 if TYPE_CHECKING:
     from headrace.worker.cuda_graphs import DecodeGraphs
@@ -109,7 +109,7 @@ class DraftModel:
     ) -> Tensor:
         """Known rows: hidden states [T, H]."""
         batch = self.state.prepare(slots, starts, counts, unverified).batch
-        batch.token_ids.clamp_(max=len(self.decoder.embedding) - 1)  # the target may know more ids
+        batch.token_ids.clamp_(max=self.decoder.vocab_size - 1)  # the target may know more ids
         return self.decoder.forward(batch, self.kv)
 
     def _step(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, unverified: np.ndarray) -> Tensor:
@@ -165,11 +165,11 @@ class DraftModel:
         """A step of one row each; the id lands in the token table."""
         assert self.graphs is not None
         numbers = np.stack([slots, places, np.full_like(slots, -1), unverified])
-        self.graphs.replay(numbers, int((places + unverified).max()) + 1, asked_of(self.state, slots).tail)
+        self.graphs.replay(numbers, int((places + unverified).max()) + 1, tail_of(self.state, slots))
 
     def _sample(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, unverified: np.ndarray) -> None:
         """Write to the token table what follows the tokens at (slots, places) [R]."""
         rows = self.state.prepare(slots, places, np.ones_like(slots), unverified).rows
-        token_ids, _ = choose(self._logits(hidden), asked_of(self.state, slots).inputs(rows))
+        token_ids, _ = choose(self._logits(hidden), sample_inputs(self.state, rows, slots))
         where = rows.seq_slots.long(), rows.seq_lens.long()
         self.state.token_ids.index_put_(where, self._target_ids(token_ids))

@@ -29,7 +29,6 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights, embed
 from headrace.model.formats.tensor_file import TensorEntry
-from headrace.model.forward import Forward
 from headrace.model.linear import Weight, make_linear
 from headrace.model.loader import filled_plan, load_tensors
 from headrace.model.weight_names import PRE_NORM_NAMES, WeightSpec, plan_weights
@@ -114,7 +113,7 @@ class EagleHead(DraftModel):
     """See Drafter. `layer` runs the head's one layer."""
 
     def __init__(
-        self, layer: Decoder, parts: EagleParts, target: Forward, kv: KVCache, state: BatchState, cost: float, vocab_size: int,
+        self, layer: Decoder, parts: EagleParts, target: Decoder, kv: KVCache, state: BatchState, cost: float, vocab_size: int,
         max_num_batched_tokens: int,
     ):  # fmt: skip
         super().__init__(target, kv, state, cost, vocab_size, max_num_batched_tokens)

@@ -14,9 +14,8 @@ from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder
 from headrace.model.forward import Forward
-from headrace.model.loader import load_model
 from headrace.scheduler.config import Limits
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
@@ -45,21 +44,17 @@ class Draft:
     vocab_size: int  # ids that both models have
     eagle: EagleParts | None = None
 
-    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        cache = KVCache.bytes_per_block(self.model, block_size, dtype)
-        return cache if self.eagle is None else cache + EagleHead.bytes_per_block(self.model, block_size, dtype)
-
-    def workspace_bytes(self, max_num_seqs: int) -> int:
-        return self.forward.workspace_bytes(max_num_seqs)
+    def block_bytes(self, block_size: int) -> int:
+        cache = KVCache.bytes_per_block(self.model, block_size, self.forward.cache_dtype)
+        return cache if self.eagle is None else cache + EagleHead.bytes_per_block(self.model, block_size, self.forward.dtype)
 
     def drafter(
         self, config: EngineConfig, limits: Limits, target: Forward, target_bytes: int, state: BatchState
     ) -> DraftModel:
-        weight = self.forward.embedding
-        kv = KVCache(self.model, limits.num_blocks, limits.block_size, weight.dtype, weight.device)
+        kv = KVCache(self.model, limits.num_blocks, limits.block_size, self.forward.cache_dtype, state.device)
         cost = self.num_bytes / target_bytes  # what decoding costs is reading the weights
         if self.eagle is not None:
-            assert isinstance(self.forward, Decoder)
+            assert isinstance(self.forward, Decoder) and isinstance(target, Decoder)
             rows = limits.max_num_batched_tokens
             return EagleHead(self.forward, self.eagle, target, kv, state, cost, self.vocab_size, rows)
         if target.tokenless is not None:
@@ -78,9 +73,12 @@ class Draft:
 
 def load_draft(
     config: EngineConfig, limits: Limits, target: ModelConfig, dtype: torch.dtype, device: torch.device,
-    make_forward: Callable[[EngineConfig, ModelConfig, DecoderWeights, Limits], Forward],
+    load_forward: Callable[..., tuple[Forward, int]],
 ) -> Draft | None:  # fmt: skip
-    """The draft model or head, if the method has one. Raises CheckpointError, or ParameterError for another vocabulary."""
+    """The draft model or head, if the method has one; a head computes in `dtype`, the target's.
+
+    Raises CheckpointError, or ParameterError for another vocabulary.
+    """
     if config.speculative_model is None:
         return None
     checkpoint, model = draft_checkpoint(config, target)
@@ -89,9 +87,8 @@ def load_draft(
         attention, _ = select_attention(config.attention_backend, model, device)
         decoder = Decoder(model, layer, attention, max_model_len=limits.max_model_len)
         return Draft(model, decoder, layer.num_bytes + parts.num_bytes, len(layer.lm_head.data), parts)
-    weights = load_model(checkpoint, model, dtype, device, progress=False)
-    forward = make_forward(config, model, weights, limits)
-    return Draft(model, forward, weights.num_bytes, min(model.vocab_size, target.vocab_size))
+    forward, num_bytes = load_forward(config, checkpoint, model, limits, device, draft=True)
+    return Draft(model, forward, num_bytes, min(model.vocab_size, target.vocab_size))
 
 
 def make_speculator(

@@ -17,6 +17,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError
 from headrace.machine import available_memory
 from headrace.model.config import ModelConfig
+from headrace.model.decoder import row_elements
 from headrace.sampling.logprobs import PROMPT_CHUNK_BYTES, SAMPLED_CHUNK_BYTES
 from headrace.scheduler.config import Limits
 from headrace.worker.batch_state import BatchState
@@ -53,11 +54,6 @@ class MemoryPlan:
 TERMS = ("weights", "workspaces", "activations", "logits", "state", "graphs", "reserve")
 
 
-def row_elements(model: ModelConfig) -> int:
-    """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
-    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
-
-
 def graph_bytes(model: ModelConfig, rows: int, item: int, count: int) -> int:
     """Of `count` captured steps of up to `rows` rows: they share one buffer of logits, and memory for what they compute.
 
@@ -86,10 +82,14 @@ def plan_memory(
     *,
     weight_bytes: int,
     workspace_bytes: int,
+    activation_bytes: int,
+    cache_dtype: torch.dtype | None = None,
+    loaded: bool = True,
     draft: ModelConfig | None = None,
     draft_block_bytes: int = 0,
 ) -> MemoryPlan:
-    """Divide the device's memory, where the weights are already. `limits.num_blocks` is what could be used, or was asked for.
+    """Divide the device's memory, where the weights are already unless `loaded` says no. `limits.num_blocks` is what could be
+    used, or was asked for; `dtype` is that of the logits, and of keys and values without a `cache_dtype`.
 
     `draft`: a draft model or head, whose weights and workspaces are in those terms. Raises CapacityError with the numbers and
     the options to change.
@@ -99,7 +99,7 @@ def plan_memory(
     terms = {
         "weights": weight_bytes,
         "workspaces": workspace_bytes,
-        "activations": limits.max_num_batched_tokens * max(row_elements(m) for m in (model, draft or model)) * item,
+        "activations": activation_bytes,
         "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item),
         "state": BatchState.bytes(max_num_seqs, limits.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
         "graphs": 0,
@@ -115,15 +115,20 @@ def plan_memory(
             if draft is not None:
                 terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
-        free = available_memory()
+        free = available_memory() - (0 if loaded else weight_bytes)
         budget = free + weight_bytes  # they are no longer in what is free
     kv = budget - used_by_others - sum(terms.values())
     if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used
         kv = min(kv, free // 4, 16 * GIB)
     if config.kv_cache_bytes is not None:
         kv = config.kv_cache_bytes
-    block_bytes = KVCache.bytes_per_block(model, block_size, dtype) + draft_block_bytes
+    block_bytes = KVCache.bytes_per_block(model, block_size, cache_dtype or dtype) + draft_block_bytes
     num_blocks = limits.num_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, limits.num_blocks)
+    if not loaded and free < 0:
+        raise CapacityError(
+            f"the weights take {weight_bytes / GIB:.2f} GiB, and {budget / GIB:.2f} GiB of memory are free: free some, or take "
+            f"a model of fewer or narrower weights"
+        )
     if num_blocks < 1:
         taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms.items())
         share = "raise gpu_memory_utilization or lower" if device.type == "cuda" else "free some memory, or lower"

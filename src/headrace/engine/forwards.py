@@ -1,0 +1,118 @@
+"""Which code runs a model's steps, of target and draft alike: chosen by options, model and device, then loaded."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from headrace.attention.select import select_attention
+from headrace.config import EngineConfig
+from headrace.engine.options import refuse_native_options
+from headrace.errors import ParameterError
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder, DecoderWeights, weight_bytes
+from headrace.model.forward import Forward
+from headrace.model.loader import load_model
+from headrace.native.forward import NativeDecoder, why_not
+from headrace.native.load import NativeUnavailable, find_library
+from headrace.native.precision import choose_precision, for_draft, stored_encodings
+from headrace.scheduler.config import Limits
+from headrace.worker.memory_plan import plan_memory, row_elements
+
+logger = logging.getLogger(__name__)
+
+
+class Loaded(NamedTuple):
+    forward: Forward
+    num_bytes: int  # of the weights
+
+
+def load_forward(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, limits: Limits, device: torch.device, *,
+    draft: bool = False, progress: bool = False,
+) -> Loaded:  # fmt: skip
+    """What runs the model, with its weights. Raises CheckpointError, CapacityError, and ParameterError for options that it
+    cannot honour."""
+    if device.type == "cpu":
+        native = _native(config, checkpoint, model, limits, draft)
+        if native is not None:
+            plan_memory(
+                config, limits, model, native.dtype, device, cache_dtype=native.cache_dtype, weight_bytes=native.num_bytes,
+                workspace_bytes=native.workspace_bytes(limits.max_decode_rows),
+                activation_bytes=native.activation_bytes(limits.max_num_batched_tokens), loaded=False,
+            )  # fmt: skip
+            native.load(progress and not draft)
+            return Loaded(native, native.num_bytes)
+    else:
+        refuse_native_options(config, "this runs on a GPU")
+    dtype = choose_dtype(config.dtype, model, device)
+    if device.type == "cpu":
+        rows = limits.max_num_batched_tokens
+        plan_memory(
+            config, limits, model, dtype, device, weight_bytes=weight_bytes(model, dtype), workspace_bytes=0,
+            activation_bytes=rows * row_elements(model) * dtype.itemsize, loaded=False,
+        )  # fmt: skip
+    weights = load_model(checkpoint, model, dtype, device, progress and not draft)
+    decode_rows = 0 if draft else limits.max_decode_rows
+    return Loaded(make_decoder(config, model, weights, limits, decode_rows), weights.num_bytes)
+
+
+def _native(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, limits: Limits, draft: bool
+) -> NativeDecoder | None:
+    """The native step, or None where it cannot run the model: one line of the log says why."""
+    reason = why_not(config, model, limits)
+    if reason is None:
+        try:
+            library = find_library()
+        except NativeUnavailable as error:
+            reason = str(error)
+    if reason is not None:
+        refuse_native_options(config, reason)
+        log = logger.info if config.enforce_eager else logger.warning
+        log("the native CPU step does not run %s: %s; torch does", checkpoint.name, reason)
+        return None
+    encodings = stored_encodings(checkpoint)
+    config = for_draft(config, encodings) if draft else config
+    decoder = NativeDecoder(config, checkpoint, model, limits, choose_precision(config, encodings), library)
+    logger.info("%s runs in the native CPU step: %s", checkpoint.name, decoder.describe())
+    return decoder
+
+
+def make_decoder(
+    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, limits: Limits, decode_rows: int = 0
+) -> Forward:
+    """The decoder in torch, and on a card the fused path for decode steps of few rows where it can run the model.
+    `decode_rows` as of Decoder."""
+    dtype, device = weights.embedding.dtype, weights.embedding.device
+    attention, why = select_attention(config.attention_backend, model, device)
+    logger.info("attention: %s", why)
+    if device.type != "cuda" or config.enforce_eager:
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len)
+    from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
+    from headrace.fast_decode.tiles import load_tiles
+
+    if not FastDecode.supports(model, dtype):
+        logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows)
+    tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
+    rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
+    fast = FastDecode(model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype)
+    decode_rows = decode_rows if decode_rows > rows else 0
+    return FastDecoder(model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows)
+
+
+def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Torch's: on a CPU auto is float32, exact and the same tokens on every machine; on a GPU the checkpoint's 16 bits."""
+    if wanted == "auto" and device.type == "cpu":
+        return torch.float32
+    name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" else "bfloat16")
+    if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        if wanted != "auto":
+            raise ParameterError("dtype", wanted, "float16 or float32: this GPU has no bfloat16")
+        logger.warning("this GPU has no bfloat16: using float16")
+        name = "float16"
+    return getattr(torch, name)

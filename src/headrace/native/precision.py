@@ -1,0 +1,90 @@
+"""In which numbers the native step keeps a model's weights and its cache, and multiplies: from the options and the file.
+
+No torch: the server asks this before it says that it listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from headrace.config import EngineConfig
+from headrace.errors import ParameterError
+from headrace.model.checkpoint import Checkpoint
+from headrace.model.families import model_config_from_hf
+
+FLOATS = ("F32", "F16", "BF16")
+# What a file may hold and the step multiplies as it is -> the format that holds the same values
+STORED: Mapping[str, str] = MappingProxyType({
+    **{name: name for name in (*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")},
+    "Q5_0": "Q8_0",  # five bits of eight
+    "IQ4_NL": "Q8_0",  # sixteen values of 256
+})  # fmt: skip
+_MADE = {"int8": "Q8_0", "int4": "Q4_1"}  # by --quantization, from floats
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`weights`: the format that every matrix gets, "stored": as the file has it. `rounding`: what the inputs of products with
+    integer weights are rounded to. `cache`: of keys and values."""
+
+    weights: str  # stored, F32, BF16, Q8_0, Q4_1
+    rounding: str  # FLOAT, INT16, INT8
+    cache: str  # float32, bfloat16, int8
+
+    def format_of(self, encoding: str, of_embedding: bool = False) -> str:
+        """The format in which a matrix is kept that a file holds as `encoding`. Embeddings of their own are only looked up, so
+        they are never rounded."""
+        if self.weights == "stored" or (of_embedding and self.weights in _MADE.values()):
+            return STORED.get(encoding, "F32")
+        return self.weights
+
+
+def stored_encodings(checkpoint: Checkpoint) -> frozenset[str]:
+    """Of the matrices in the checkpoint's files; of a dummy one the floats that its config names."""
+    if checkpoint.format == "dummy":
+        dtype = model_config_from_hf(checkpoint.config).dtype
+        return frozenset({{"float32": "F32", "float16": "F16"}.get(dtype, "BF16")})
+    return frozenset(entry.encoding.name for entry in checkpoint.tensors().values() if len(entry.shape) > 1)
+
+
+def choose_precision(config: EngineConfig, encodings: Collection[str]) -> Precision:
+    """What the options ask for, of a file with matrices in `encodings`. Raises ParameterError where that is not possible.
+
+    By default a file runs as it is stored: floats of 32 bits exactly, everything else with keys and values in bfloat16.
+    """
+    quantized = sorted(set(encodings) - set(FLOATS))
+    if config.quantization in _MADE and quantized:
+        held = f"the file is quantized already ({', '.join(quantized)}), and weights are never rounded twice"
+        raise ParameterError("quantization", config.quantization, f"none, or nothing for this model: {held}")
+    weights = _weights(config, quantized)
+    formats = {Precision(weights, "", "").format_of(encoding) for encoding in encodings}
+    rounding = "FLOAT" if formats <= set(FLOATS) else "INT16"
+    if config.activation_dtype != "auto":
+        if rounding == "FLOAT":
+            kept = "auto: this model's weights are kept as floats, which multiply floats"
+            raise ParameterError("activation_dtype", config.activation_dtype, kept)
+        rounding = config.activation_dtype.upper()
+    exact = config.dtype == "float32" or (config.dtype == "auto" and formats == {"F32"})
+    cache = config.kv_cache_dtype if config.kv_cache_dtype != "auto" else "float32" if exact else "bfloat16"
+    return Precision(weights, rounding, cache)
+
+
+def _weights(config: EngineConfig, quantized: Collection[str]) -> str:
+    if config.quantization in _MADE:
+        return _MADE[config.quantization]
+    if config.quantization == "bf16" or config.dtype == "bfloat16":
+        return "BF16"
+    if config.dtype == "float32" or (config.quantization == "none" and quantized):
+        return "F32"
+    return "stored"
+
+
+def for_draft(config: EngineConfig, encodings: Collection[str]) -> EngineConfig:
+    """The options as far as they concern a draft model: what was asked of the target's weights may not be possible for its own,
+    and its drafts need not be exact."""
+    quantized = set(encodings) - set(FLOATS)
+    quantization = None if quantized else config.quantization
+    floats = not quantized and quantization not in _MADE
+    return replace(config, quantization=quantization, activation_dtype="auto" if floats else config.activation_dtype)
