@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from chaos import Chaos
-from server_process import ServerProcess
+from server_driver import ServerProcess
 from tiny_models import write_tiny
 
 

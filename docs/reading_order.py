@@ -25,7 +25,7 @@ worker/model_runner.py  worker/batch_state.py  worker/staging.py
 model/config.py  model/batch.py  model/forward.py  model/attention.py  model/decoder.py  model/linear.py  model/mlp.py
 attention/torch_backend.py
 worker/sampling.py  sampling/sampler.py  sampling/philox.py
-text/output.py  text/stream.py  text/detokenizer.py
+text/stream.py  text/detokenizer.py  text/output.py
 """
 
 SETUP = """
@@ -35,11 +35,11 @@ worker/memory_plan.py  attention/select.py
 """
 
 CHAT = """
-api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  api/chat_prompt.py  conversation/template.py
+api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  conversation/template.py
 api/generation.py  engine/client.py  engine/messages.py  engine/wire.py  engine/core.py
 scheduler/request.py  scheduler/plan.py  scheduler/scheduler.py  scheduler/block_manager.py
 worker/model_runner.py  worker/batch_state.py  model/decoder.py  attention/triton_backend.py  kernels/attention_decode.py
-worker/sampling.py  engine/streams.py  text/output.py  text/stream.py  conversation/answer.py  api/sse.py
+worker/sampling.py  engine/streams.py  text/stream.py  conversation/answer.py  api/sse.py
 """
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
-from server_process import ServerProcess, parse_metrics, zombies_of
-from stream_client import Ask, Failed, Said, ask, random_ask
+from answers import Ask, Failed, Said, ask, parse_metrics, random_ask
+from server_driver import ServerProcess, processes_of
 
 MALFORMED: list[tuple[bytes, set[int]]] = [
     (b"", {400}), (b"{", {400}), (b"[]", {400}), (b"null", {400}), (b'{"model": 5}', {400}), (b"\xff\xfe", {400}),
@@ -199,7 +199,7 @@ class Chaos:
         self.report.restarts = int(page["headrace:engine_restarts_total"])
         if page["headrace:engine_poisonous_requests_total"]:
             self.report.fault(f"{page['headrace:engine_poisonous_requests_total']:.0f} requests were blamed for kills from outside")
-        if zombies := zombies_of(self.server.process.pid):
+        if zombies := list(processes_of(self.server.process.pid, zombies=True)):
             self.report.fault(f"zombies: {zombies}")
         if len(self.server.children()) > 2:
             self.report.fault(f"children: {self.server.children()}")

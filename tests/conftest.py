@@ -31,6 +31,12 @@ def memory_goes_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What runs the tests that are coroutines."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> str:
     """The embedded model's GGUF: HEADRACE_TEST_SMOLLM2 names it where its package is not installed."""
     from headrace.errors import CheckpointError

@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
-from headrace.engine.wire import CoreStats
+from headrace.engine.stats import CoreStats
 from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.sampling.params import SamplingParams

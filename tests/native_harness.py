@@ -126,3 +126,17 @@ class NativeSequences(Sequences):
         self.decoder = NativeStep(
             config, weights, library, max_len=max_len, num_blocks=self.kv.num_blocks, block_size=block_size, **settings
         )
+
+    def step_drafts(self, slot: int, ids: list[int]) -> Tensor:
+        """As speculative verification may send them: each row a sequence of its own, all of one slot."""
+        size = self.kv.block_size
+        positions = [self.lengths[slot] + i for i in range(len(ids))]
+        self.lengths[slot] += len(ids)
+        places = [int(self.tables[slot, p // size]) * size + p % size for p in positions]
+        count = len(ids)
+        return self.decoder.decode(ForwardBatch(
+            token_ids=torch.tensor(ids, dtype=torch.int32), positions=torch.tensor(positions, dtype=torch.int32),
+            slot_mapping=torch.tensor(places), block_tables=self.tables, seq_slots=torch.full((count,), slot, dtype=torch.int32),
+            query_start=torch.arange(count + 1, dtype=torch.int32), seq_lens=torch.tensor(positions, dtype=torch.int32) + 1,
+            num_decodes=count, query_lens=[1] * count, context_lens=[p + 1 for p in positions], related=True,
+        ))  # fmt: skip

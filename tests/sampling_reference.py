@@ -64,7 +64,7 @@ def tokens(logits: np.ndarray, row: Row, slack: float = 3e-6) -> set[int]:
 
 
 def uniform_numpy(seed, position, purpose: int = PURPOSE_SAMPLE, sample_index=0) -> np.ndarray:
-    """The numpy twin of `uniform`: scalars or arrays of int64, broadcast together -> float32."""
+    """`uniform` as the paper writes it: scalars or arrays of int64, broadcast together -> float32."""
     seed, position, third = (np.asarray(x, dtype=np.int64).view(np.uint64) for x in (seed, position, sample_index))
     word, shift = np.uint64(WORD), np.uint64(32)
     k0, k1 = seed & word, seed >> shift

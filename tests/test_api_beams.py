@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from api_client import Api, error_of
+from answers import error_of
 from fake_engine import EOS, IM_END, FakeEngine, fake_logprobs
 from headrace import LLM
 from headrace.beam_search import BeamSearch, BeamSearchParams
 from headrace.engine.messages import EngineRequest
+from server_driver import Api
 from tiny_models import write_tiny
 
 PROMPT = list(b"once upon")
@@ -20,9 +21,7 @@ PROMPT = list(b"once upon")
 
 @pytest.fixture
 def api():
-    api = Api(FakeEngine(bursts=1))
-    yield api
-    api.close()
+    return Api(FakeEngine(bursts=1))
 
 
 def searched(engine: FakeEngine, prompt: list[int], max_tokens: int, **params: Any):
@@ -166,7 +165,6 @@ def test_answers_are_those_of_the_offline_search(llms, served):
         assert [c["finish_reason"] for c in choices] == [s.finish_reason for s in want.sequences]
         seen.add((penalty, *(tuple(s.token_ids) for s in want.sequences)))
     assert len(seen) > 3, "early_stopping makes no difference here"
-    api.close()
 
 
 def test_an_engine_that_fails_is_an_error(api):
@@ -182,4 +180,3 @@ def test_the_fan_out_counts_beams():
     assert api.post("/v1/completions", {**body, "best_of": 3}).status_code == 200
     response = api.post("/v1/completions", {**body, "best_of": 4})
     assert (response.status_code, error_of(response)["param"]) == (400, "n")
-    api.close()

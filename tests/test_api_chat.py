@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_client import Api, error_of, joined
+from answers import error_of, joined
 from fake_engine import IM_END, IM_START, FakeEngine, random_text
 from headrace.sampling.params import SamplingParams
+from server_driver import Api
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -16,9 +17,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def api():
-    api = Api()
-    yield api
-    api.close()
+    return Api()
 
 
 def prompt(text: str, role: str = "user") -> list[int]:
@@ -184,7 +183,6 @@ def test_template_switches_reach_the_template():
     ):
         api.ok(PATH, {"messages": HI, **body})
         assert bytes(engine.prompts[-1]).decode() == text
-    api.close()
 
 
 def test_no_template_is_a_400():
@@ -193,14 +191,12 @@ def test_no_template_is_a_400():
     api = Api(engine)
     assert error_of(api.post(PATH, {"messages": HI}))["param"] == "messages"
     assert api.ok("/v1/completions", {"prompt": "hi"})["choices"]
-    api.close()
 
 
 def test_operators_template_wins():
     api = Api(chat_template="[{{ messages[0].content }}]")
     api.ok(PATH, {"messages": HI})
     assert bytes(api.engine.prompts[-1]) == b"[hi]"
-    api.close()
 
 
 def test_prompt_too_long():
@@ -208,4 +204,3 @@ def test_prompt_too_long():
     for length in (60, 100_000):
         error = error_of(api.post(PATH, {"messages": [{"role": "user", "content": "x" * length}]}))
         assert error["code"] == "context_length_exceeded" and error["param"] == "messages" and "64" in error["message"]
-    api.close()

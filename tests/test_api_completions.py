@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from api_client import Api, error_of, joined
+from answers import error_of, joined
 from fake_engine import BOS, EOS, ByteTokenizer, FakeEngine, random_text
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.params import SamplingParams
+from server_driver import Api
 from test_text_stream import begins_by_definition
 from test_tokenizer_json import write_metaspace_tokenizer
 
@@ -20,9 +21,7 @@ PATH = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def api():
-    api = Api()
-    yield api
-    api.close()
+    return Api()
 
 
 def expected(prompt: str, seed: int, index: int) -> str:
@@ -183,16 +182,12 @@ class WordEngine(FakeEngine):
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     path = write_metaspace_tokenizer(tmp_path_factory.mktemp("words") / "tokenizer")
-    api = Api(WordEngine(Tokenizer.from_directory(path)))
-    yield api
-    api.close()
+    return Api(WordEngine(Tokenizer.from_directory(path)))
 
 
 @pytest.fixture(scope="module")
 def bytes_api():
-    api = Api(WordEngine(ByteTokenizer()))
-    yield api
-    api.close()
+    return Api(WordEngine(ByteTokenizer()))
 
 
 WORDS = st.lists(st.sampled_from(["hello", " ", "  ", "world", "é", "日", "🙂", "\n", "</s>", "x", "wor"]), max_size=6).map("".join)
@@ -330,7 +325,6 @@ def test_context_limits_are_named():
     usage = api.ok(PATH, {"prompt": "ab" * 10_000, "truncate_prompt_tokens": 5, "ignore_eos": True})["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 16)  # room is what is left after the cut
     assert api.ok(PATH, {"prompt": "x" * 300, "truncate_prompt_tokens": -1, "max_tokens": 20})["usage"]["prompt_tokens"] == 30
-    api.close()
 
 
 def test_generate(api):

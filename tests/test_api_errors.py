@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_client import MODEL, Api, error_of, parse_events
+from answers import error_of, parse_events
 from fake_engine import FakeEngine
 from headrace.api.structured import Structure, renamed
 from headrace.config import EngineConfig
@@ -17,6 +17,7 @@ from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics
 from headrace.model.formats.tokenizer_file import TokenizerExtras
 from headrace.model.tokenizer import Tokenizer
+from server_driver import MODEL, Api
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES = {
@@ -34,9 +35,7 @@ STREAMING = GENERATING
 
 @pytest.fixture(scope="module")
 def api():
-    api = Api(max_prompts=4, max_samples=16, max_body_bytes=1_000_000)
-    yield api
-    api.close()
+    return Api(max_prompts=4, max_samples=16, max_body_bytes=1_000_000)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -106,11 +105,8 @@ def test_slashes_of_a_joined_url_do_not_matter(api, path):
 
 def test_a_model_may_be_named_by_a_path():
     served = Api(served_model_names=("/data/my model", "x"))
-    try:
-        assert served.request("GET", "http://test/v1/models//data/my%20model").json()["id"] == "/data/my model"
-        assert served.request("GET", "http://test/v1/models/x/").json()["id"] == "x"
-    finally:
-        served.close()
+    assert served.request("GET", "http://test/v1/models//data/my%20model").json()["id"] == "/data/my model"
+    assert served.request("GET", "http://test/v1/models/x/").json()["id"] == "x"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -199,7 +195,6 @@ def test_half_a_character_in_the_text_of_an_error():
     api = Api(engine)
     error = error_of(response := api.post("/v1/chat/completions", {"messages": MESSAGES}))
     assert response.status_code == 400 and "not so ?, please" in error["message"]
-    api.close()
 
 
 FIELDS = sorted(
@@ -276,14 +271,12 @@ def test_failure_before_the_first_token(path, failure, status, stream):
         assert int(response.headers["retry-after"]) >= 1
     assert not api.engine.active
     assert api.app.state.api.limits.active == 0 and api.app.state.api.limits.unstarted_tokens == 0
-    api.close()
 
 
 def test_failure_before_the_first_character_has_a_status():
     """Half a character is no text yet: nothing has been sent."""
     api = Api(FakeEngine(script=lambda i, p: "é", bursts=1, fail=lambda at: "error" if at else None))
     assert api.post("/v1/completions", {"prompt": "hi", "stream": True}).status_code == 500
-    api.close()
 
 
 def test_a_tool_that_cannot_be_compiled_is_named():
@@ -311,7 +304,6 @@ def test_failure_in_a_stream(path, failure):
         assert events[-1] is None and set(events[-2]) == {"error"}
         assert set(events[-2]["error"]) == {"message", "type", "param", "code"}
     assert not api.engine.active
-    api.close()
 
 
 def test_one_failed_sample_ends_its_siblings():
@@ -322,7 +314,6 @@ def test_one_failed_sample_ends_its_siblings():
     api = Api(engine)
     assert api.post("/v1/completions", {"prompt": ["a", "b"], "n": 3, "max_tokens": 1000}).status_code == 500
     assert not engine.active and api.app.state.api.limits.active == 0
-    api.close()
 
 
 class Records(PrometheusMetrics):
@@ -356,7 +347,6 @@ def test_how_a_sample_ended_is_counted(path, stream, begun, failure, reason):
     api.post(path, {**BODIES[path], "stream": stream})
     assert [(s.endpoint, s.reason) for s in samples] == [(path, reason)]
     assert (samples[0].first_output is None) == (isinstance(failure, Exception) and not begun)
-    api.close()
 
 
 def test_samples_that_end_with_another_are_counted_as_aborted():
@@ -369,7 +359,6 @@ def test_samples_that_end_with_another_are_counted_as_aborted():
     api, samples = recorded(engine)
     api.post("/v1/completions", {"prompt": ["a", "b"], "n": 3, "max_tokens": 1000})
     assert sorted(s.reason for s in samples) == ["abort"] * 5 + ["error"]
-    api.close()
 
 
 @pytest.mark.parametrize("num_cached", [0, 1, 10**6])
@@ -383,7 +372,6 @@ def test_no_more_is_cached_than_the_prompt_has(num_cached):
             assert samples[-1].cached_tokens == min(num_cached, samples[-1].prompt_tokens)
     usage = api.ok("/v1/completions", {"prompt": [[65], [65, 66, 67]], "n": 2})["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == min(num_cached, 1) + min(num_cached, 3)
-    api.close()
 
 
 def _fail(failure):
@@ -407,7 +395,6 @@ def test_not_ready(state, code):
     assert api.request("GET", "/health").status_code == (503 if code == "engine_dead" else 200)
     assert api.request("GET", "/v1/models").status_code == 200
     assert api.request("GET", "/metrics").status_code == 200
-    api.close()
 
 
 def test_a_core_that_restarts_is_alive_but_not_ready():
@@ -416,7 +403,6 @@ def test_a_core_that_restarts_is_alive_but_not_ready():
     assert api.request("GET", "/health").status_code == 200
     assert api.request("GET", "/ready").status_code == 503
     assert api.post("/v1/completions", {"prompt": "hi"}).status_code == 200  # it waits for the restart
-    api.close()
 
 
 def test_nan_embeddings_are_a_500_of_their_own():
@@ -428,7 +414,6 @@ def test_nan_embeddings_are_a_500_of_their_own():
     api.engine.embed = embed
     response = api.post("/v1/embeddings", {"input": "hi"})
     assert response.status_code == 500 and error_of(response)["code"] == "engine_error"
-    api.close()
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -445,7 +430,6 @@ def test_special_tokens_that_only_the_parser_sees_need_no_spaces():
     api = Api(chat_template=template, tool_parser="mistral")
     tools = [{"type": "function", "function": {"name": "f"}}]
     api.ok("/v1/chat/completions", {"messages": MESSAGES, "tools": tools, "spaces_between_special_tokens": True})
-    api.close()
 
 
 @pytest.mark.parametrize(
@@ -486,14 +470,12 @@ def test_a_salt_reaches_the_engine_from_every_endpoint(path, more):
         api.ok(path, {**BODIES[path], "cache_salt": "tenant", **more})
         assert set(api.engine.salts) == {"tenant"}
     assert error_of(api.post(path, {**BODIES[path], "cache_salt": ""}))["param"] == "cache_salt"
-    api.close()
 
 
 def test_embeddings_have_a_priority():
     api = Api(FakeEngine(config=EngineConfig(scheduling_policy="priority")))
     api.ok("/v1/embeddings", {"input": ["hi", "ho"], "priority": 7})
     assert api.engine.priorities == [7, 7]
-    api.close()
 
 
 def test_ids_that_no_token_has_are_not_detokenized():
@@ -507,4 +489,3 @@ def test_ids_that_no_token_has_are_not_detokenized():
         error = error_of(response)
         assert response.status_code == 400 and error["param"] == "tokens" and f"got {wrong}," in error["message"]
         assert "[0, 6]" in error["message"]
-    api.close()

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from headrace.api.errors import ClientGone
 from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.sse import COMMENT, EventStream, Ticker
-from virtual_clock import run
+from virtual_clock import Loop
+
+
+@pytest.fixture(scope="module")
+def anyio_backend():
+    return "asyncio", {"loop_factory": Loop}
 
 
 class Reader:
@@ -46,194 +51,160 @@ waits = st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]), max_size=20)
 
 @settings(deadline=None)
 @given(pauses=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4), min_size=1, max_size=4), waits=waits)
-def test_writers_take_turns(pauses, waits):
+async def test_writers_take_turns(pauses, waits):
     """Each writer's bytes arrive once and in its order, and no write returns before its bytes have been taken."""
+    reader = Reader(waits)
+    stream = stream_to(reader)
 
-    async def test() -> None:
-        reader = Reader(waits)
-        stream = stream_to(reader)
+    async def writer(name: int) -> None:
+        for n, pause in enumerate(pauses[name]):
+            await asyncio.sleep(pause)
+            await stream.write(b"<%d.%d>" % (name, n))
+            assert b"<%d.%d>" % (name, n) in reader.body
 
-        async def writer(name: int) -> None:
-            for n, pause in enumerate(pauses[name]):
-                await asyncio.sleep(pause)
-                await stream.write(b"<%d.%d>" % (name, n))
-                assert b"<%d.%d>" % (name, n) in reader.body
-
-        await asyncio.gather(*(writer(i) for i in range(len(pauses))))
-        await stream.end(b"<end>")
-        for name, own in enumerate(pauses):
-            places = [reader.body.index(b"<%d.%d>" % (name, n)) for n in range(len(own))]
-            assert places == sorted(places)
-        assert len(reader.body) == 5 * sum(map(len, pauses)) + len(b"<end>") and reader.body.endswith(b"<end>")
-        assert [m["type"] for m in reader.messages[:2]] == ["http.response.start", "http.response.body"]
-        assert [m["more_body"] for m in reader.messages[1:]][-1] is False
-
-    run(test())
+    await asyncio.gather(*(writer(i) for i in range(len(pauses))))
+    await stream.end(b"<end>")
+    for name, own in enumerate(pauses):
+        places = [reader.body.index(b"<%d.%d>" % (name, n)) for n in range(len(own))]
+        assert places == sorted(places)
+    assert len(reader.body) == 5 * sum(map(len, pauses)) + len(b"<end>") and reader.body.endswith(b"<end>")
+    assert [m["type"] for m in reader.messages[:2]] == ["http.response.start", "http.response.body"]
+    assert [m["more_body"] for m in reader.messages[1:]][-1] is False
 
 
 @settings(deadline=None)
 @given(cancelled=st.floats(0.0, 4.0), waits=waits)
-def test_bytes_of_a_cancelled_write_come_first_in_the_next(cancelled, waits):
-    async def test() -> None:
-        reader = Reader(waits)
-        stream = stream_to(reader)
-        writers = [asyncio.create_task(stream.write(data)) for data in (b"a", b"b")]
-        await asyncio.sleep(cancelled)
-        for writer in writers:
-            writer.cancel()
-        await asyncio.gather(*writers, return_exceptions=True)
-        await stream.end(b"c")
-        assert reader.body == b"abc"
-
-    run(test())
+async def test_bytes_of_a_cancelled_write_come_first_in_the_next(cancelled, waits):
+    reader = Reader(waits)
+    stream = stream_to(reader)
+    writers = [asyncio.create_task(stream.write(data)) for data in (b"a", b"b")]
+    await asyncio.sleep(cancelled)
+    for writer in writers:
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
+    await stream.end(b"c")
+    assert reader.body == b"abc"
 
 
 @pytest.mark.parametrize("slow", [0.0, 5.0])
-def test_nothing_follows_the_end(slow):
+async def test_nothing_follows_the_end(slow):
     """A comment that was due when the end came is not written any more."""
-
-    async def test() -> None:
-        reader = Reader([0.0, 0.0, slow])
-        stream = stream_to(reader)
-        await stream.write(b"a")
-        end = asyncio.create_task(stream.end(b"z"))
-        await asyncio.sleep(0)
-        await stream.write(COMMENT)
-        await end
-        await stream.write(COMMENT)
-        assert reader.body == b"az"
-
-    run(test())
+    reader = Reader([0.0, 0.0, slow])
+    stream = stream_to(reader)
+    await stream.write(b"a")
+    end = asyncio.create_task(stream.end(b"z"))
+    await asyncio.sleep(0)
+    await stream.write(COMMENT)
+    await end
+    await stream.write(COMMENT)
+    assert reader.body == b"az"
 
 
-def test_the_end_waits_for_a_comment_under_way():
-    async def test() -> None:
-        reader = Reader([0.0, 5.0])
-        stream = stream_to(reader)
-        comment = asyncio.create_task(stream.write(COMMENT))
-        await asyncio.sleep(1.0)
-        await stream.end(b"z")
-        assert reader.body == COMMENT + b"z" and comment.done()
-
-    run(test())
+async def test_the_end_waits_for_a_comment_under_way():
+    reader = Reader([0.0, 5.0])
+    stream = stream_to(reader)
+    comment = asyncio.create_task(stream.write(COMMENT))
+    await asyncio.sleep(1.0)
+    await stream.end(b"z")
+    assert reader.body == COMMENT + b"z" and comment.done()
 
 
 @settings(deadline=None)
 @given(interval=st.sampled_from([1.0, 10.0, 100.0]), timeout=st.sampled_from([1.0, 8.0, 600.0]), silence=st.floats(0.0, 50.0))
-def test_a_reader_is_stuck_after_its_time_and_not_before(interval, timeout, silence):
+async def test_a_reader_is_stuck_after_its_time_and_not_before(interval, timeout, silence):
     """Counted from when it began to take nothing: a silence of the engine before that is not the reader's."""
+    loop = asyncio.get_running_loop()
+    blocked_at = None
+    stuck = asyncio.Event()
 
-    async def test() -> None:
-        loop = asyncio.get_running_loop()
-        blocked_at = None
-        stuck = asyncio.Event()
+    class Stuck(Reader):
+        async def send(self, message) -> None:
+            nonlocal blocked_at
+            if message.get("body") == b"last":
+                blocked_at = loop.time()
+                await stuck.wait()
+            await super().send(message)
 
-        class Stuck(Reader):
-            async def send(self, message) -> None:
-                nonlocal blocked_at
-                if message.get("body") == b"last":
-                    blocked_at = loop.time()
-                    await stuck.wait()
-                await super().send(message)
-
-        stream = stream_to(Stuck(), stuck.set)
-        ticker = Ticker(interval, timeout)
-        await stream.write(b"first")
-        ticker.add(stream)
-        await asyncio.sleep(silence)
-        await stream.write(b"last")
-        waited = loop.time() - blocked_at
-        assert timeout <= waited <= timeout + min(interval, timeout, 4.0) / 4 + 1e-6
-        ticker.remove(stream)
-
-    run(test())
+    stream = stream_to(Stuck(), stuck.set)
+    ticker = Ticker(interval, timeout)
+    await stream.write(b"first")
+    ticker.add(stream)
+    await asyncio.sleep(silence)
+    await stream.write(b"last")
+    waited = loop.time() - blocked_at
+    assert timeout <= waited <= timeout + min(interval, timeout, 4.0) / 4 + 1e-6
+    ticker.remove(stream)
 
 
 @settings(deadline=None)
 @given(interval=st.sampled_from([1.0, 10.0, 100.0]), silence=st.floats(0.0, 500.0))
-def test_silence_is_filled_with_comments(interval, silence):
-    async def test() -> None:
-        reader = Reader()
-        stream = stream_to(reader)
-        ticker = Ticker(interval, 600.0)
-        ticker.add(stream)
-        await asyncio.sleep(silence)
-        ticker.remove(stream)
-        await stream.end(b"")
-        step = min(interval, 4.0) / 4
-        most, fewest = int(silence / interval + 1e-9), int(silence / (interval + step))
-        assert fewest <= reader.body.count(COMMENT) <= most
-
-    run(test())
+async def test_silence_is_filled_with_comments(interval, silence):
+    reader = Reader()
+    stream = stream_to(reader)
+    ticker = Ticker(interval, 600.0)
+    ticker.add(stream)
+    await asyncio.sleep(silence)
+    ticker.remove(stream)
+    await stream.end(b"")
+    step = min(interval, 4.0) / 4
+    most, fewest = int(silence / interval + 1e-9), int(silence / (interval + step))
+    assert fewest <= reader.body.count(COMMENT) <= most
 
 
 @pytest.mark.parametrize("reasons", [(ClientGone, DeadlinePassed), (DeadlinePassed, ClientGone)])
-def test_the_first_reason_counts(reasons):
-    async def test() -> None:
-        lifeline = Lifeline(lambda: asyncio.sleep(1e9), None)
+async def test_the_first_reason_counts(reasons):
+    lifeline = Lifeline(lambda: asyncio.sleep(1e9), None)
 
-        async def end() -> None:
-            for reason in reasons:
-                lifeline.end(reason())
+    async def end() -> None:
+        for reason in reasons:
+            lifeline.end(reason())
 
-        with pytest.raises(reasons[0]):
-            async with lifeline:
-                ending = asyncio.create_task(end())
-                await asyncio.sleep(10)
-        await ending
-        assert asyncio.current_task().cancelling() == 0
-
-    run(test())
+    with pytest.raises(reasons[0]):
+        async with lifeline:
+            ending = asyncio.create_task(end())
+            await asyncio.sleep(10)
+    await ending
+    assert asyncio.current_task().cancelling() == 0
 
 
 @pytest.mark.parametrize(("gone", "deadline", "reason"), [(1.0, 2.0, ClientGone), (2.0, 1.0, DeadlinePassed), (None, 1.0, DeadlinePassed), (1.0, None, ClientGone)])
-def test_what_comes_first_ends_the_block(gone, deadline, reason):
-    async def test() -> None:
-        async def receive() -> dict:
-            await asyncio.sleep(1e9 if gone is None else gone)
-            return {"type": "http.disconnect"}
+async def test_what_comes_first_ends_the_block(gone, deadline, reason):
+    async def receive() -> dict:
+        await asyncio.sleep(1e9 if gone is None else gone)
+        return {"type": "http.disconnect"}
 
-        loop = asyncio.get_running_loop()
-        with pytest.raises(reason):
-            async with Lifeline(receive, deadline):
-                try:
-                    await asyncio.sleep(1e6)
-                finally:
-                    assert loop.time() == 1.0
-                    await asyncio.sleep(5)  # what is tidied up meanwhile is not disturbed by the other reason
-        assert loop.time() == 6.0
-
-    run(test())
-
-
-def test_nothing_reaches_a_block_that_has_ended():
-    async def test() -> None:
-        async def receive() -> dict:
-            await asyncio.sleep(2.0)
-            return {"type": "http.disconnect"}
-
-        async with Lifeline(receive, 1.0):
-            await asyncio.sleep(0.5)
-        await asyncio.sleep(5)
-
-    run(test())
-
-
-def test_a_cancellation_from_elsewhere_goes_on():
-    """The server's shutdown is not taken for a client that has gone, whichever comes first."""
-
-    async def test() -> None:
-        lifeline = Lifeline(lambda: asyncio.sleep(1e9), None)
-
-        async def block() -> None:
-            async with lifeline:
+    loop = asyncio.get_running_loop()
+    with pytest.raises(reason):
+        async with Lifeline(receive, deadline):
+            try:
                 await asyncio.sleep(1e6)
+            finally:
+                assert loop.time() == 1.0
+                await asyncio.sleep(5)  # what is tidied up meanwhile is not disturbed by the other reason
+    assert loop.time() == 6.0
 
-        task = asyncio.create_task(block())
-        await asyncio.sleep(1)
-        lifeline.end(ClientGone())
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
 
-    run(test())
+async def test_nothing_reaches_a_block_that_has_ended():
+    async def receive() -> dict:
+        await asyncio.sleep(2.0)
+        return {"type": "http.disconnect"}
+
+    async with Lifeline(receive, 1.0):
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(5)
+
+
+async def test_a_cancellation_from_elsewhere_goes_on():
+    """The server's shutdown is not taken for a client that has gone, whichever comes first."""
+    lifeline = Lifeline(lambda: asyncio.sleep(1e9), None)
+
+    async def block() -> None:
+        async with lifeline:
+            await asyncio.sleep(1e6)
+
+    task = asyncio.create_task(block())
+    await asyncio.sleep(1)
+    lifeline.end(ClientGone())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_client import Api, error_of, joined
+from answers import error_of, joined
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.responses_input import messages
+from server_driver import Api
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "f", "description": "does f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -59,7 +60,6 @@ def test_streamed_equals_whole(pieces, with_tools, most):
         assert choice["finish_reason"] in ("stop", "length")
     assert choice["usage"]["completion_tokens"] == len(api.engine.sample([], api.engine.params[-1])[0])
     responses_both_ways(api, {"input": "hi", "max_output_tokens": most} | ({"tools": FLAT} if with_tools else {}))
-    api.close()
 
 
 def test_calls():
@@ -73,7 +73,6 @@ def test_calls():
     assert len(only["message"]["tool_calls"]) == 1
     ignored = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": "none"})
     assert ignored["finish_reason"] == "stop" and "<tool_call>" in ignored["message"]["content"]
-    api.close()
 
 
 def test_content_is_null_with_calls_alone():
@@ -82,14 +81,12 @@ def test_content_is_null_with_calls_alone():
     deltas = [e["choices"][0]["delta"] for e in api.events("/v1/chat/completions", {"messages": HI, "tools": TOOLS})]
     assert all("content" not in d for d in deltas[1:])
     assert all(isinstance(c["index"], int) for d in deltas for c in d.get("tool_calls", ()))
-    api.close()
 
 
 def test_a_call_that_is_cut_stays_length():
     api = make(CALL + "trailing" * 50)
     choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "max_tokens": len(CALL.encode()) + 5})
     assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"]
-    api.close()
 
 
 def test_logprobs_with_tools_and_streams():
@@ -98,7 +95,6 @@ def test_logprobs_with_tools_and_streams():
     whole = api.ok("/v1/chat/completions", body)["choices"][0]
     assert joined(api.events("/v1/chat/completions", body))[0]["logprobs"] == whole["logprobs"]
     assert len(whole["logprobs"]["content"]) == len(f"hm {CALL}".encode()) + 1
-    api.close()
 
 
 def test_reasoning():
@@ -110,10 +106,8 @@ def test_reasoning():
     hidden = chat_both_ways(api, {"messages": HI, "include_reasoning": False})
     assert "reasoning" not in hidden["message"] and hidden["message"]["content"] == "because"
     assert hidden["usage"] == choice["usage"]
-    api.close()
     plain = make("<think>x</think>y", reasoning_parser=None)
     assert chat_both_ways(plain, {"messages": HI})["message"]["content"] == "<think>x</think>y"
-    plain.close()
 
 
 def test_templates_without_tools_get_them_in_the_system_message():
@@ -131,7 +125,6 @@ def test_templates_without_tools_get_them_in_the_system_message():
     assert text.startswith("[system: Be good.\n\n# Tools") and json.dumps(TOOLS[0]) in text
     assert '[assistant: <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>]' in text
     assert text.endswith("[user: <tool_response>\none\n</tool_response>]")
-    api.close()
 
 
 def test_templates_whose_format_is_unknown_refuse_tools():
@@ -140,7 +133,6 @@ def test_templates_whose_format_is_unknown_refuse_tools():
     api = Api(engine)
     assert error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": TOOLS}))["param"] == "tools"
     assert api.ok("/v1/chat/completions", {"messages": HI, "tools": TOOLS, "tool_choice": "none"})
-    api.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,7 +157,6 @@ def test_required_and_named_calls():
     named = {"type": "function", "function": {"name": "f"}}
     choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": named})
     assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": "ü😀"}
-    api.close()
 
 
 def test_required_and_named_calls_of_a_model_whose_format_is_unknown():
@@ -176,7 +167,6 @@ def test_required_and_named_calls_of_a_model_whose_format_is_unknown():
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
     assert [json.loads(c["function"]["arguments"]) for c in choice["message"]["tool_calls"]] == [{"a": 1}, {}]
     assert constraint(api)[0] == "grammar"
-    api.close()
     api = make('{"a": 1}', tool_parser=None)
     api.engine.supports_structured = True
     named = {"type": "function", "function": {"name": "f"}}
@@ -185,7 +175,6 @@ def test_required_and_named_calls_of_a_model_whose_format_is_unknown():
     assert constraint(api) == ("json", TOOL["parameters"])
     whole = responses_both_ways(api, {"input": "hi", "tools": FLAT, "tool_choice": {"type": "function", "name": "f"}})
     assert whole["output"][0]["type"] == "function_call" and whole["output"][0]["arguments"] == '{"a": 1}'
-    api.close()
 
 
 def test_constraints_reach_the_engine():
@@ -206,7 +195,6 @@ def test_constraints_reach_the_engine():
         assert constraint(api) == expected
     error = error_of(api.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "("}}))
     assert error["param"].startswith("structured_outputs") and "regular expression" in error["message"]
-    api.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,7 +252,6 @@ def test_responses():
     assert whole["usage"]["total_tokens"] == whole["usage"]["input_tokens"] + whole["usage"]["output_tokens"]
     assert whole["metadata"] == {"k": "v"} and whole["instructions"] == "Be good." and whole["store"] is False
     assert whole["tools"][0]["name"] == "f" and whole["tool_choice"] == "auto"
-    api.close()
 
 
 def test_responses_that_are_cut_and_empty_ones():
@@ -272,10 +259,8 @@ def test_responses_that_are_cut_and_empty_ones():
     whole = responses_both_ways(api, {"input": "hi", "max_output_tokens": 16})
     assert whole["status"] == "incomplete" and whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert whole["output"][0]["status"] == "incomplete"
-    api.close()
     api = make("")
     assert responses_both_ways(api, {"input": "hi"})["output"][0]["content"][0]["text"] == ""
-    api.close()
 
 
 @pytest.mark.parametrize("bursts", [1, 3])
@@ -287,7 +272,6 @@ def test_responses_logprobs(bursts):
     part = responses_both_ways(api, body)["output"][0]["content"][0]
     assert [p["token"] for p in part["logprobs"]] == ["a", "b", "<eos>"]
     assert all(len(p["top_logprobs"]) == 2 for p in part["logprobs"])
-    api.close()
 
 
 def test_responses_input_items():
@@ -307,14 +291,12 @@ def test_responses_input_items():
     api.ok("/v1/responses", {"input": items, "instructions": "I"})
     text = bytes(api.engine.prompts[-1]).decode()
     assert text == "[system|I\n\nD||False][user|a\nb||False][assistant|c|R|True][tool|out||False]None"
-    api.close()
 
 
 @pytest.mark.parametrize("parallel", [None, True, False])
 def test_responses_say_whether_calls_may_be_parallel(parallel):
     api = make("x")
     assert api.ok("/v1/responses", {"input": "hi", "tools": FLAT, "parallel_tool_calls": parallel})["parallel_tool_calls"] == (parallel is not False)
-    api.close()
 
 
 @pytest.mark.parametrize("value", ["hi", [{"role": "user", "content": "hi"}]])
@@ -368,4 +350,3 @@ def test_responses_refusals(body, param):
     error = error_of(response := api.post("/v1/responses", {"input": "hi", **body}))
     assert response.status_code == 400 and error["param"].startswith(param), error
     assert not api.engine.params
-    api.close()

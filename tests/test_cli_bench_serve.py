@@ -22,7 +22,7 @@ from headrace_bench.load import Load, Run, arrival_times
 from headrace_bench.report import parse_goodput, summary, table
 from headrace_bench.target import Measured, Plan, StreamReader, Target
 from headrace_bench.workload import Lengths, PromptMaker, from_file, prefix_repetition, random_lengths
-from server_process import ServerProcess
+from server_driver import ServerProcess
 from tiny_models import VOCAB, write_tiny
 
 # of `vllm bench serve --percentile-metrics ttft,tpot,itl,e2el`

@@ -30,7 +30,7 @@ from headrace.cli.serve import generation_defaults
 from headrace.errors import ParameterError
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
-from server_process import SRC, ServerProcess, until
+from server_driver import SRC, ServerProcess, until
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4}

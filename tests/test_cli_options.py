@@ -26,7 +26,7 @@ from headrace.files import decode_text, read_text
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from server_process import SRC, ServerProcess
+from server_driver import SRC, ServerProcess
 from tiny_models import write_tiny
 
 OPERATING = Path(__file__).parents[1] / "docs" / "operating.md"

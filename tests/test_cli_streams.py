@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server_process import SRC, until
+from server_driver import SRC, until
 from tiny_models import write_tiny
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0"]

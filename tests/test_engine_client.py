@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -26,7 +27,7 @@ from headrace.engine.wire import Fatal, Heartbeat, News
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from server_process import SRC
+from server_driver import SRC
 from tiny_models import write_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -102,6 +103,11 @@ class Play:
                 await self.client.abort(f"r{number}")
             await asyncio.sleep(0)
 
+    async def read(self) -> None:
+        """A reader that has got tokens."""
+        await self.submit("plain", 50)
+        await self.turns(5)
+
     async def turns(self, count: int) -> None:
         for _ in range(count):
             if self.core is not None and self.core.ready is not None:
@@ -150,6 +156,17 @@ class Play:
         assert core.scheduler.num_running == core.scheduler.num_waiting == 0 and core.scheduler.kv_usage == 0.0
 
 
+@pytest.fixture
+async def play(supply) -> AsyncIterator[Play]:
+    """A client whose core is ready."""
+    play = Play(supply, supply.client())
+    await play.client.start()
+    await play.next_core()
+    yield play
+    supply.failures = []
+    await play.client.close()
+
+
 OPERATIONS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from([*KINDS, "embedding"]), st.integers(1, 12)),
     st.tuples(st.just("abort"), st.integers(0, 9), st.booleans()),
@@ -161,362 +178,273 @@ OPERATIONS = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(operations=st.lists(OPERATIONS, max_size=25), deaths=st.lists(st.tuples(st.integers(0, 25), st.sampled_from([1, -9])), max_size=2))
-def test_whatever_happens_everybody_is_answered_once_and_nothing_stays(supply, operations, deaths):
-    async def main() -> None:
-        play = Play(supply, supply.client())
-        await play.client.start()
-        await play.next_core()
-        for number, (what, *more) in enumerate(operations):
-            for at, code in deaths:
-                if at == number:
-                    await play.die(code)
-            done = getattr(play, what)(*more)
-            if done is not None:
-                await done
-        await play.finish()
-        play.check_empty()
-        await play.client.close()
-
-    asyncio.run(main())
+async def test_whatever_happens_everybody_is_answered_once_and_nothing_stays(supply, operations, deaths):
+    play = Play(supply, supply.client())
+    await play.client.start()
+    await play.next_core()
+    for number, (what, *more) in enumerate(operations):
+        for at, code in deaths:
+            if at == number:
+                await play.die(code)
+        done = getattr(play, what)(*more)
+        if done is not None:
+            await done
+    await play.finish()
+    play.check_empty()
+    await play.client.close()
 
 
-def test_an_abort_while_the_grammar_is_compiled_is_answered(supply):
-    async def main() -> None:
-        play = Play(supply, supply.client())
-        await play.client.start()
-        await play.next_core()
-        await play.submit("constrained", 5)
-        await play.turns(2)
-        await play.abort(0, by_closing=True)
-        assert "r0" in play.client._leaving
-        with pytest.raises(ParameterError):  # its end would be taken for the end of this one
-            await anext(play.client.generate("r0", PROMPT, complete(SamplingParams())))
-        await play.turns(2)
-        play.check_empty()
-        await play.client.close()
-
-    asyncio.run(main())
+async def test_an_abort_while_the_grammar_is_compiled_is_answered(play):
+    await play.submit("constrained", 5)
+    await play.turns(2)
+    await play.abort(0, by_closing=True)
+    assert "r0" in play.client._leaving
+    with pytest.raises(ParameterError):  # its end would be taken for the end of this one
+        await anext(play.client.generate("r0", PROMPT, complete(SamplingParams())))
+    await play.turns(2)
+    play.check_empty()
 
 
-def closing_reader(supply: FakeSupply, **limits):
-    """A client with one reader that has got tokens."""
-    async def made() -> Play:
-        play = Play(supply, supply.client(**limits))
-        await play.client.start()
-        await play.next_core()
-        await play.submit("plain", 50)
-        await play.turns(5)
-        return play
-
-    return made()
-
-
-def test_a_spawn_that_fails_once_is_tried_again(supply, monkeypatch):
+async def test_a_spawn_that_fails_once_is_tried_again(play, supply, monkeypatch):
     monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
-
-    async def main() -> None:
-        play = await closing_reader(supply)
-        supply.failures = [OSError(errno.EAGAIN, "Resource temporarily unavailable"), MemoryError()]
-        await play.die(1)
-        await play.finish()
-        assert play.readers[0].result() == "length" and not supply.failures
-        play.check_empty()
-        await play.client.close()
-
-    asyncio.run(main())
+    await play.read()
+    supply.failures = [OSError(errno.EAGAIN, "Resource temporarily unavailable"), MemoryError()]
+    await play.die(1)
+    await play.finish()
+    assert play.readers[0].result() == "length" and not supply.failures
+    play.check_empty()
 
 
 @pytest.mark.parametrize(
     "failure", [OSError(errno.EMFILE, "Too many open files"), MemoryError(), RuntimeError("anything"), asyncio.CancelledError()]
 )  # fmt: skip
 @pytest.mark.parametrize("loaded", [False, True])
-def test_no_exception_ends_the_supervision_silently(supply, monkeypatch, failure, loaded):
+async def test_no_exception_ends_the_supervision_silently(supply, monkeypatch, failure, loaded):
     monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
-
-    async def main() -> None:
-        supply.failures = [] if loaded else [failure] * 10
-        if loaded:
-            play = await closing_reader(supply)
-            supply.failures = [failure] * 10
-            await play.die(1)
-        else:
-            play = Play(supply, supply.client())
-            await play.client.start()
-            await play.submit("plain", 5)
-            with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(play.client.wait_loaded(), 20)
-        supply_left = supply.failures
-        assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
-        with pytest.raises(EngineDeadError):
-            await anext(play.client.generate("late", PROMPT, complete(SamplingParams())))
-        assert not play.client.status().alive and not play.client.status().progressing
-        assert len(play.client.gave_up_with) == 1 and play.client.gave_up_with[0] == play.client.dead
-        assert isinstance(failure, asyncio.CancelledError) or str(failure) in play.client.dead
-        assert supply_left  # it did not try for ever
-        play.check_empty()
-        supply.failures = []
-        await play.client.close()
-
-    asyncio.run(main())
-
-
-def test_a_bug_in_the_supervision_itself_is_told(supply, monkeypatch):
-    """Whatever the exception and wherever it comes from: streams are told, and so is whoever asks."""
-    async def main() -> None:
-        play = await closing_reader(supply)
-        monkeypatch.setattr(play.client, "goes_on", lambda why, killed: 1 // 0)
+    supply.failures = [] if loaded else [failure] * 10
+    play = Play(supply, supply.client())
+    await play.client.start()
+    if loaded:
+        await play.next_core()
+        await play.read()
+        supply.failures = [failure] * 10
         await play.die(1)
-        assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
-        assert "ZeroDivisionError" in play.client.dead and play.client.gave_up_with == [play.client.dead]
-        play.check_empty()
-        await play.client.close()
-
-    asyncio.run(main())
-
-
-def test_closing_says_so_and_a_dead_engine_stays_dead(supply):
-    async def main() -> None:
-        play = await closing_reader(supply)
-        await play.client.close()
-        assert await play.readers[0] == "EngineClosedError"
-        with pytest.raises(EngineClosedError):
-            await anext(play.client.generate("late", PROMPT, complete(SamplingParams())))
-        assert not play.client.gave_up_with
-        play.check_empty()
-
-    asyncio.run(main())
+    else:
+        await play.submit("plain", 5)
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(play.client.wait_loaded(), 20)
+    supply_left = supply.failures
+    assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
+    with pytest.raises(EngineDeadError):
+        await anext(play.client.generate("late", PROMPT, complete(SamplingParams())))
+    assert not play.client.status().alive and not play.client.status().progressing
+    assert len(play.client.gave_up_with) == 1 and play.client.gave_up_with[0] == play.client.dead
+    assert isinstance(failure, asyncio.CancelledError) or str(failure) in play.client.dead
+    assert supply_left  # it did not try for ever
+    play.check_empty()
+    supply.failures = []
+    await play.client.close()
 
 
-def test_an_observer_that_fails_disturbs_nobody(supply):
+async def test_a_bug_in_the_supervision_itself_is_told(play, monkeypatch):
+    """Whatever the exception and wherever it comes from: streams are told, and so is whoever asks."""
+    await play.read()
+    monkeypatch.setattr(play.client, "goes_on", lambda why, killed: 1 // 0)
+    await play.die(1)
+    assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
+    assert "ZeroDivisionError" in play.client.dead and play.client.gave_up_with == [play.client.dead]
+    play.check_empty()
+
+
+async def test_closing_says_so_and_a_dead_engine_stays_dead(play):
+    await play.read()
+    await play.client.close()
+    assert await play.readers[0] == "EngineClosedError"
+    with pytest.raises(EngineClosedError):
+        await anext(play.client.generate("late", PROMPT, complete(SamplingParams())))
+    assert not play.client.gave_up_with
+    play.check_empty()
+
+
+async def test_an_observer_that_fails_disturbs_nobody(play):
     class Broken(Witness):
         def tokens(self, *_):
             raise ValueError("a full disk")
 
-    async def main() -> None:
-        play = Play(supply, supply.client())
-        play.client.observers.insert(0, Broken())
-        await play.client.start()
-        await play.next_core()
-        await play.submit("plain", 5)
-        await play.finish()
-        assert play.readers[0].result() == "length" and play.client.restarts == 0
-        play.check_empty()
-        await play.client.close()
-
-    asyncio.run(main())
+    play.client.observers.insert(0, Broken())
+    await play.submit("plain", 5)
+    await play.finish()
+    assert play.readers[0].result() == "length" and play.client.restarts == 0
+    play.check_empty()
 
 
-def test_a_standby_that_cannot_be_started_costs_nothing(monkeypatch):
+async def test_a_standby_that_cannot_be_started_costs_nothing(monkeypatch):
     """Its error was stored in its task and came out at the next death."""
-    async def main() -> None:
-        calls = []
+    calls = []
 
-        async def spawn(*_):
-            calls.append(1)
-            if len(calls) == 1:
-                raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            return "a core"
+    async def spawn(*_):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return "a core"
 
-        monkeypatch.setattr(CoreProcess, "spawn", spawn)
-        supply = CoreSupply(None, "", "", "", False)  # type: ignore[arg-type]
-        supply.prepare(0.0)
-        await asyncio.sleep(0)
-        assert await supply.take() == "a core" and len(calls) == 2
-        supply.prepare(0.0)
-        assert supply._standby is not None
-        supply._standby.cancel()
-        assert await supply.take() == "a core"
-        await supply.close()
-
-    asyncio.run(main())
+    monkeypatch.setattr(CoreProcess, "spawn", spawn)
+    supply = CoreSupply(None, "", "", "", False)  # type: ignore[arg-type]
+    supply.prepare(0.0)
+    await asyncio.sleep(0)
+    assert await supply.take() == "a core" and len(calls) == 2
+    supply.prepare(0.0)
+    assert supply._standby is not None
+    supply._standby.cancel()
+    assert await supply.take() == "a core"
+    await supply.close()
 
 
 def add(core, name: str, **params) -> None:
     core.add(EngineRequest(name, PROMPT, complete(SamplingParams(max_tokens=6, seed=1, **params), eos_token_ids=[2]), 1))
 
 
-def test_a_second_request_of_one_id_is_refused_and_leaves_the_first_alone(supply):
+async def test_a_second_request_of_one_id_is_refused_and_leaves_the_first_alone(supply):
     """Whatever the first is doing: it waits for its grammar, waits for a slot, or runs under its grammar."""
-    async def main() -> None:
-        core = (await supply.take()).core
-        wish = KINDS["odd"]
-        add(core, "a", **wish)
-        for second in ({}, wish):
-            with pytest.raises(ParameterError, match="request_id"):
-                add(core, "a", **second)
-        core.structured.finish()
-        core.step()
-        matcher = core.structured.matcher("a")
-        for second in ({}, wish, {"structured_outputs": StructuredOutputsParams(regex="b")}):
-            with pytest.raises(ParameterError, match="request_id"):
-                add(core, "a", **second)
-        assert matcher is not None and core.structured.matcher("a") is matcher
-        news = []
-        while core.has_work:
-            news += core.step()
-        assert sum(len(n.token_ids) for n in news) == 6 and [n.finish_reason for n in news if n.finish_reason] == ["length"]
-
-    asyncio.run(main())
+    core = (await supply.take()).core
+    wish = KINDS["odd"]
+    add(core, "a", **wish)
+    for second in ({}, wish):
+        with pytest.raises(ParameterError, match="request_id"):
+            add(core, "a", **second)
+    core.structured.finish()
+    core.step()
+    matcher = core.structured.matcher("a")
+    for second in ({}, wish, {"structured_outputs": StructuredOutputsParams(regex="b")}):
+        with pytest.raises(ParameterError, match="request_id"):
+            add(core, "a", **second)
+    assert matcher is not None and core.structured.matcher("a") is matcher
+    news = []
+    while core.has_work:
+        news += core.step()
+    assert sum(len(n.token_ids) for n in news) == 6 and [n.finish_reason for n in news if n.finish_reason] == ["length"]
 
 
-def test_idle_work_that_fails_is_left_out_and_the_core_goes_on(supply, monkeypatch, caplog):
+async def test_idle_work_that_fails_is_left_out_and_the_core_goes_on(supply, monkeypatch, caplog):
     """A graph that cannot be captured, for want of memory or because its kernel does not compile: nobody had asked for it."""
-    async def main() -> None:
-        core = (await supply.take()).core
-        planned = ["a graph", "another"]
+    core = (await supply.take()).core
+    planned = ["a graph", "another"]
 
-        def idle() -> bool:
-            if planned:
-                raise RuntimeError("CUDA out of memory")
-            return False
+    def idle() -> bool:
+        if planned:
+            raise RuntimeError("CUDA out of memory")
+        return False
 
-        monkeypatch.setattr(core.runner, "idle", idle)
-        monkeypatch.setattr(core.runner, "leave_preparations", planned.clear)
-        assert core.idle() is False and not planned and "out of memory" in caplog.text
-        assert core.idle() is False and caplog.text.count("Traceback") == 1
-        add(core, "a")
-        while core.has_work:
-            core.step()
-
-    asyncio.run(main())
+    monkeypatch.setattr(core.runner, "idle", idle)
+    monkeypatch.setattr(core.runner, "leave_preparations", planned.clear)
+    assert core.idle() is False and not planned and "out of memory" in caplog.text
+    assert core.idle() is False and caplog.text.count("Traceback") == 1
+    add(core, "a")
+    while core.has_work:
+        core.step()
 
 
-def test_embeddings_of_two_salts_share_no_prefix(supply):
-    async def main() -> None:
-        play = Play(supply, supply.client())
-        await play.client.start()
-        await play.next_core()
-        hits = []
-        for salt in ("", "", "a", "a", "b"):
-            before = play.core.core.scheduler.stats.prefix_hit_tokens
-            reader = asyncio.create_task(play.client.embed(f"e{len(hits)}", PROMPT * 3, "last", cache_salt=salt))
-            async with asyncio.timeout(20):
-                while not reader.done():
-                    await play.turns(1)
-            hits.append(play.core.core.scheduler.stats.prefix_hit_tokens - before > 0)
-        assert hits == [False, True, False, True, False]
-        await play.client.close()
-
-    asyncio.run(main())
+async def test_embeddings_of_two_salts_share_no_prefix(play):
+    hits = []
+    for salt in ("", "", "a", "a", "b"):
+        before = play.core.core.scheduler.stats.prefix_hit_tokens
+        reader = asyncio.create_task(play.client.embed(f"e{len(hits)}", PROMPT * 3, "last", cache_salt=salt))
+        async with asyncio.timeout(20):
+            while not reader.done():
+                await play.turns(1)
+        hits.append(play.core.core.scheduler.stats.prefix_hit_tokens - before > 0)
+    assert hits == [False, True, False, True, False]
 
 
 # ---------------------------------------------------------------- news, turns and counters
 
 
 @pytest.mark.parametrize("death", [None, 1, 6])
-def test_readers_get_the_tokens_of_the_core_whenever_it_dies(supply, death):
-    async def main() -> None:
-        core = (await supply.take()).core
-        add(core, "alone", ignore_eos=True)
-        want = []
-        while core.has_work:
-            want += [token for news in core.step() for token in news.token_ids]
-        play = Play(supply, supply.client())
-        await play.client.start()
-        await play.next_core()
-        await play.submit("plain", 6)
-        await play.submit("plain", 6)
-        if death is not None:
-            await play.turns(death)
-            await play.die(1)
-        await play.finish()
-        assert play.tokens == {"r0": want, "r1": want} and len(want) == 6
-        await play.client.close()
-
-    asyncio.run(main())
-
-
-def test_news_that_end_a_turn_let_the_next_ones_in(supply):
-    """At once: the supervision, which looks a few times a second, has no turn here."""
-    async def main() -> None:
-        play = Play(supply, supply.client())
-        await play.client.start()
-        await play.next_core()
-        await play.submit("plain", 50)
-        await play.submit("plain", 50)
-        await play.turns(2)
+async def test_readers_get_the_tokens_of_the_core_whenever_it_dies(play, supply, death):
+    core = (await supply.take()).core
+    add(core, "alone", ignore_eos=True)
+    want = []
+    while core.has_work:
+        want += [token for news in core.step() for token in news.token_ids]
+    await play.submit("plain", 6)
+    await play.submit("plain", 6)
+    if death is not None:
+        await play.turns(death)
         await play.die(1)
-        await play.next_core()
-        await play.submit("plain", 50)  # arrives while the two are tried
-        running = []
-        for _ in range(30):
-            play.core.loop.turn()
-            running.append(play.core.core.scheduler.num_running)
-        assert running[0] == 1 and running[-1] == 3 and running == sorted(running)
-        await play.client.close()
-
-    asyncio.run(main())
+    await play.finish()
+    assert play.tokens == {"r0": want, "r1": want} and len(want) == 6
 
 
-def test_counters_are_sums_over_all_steps(supply, monkeypatch):
+async def test_news_that_end_a_turn_let_the_next_ones_in(play):
+    """At once: the supervision, which looks a few times a second, has no turn here."""
+    await play.submit("plain", 50)
+    await play.submit("plain", 50)
+    await play.turns(2)
+    await play.die(1)
+    await play.next_core()
+    await play.submit("plain", 50)  # arrives while the two are tried
+    running = []
+    for _ in range(30):
+        play.core.loop.turn()
+        running.append(play.core.core.scheduler.num_running)
+    assert running[0] == 1 and running[-1] == 3 and running == sorted(running)
+
+
+async def test_counters_are_sums_over_all_steps(supply, monkeypatch):
     monkeypatch.setattr(process, "STATS_SECONDS", -1.0)  # they come with every turn
-
-    async def main() -> None:
-        core = (await supply.take()).core
-        said: list[News] = []
-        loop = CoreLoop(core, Inbox(), said.append, traced=True)  # type: ignore[arg-type]
-        add(core, "good")
-        for name in ("bad", "worse"):
-            add(core, name, logits_processors=[lambda ids, logits: logits * float("nan")])
-        while core.has_work:
-            loop.turn()
-        stats, steps = said[-1].stats, [step for news in said for step in news.steps or []]
-        assert stats is not None and stats.nan_failures == 2
-        assert stats.wait_seconds == pytest.approx(sum(step.wait for step in steps)) and stats.wait_seconds > 0
-        assert stats.settle_seconds == pytest.approx(sum(step.settle for step in steps)) and stats.settle_seconds > 0
-        assert stats.scheduled_tokens == sum(step.num_tokens for step in steps) > 0
-        assert stats.schedule_seconds > 0 and stats.launch_seconds > 0
-
-    asyncio.run(main())
+    core = (await supply.take()).core
+    said: list[News] = []
+    loop = CoreLoop(core, Inbox(), said.append, traced=True)  # type: ignore[arg-type]
+    add(core, "good")
+    for name in ("bad", "worse"):
+        add(core, name, logits_processors=[lambda ids, logits: logits * float("nan")])
+    while core.has_work:
+        loop.turn()
+    stats, steps = said[-1].stats, [step for news in said for step in news.steps or []]
+    assert stats is not None and stats.nan_failures == 2
+    assert stats.wait_seconds == pytest.approx(sum(step.wait for step in steps)) and stats.wait_seconds > 0
+    assert stats.settle_seconds == pytest.approx(sum(step.settle for step in steps)) and stats.settle_seconds > 0
+    assert stats.scheduled_tokens == sum(step.num_tokens for step in steps) > 0
+    assert stats.schedule_seconds > 0 and stats.launch_seconds > 0
 
 
 # ---------------------------------------------------------------- a core's life
 
 
-def test_a_client_knows_its_model_before_a_core_has_loaded_it(supply):
-    async def main() -> None:
-        client = supply.client()
-        assert client.model_name == client.checkpoint.name and client.model_name in supply.config.model
-        with pytest.raises(EngineDeadError, match="not been loaded"):
-            _ = client.max_model_len
-        await client.close()
-
-    asyncio.run(main())
+async def test_a_client_knows_its_model_before_a_core_has_loaded_it(supply):
+    client = supply.client()
+    assert client.model_name == client.checkpoint.name and client.model_name in supply.config.model
+    with pytest.raises(EngineDeadError, match="not been loaded"):
+        _ = client.max_model_len
+    await client.close()
 
 
-def test_who_starts_a_core_removes_what_killed_ones_left(supply, tmp_path, monkeypatch):
+async def test_who_starts_a_core_removes_what_killed_ones_left(supply, tmp_path, monkeypatch):
     monkeypatch.setattr(core_process, "places", lambda: [str(tmp_path)])
     dead, alive, young = (tmp_path / f"{PREFIX}{pid}-x" for pid in (2**31 - 1, os.getpid(), 2**31 - 2))
     for path in (dead, alive, young):
         path.mkdir()
         if path is not young:
             os.utime(path, (0, 0))
-
-    async def main() -> None:
-        client = supply.client()
-        await client.start()
-        assert set(tmp_path.iterdir()) == {alive, young}
-        await client.close()
-
-    asyncio.run(main())
+    client = supply.client()
+    await client.start()
+    assert set(tmp_path.iterdir()) == {alive, young}
+    await client.close()
 
 
 @pytest.mark.parametrize("permanent", [True, False])
-def test_a_mistake_in_the_options_is_not_tried_again(supply, permanent):
-    async def main() -> None:
-        client = supply.client()
-        await client.start()
-        await asyncio.sleep(0)
-        core = supply.core
-        core.fatal = Fatal("no such card", permanent)
-        core.process.exit(2)
-        async with asyncio.timeout(20):
-            while client.dead is None and client.restarts == 0:
-                await asyncio.sleep(0.001)
-        assert (client.dead, client.restarts) == (("no such card", 0) if permanent else (None, 1))
-        await client.close()
-
-    asyncio.run(main())
+async def test_a_mistake_in_the_options_is_not_tried_again(supply, permanent):
+    client = supply.client()
+    await client.start()
+    await asyncio.sleep(0)
+    core = supply.core
+    core.fatal = Fatal("no such card", permanent)
+    core.process.exit(2)
+    async with asyncio.timeout(20):
+        while client.dead is None and client.restarts == 0:
+            await asyncio.sleep(0.001)
+    assert (client.dead, client.restarts) == (("no such card", 0) if permanent else (None, 1))
+    await client.close()
 
 
 BUILDERS = {  # what the module of the builder holds: the last words, the exit code
@@ -527,53 +455,45 @@ BUILDERS = {  # what the module of the builder holds: the last words, the exit c
 
 
 @pytest.mark.parametrize("builder", BUILDERS, ids=["a failure", "a mistake", "an exit"])
-def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch, builder):
+async def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch, builder):
     (tmp_path / "one_builder.py").write_text(builder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), str(tmp_path)]))
     words, code = BUILDERS[builder]
-
-    async def main() -> None:
-        context = zmq.asyncio.Context()
-        core = await CoreProcess.spawn(context, "one_builder:build", "critical", "text", False)
-        try:
-            core.begin(EngineConfig(device="cpu"))
-            core.listen(lambda message: None)
-            async with asyncio.timeout(30):
-                assert await core.process.wait() == code
-                while core.fatal is None and words is not None:  # on its way
-                    await asyncio.sleep(0.001)
-            assert core.fatal == words
-        finally:
-            await core.kill()
-            context.destroy(linger=0)
-
-    asyncio.run(main())
+    context = zmq.asyncio.Context()
+    core = await CoreProcess.spawn(context, "one_builder:build", "critical", "text", False)
+    try:
+        core.begin(EngineConfig(device="cpu"))
+        core.listen(lambda message: None)
+        async with asyncio.timeout(30):
+            assert await core.process.wait() == code
+            while core.fatal is None and words is not None:  # on its way
+                await asyncio.sleep(0.001)
+        assert core.fatal == words
+    finally:
+        await core.kill()
+        context.destroy(linger=0)
 
 
-def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(tmp_path, monkeypatch):
+async def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(core_process, "TURN_SECONDS", -1.0)  # one message, then whoever else there is
-
-    async def main() -> None:
-        context = zmq.Context()
-        outbox, theirs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        outbox.bind("inproc://core")
-        theirs.connect("inproc://core")
-        for i in range(200):
-            theirs.send(msgspec.msgpack.encode(Heartbeat(float(i))))
-        process = Process()
-        process.kill = lambda: process.exit(-9)  # type: ignore[attr-defined]
-        core = CoreProcess(process, theirs, outbox, tmp_path)  # type: ignore[arg-type]
-        heard: list[float] = []
-        core.listen(lambda message: heard.append(message.busy_seconds))
-        lengths = []
-        try:
-            async with asyncio.timeout(20):
-                while len(heard) < 200:
-                    lengths.append(len(heard))
-                    await asyncio.sleep(0)
-            assert heard == [float(i) for i in range(200)] and len(lengths) > 20
-        finally:
-            await core.kill()
-            context.destroy(linger=0)
-
-    asyncio.run(main())
+    context = zmq.Context()
+    outbox, theirs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    outbox.bind("inproc://core")
+    theirs.connect("inproc://core")
+    for i in range(200):
+        theirs.send(msgspec.msgpack.encode(Heartbeat(float(i))))
+    process = Process()
+    process.kill = lambda: process.exit(-9)  # type: ignore[attr-defined]
+    core = CoreProcess(process, theirs, outbox, tmp_path)  # type: ignore[arg-type]
+    heard: list[float] = []
+    core.listen(lambda message: heard.append(message.busy_seconds))
+    lengths = []
+    try:
+        async with asyncio.timeout(20):
+            while len(heard) < 200:
+                lengths.append(len(heard))
+                await asyncio.sleep(0)
+        assert heard == [float(i) for i in range(200)] and len(lengths) > 20
+    finally:
+        await core.kill()
+        context.destroy(linger=0)

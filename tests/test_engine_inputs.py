@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from fake_engine import EOS, IM_END, ByteTokenizer
-from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes, checked_ids
+from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes
 from headrace.engine.wire import Add, ToCore, from_wire, to_wire
 from headrace.errors import ParameterError
+from headrace.sampling.checks import checked_ids, packed
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.request import Request, packed
+from headrace.scheduler.request import Request
 from headrace.text.inputs import InputProcessor
-from headrace.text.output import RequestMetrics, SampleStream, request_metrics
+from headrace.text.output import RequestMetrics, request_metrics
+from headrace.text.stream import SampleStream
 
 VOCAB = 1000
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from api_client import Api
 from fake_engine import FakeEngine
 from headrace.config import EngineConfig
 from headrace.conversation.literal_content import LiteralContent
@@ -21,7 +20,7 @@ from headrace.llm import LLM
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.formats.tokenizer_file import TokenizerExtras
 from headrace.model.tokenizer import Tokenizer
-from server_process import ServerProcess
+from server_driver import Api, ServerProcess
 from test_chat_templates import CHATML, HERMES
 from test_tokenizer_json import write_metaspace_tokenizer
 from tiny_models import write_tiny, write_tokenizer
@@ -141,7 +140,6 @@ def test_the_option_of_the_application(smollm2):
         for content in (EVIL, "hi"):
             body = {"messages": [{"role": "user", "content": content}]}
             ids[mode, content] = api.ok("/tokenize", body)["tokens"]
-        api.close()
     end = tokenizer.special_texts["<|im_end|>"]
     assert ids["token", "hi"] == ids["text", "hi"]
     assert ids["token", EVIL].count(end) == ids["text", EVIL].count(end) + 1 == ids["text", "hi"].count(end) + 1

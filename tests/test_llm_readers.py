@@ -18,8 +18,8 @@ from headrace import LLM, BeamSearchParams, SamplingParams
 from headrace.engine.messages import EngineRequest
 from headrace.engine.sharing import Reader
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+from headrace.sampling.checks import packed
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from headrace.scheduler.request import packed
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}

@@ -11,16 +11,17 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from answers import parse_metrics
 from headrace.engine.client import EngineClient
 from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes
+from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.streams import Stream
-from headrace.engine.wire import CoreStats, Ready, StepTrace
+from headrace.engine.wire import Ready
 from headrace.errors import ParameterError
 from headrace.metrics.log_line import StatsLine
 from headrace.metrics.prometheus import PATHS, Histogram, PrometheusMetrics, SampleRecord
 from headrace.metrics.trace import TraceFile
 from headrace.sampling.params import SamplingParams
-from server_process import parse_metrics
 
 
 class Source:

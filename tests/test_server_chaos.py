@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chaos import Chaos
-from server_process import ServerProcess
+from server_driver import ServerProcess
 from tiny_models import write_tiny
 
 

@@ -32,7 +32,7 @@ from headrace.errors import CapacityError, CheckpointError, HeadraceError, Param
 from headrace.logs import JsonLines
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
-from server_process import SRC, ServerProcess
+from server_driver import SRC, ServerProcess
 from tiny_models import VOCAB, write_tiny
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from answers import Ask, Failed, Said, ask, random_ask
 from core_builders import POISON, POISON_HANG, POISON_NAN
-from server_process import ServerProcess, until, zombies_of
-from stream_client import Ask, Failed, Said, ask, random_ask
+from server_driver import ServerProcess, processes_of, until
 from tiny_models import write_tiny
 
 
@@ -111,7 +111,7 @@ def test_streams_survive_kills_of_the_core(server, times=2):
     assert after["headrace:engine_poisonous_requests_total"] == 0
     back = [k for k in before if "_total" in k and after[k] < before[k]]
     assert not back, f"counters went back: {back}"
-    assert not zombies_of(server.process.pid) and not leftovers(server)
+    assert not list(processes_of(server.process.pid, zombies=True)) and not leftovers(server)
 
 
 def leftovers(server: ServerProcess) -> list[Path]:

@@ -8,12 +8,13 @@ from typing import Any
 import jsonschema
 import pytest
 
-from api_client import Api, error_of, joined
+from answers import error_of, joined
 from engine_driver import make_core, run
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.conversation.events import CallArguments, CallBegin, Text
 from headrace.conversation.tool_formats import TOOL_PARSERS, JsonListParser, ToolParser
 from headrace.conversation.tool_grammar import FunctionDef, Tool, forced_calls, free_calls
+from server_driver import Api
 from structured_driver import EOS, compiled, decode, encode, takes
 from test_structured_generation import constrained
 from tiny_models import write_tiny
@@ -181,7 +182,6 @@ def test_calls_are_forced_in_the_format_of_the_model(form, choice):
     assert takes(matcher, WRITTEN[form])
     other = WRITTEN[form].replace("weather", "now").replace('{"city": "Köln", "days": 3}', "{}")
     assert takes(matcher, other) == (choice == "required")
-    api.close()
 
 
 ARGUMENTS = '{"city": "Köln", "days": 3}'
@@ -211,7 +211,6 @@ def test_a_forced_call_that_is_cut_keeps_what_there_is(form, choice):
         assert response["status"] == "incomplete"
         items = [(i["name"], i["arguments"], i["status"]) for i in response["output"] if i["type"] == "function_call"]
         assert items == [(*c["function"].values(), "incomplete") for c in calls]
-    api.close()
 
 
 @pytest.mark.parametrize("how", [{"tool_choice": "required"}, {}], ids=["required", "strict"])
@@ -221,7 +220,6 @@ def test_arguments_under_a_grammar_are_streamed(how):
     events = api.events("/v1/chat/completions", {"messages": HI, "tools": tools, **how})
     assert sum("tool_calls" in c["delta"] for e in events for c in e["choices"]) > 5
     assert joined(events)[0]["tool_calls"][0]["arguments"] == ARGUMENTS
-    api.close()
 
 
 def test_strict_tools_are_constrained_and_the_others_are_not():
@@ -238,7 +236,6 @@ def test_strict_tools_are_constrained_and_the_others_are_not():
     assert api.engine.params[-1].structured_outputs is None
     error = error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": tools, "structured_outputs": {"regex": "a"}}))
     assert error["param"] == "structured_outputs"
-    api.close()
 
 
 def test_without_grammars_strict_and_forced_tools_are_refused():
@@ -248,4 +245,3 @@ def test_without_grammars_strict_and_forced_tools_are_refused():
     assert error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": strict}))["param"] == "tools"
     body = {"messages": HI, "tools": BODY_TOOLS, "tool_choice": "required"}
     assert error_of(api.post("/v1/chat/completions", body))["param"] == "tool_choice"
-    api.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
-from typing import Any
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
@@ -19,15 +17,10 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         return found
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.clock = _Selector()
         super().__init__(self.clock)
 
     def time(self) -> float:
         return self.clock.now
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=_Loop) as runner:
-        runner.run(test)

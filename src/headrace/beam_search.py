@@ -14,23 +14,27 @@ import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError, ParameterError
-from headrace.sampling.checks import MAX_LOGPROBS, check_float, check_int
+from headrace.sampling.checks import MAX_LOGPROBS, check_float, check_int, packed
 from headrace.sampling.params import AtMost, SamplingParams
-from headrace.scheduler.request import packed
 
 if TYPE_CHECKING:
     from headrace.engine.interface import AsyncEngine
 
 NONE = -1.0e9  # the score of a beam that is not there yet, as in Transformers
 
-Candidates = tuple[list[int], list[float]]  # the likeliest next tokens of a beam and their logprobs, best first
+
+class Candidates(NamedTuple):
+    """The likeliest next tokens of a beam and their logprobs, best first."""
+
+    tokens: list[int]
+    logprobs: list[float]
 
 
 class BeamSearchParams(msgspec.Struct, kw_only=True):
@@ -172,13 +176,13 @@ def candidates_of(news: EngineOutput) -> Candidates:
     if not news.logprobs:
         raise HeadraceError(news.error or f"a beam ended with {news.finish_reason}")
     entry = news.logprobs[0]
-    return entry.ids[1:], entry.logprobs[1:]  # the sampled one comes first, and once more in its place
+    return Candidates(entry.ids[1:], entry.logprobs[1:])  # the sampled one comes first, and once more in its place
 
 
 def search_in_core(shared: SharedCore, searches: Sequence[BeamSearch]) -> None:
     """Bring all searches to their ends, step by step together."""
     while active := [s for s in searches if not s.done]:
-        found: list[list[Candidates]] = [[([], [])] * len(s.running) for s in active]
+        found = [[Candidates([], [])] * len(s.running) for s in active]
         with Reader(shared) as reader:
             for i, search in enumerate(active):
                 params = search.step_params()

@@ -22,8 +22,8 @@ from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams, defaults_in_words
 from headrace.scoring import ScoreOutput, score_in_core
 from headrace.text.inputs import InputProcessor
-from headrace.text.output import CompletionOutput, Delta, RequestOutput, SampleStream, request_metrics
-from headrace.text.stream import continuation
+from headrace.text.output import CompletionOutput, RequestOutput, request_metrics
+from headrace.text.stream import Delta, SampleStream, continuation
 
 if TYPE_CHECKING:
     from headrace.conversation.literal_content import LiteralContent

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from headrace.engine.messages import EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError
-from headrace.sampling.checks import check_int
+from headrace.sampling.checks import check_int, packed
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.request import packed
 
 
 @dataclass(slots=True)

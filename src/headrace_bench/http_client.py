@@ -138,11 +138,10 @@ class HttpClient:
             if connection.reusable:
                 self._idle.append(connection)
 
-    async def json(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and decoded answer, None where that is not JSON."""
+    async def json(self, path: str) -> tuple[int, Any]:
+        """Status and decoded answer of a GET, None where that is not JSON."""
         pieces: list[bytes] = []
-        encoded = None if body is None else json.dumps(body).encode()
-        status = await self.send(method, path, encoded, lambda data, now: pieces.append(data))
+        status = await self.send("GET", path, None, lambda data, now: pieces.append(data))
         try:
             return status, json.loads(b"".join(pieces))
         except ValueError:

@@ -97,8 +97,7 @@ def _add_requests(data) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from headrace_bench.plot import check_plot, plot
-    from headrace_bench.report import parse_goodput
+    from headrace_bench.report import check_plot, parse_goodput, plot
 
     loads = checked_loads(args)
     percentiles, goodput = parse_percentiles(args.metric_percentiles), parse_goodput(args.goodput)

@@ -225,7 +225,7 @@ class Target:
 
 
 async def first_model(client: HttpClient) -> str:
-    status, answer = await client.json("GET", "/v1/models")
+    status, answer = await client.json("/v1/models")
     try:
         return str(answer["data"][0]["id"])
     except (LookupError, TypeError):

@@ -17,7 +17,8 @@ import sys
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate, check_messages
+from headrace.conversation.message_forms import check_messages
+from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate
 from headrace.errors import ParameterError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

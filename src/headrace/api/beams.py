@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -19,7 +18,6 @@ from headrace.api.sse import EventStream
 from headrace.beam_search import BeamSearch, BeamSearchParams, run_in_engine
 from headrace.engine.messages import EngineOutput
 from headrace.errors import ParameterError
-from headrace.metrics.prometheus import SampleRecord
 
 # what a search cannot honour, with the values that ask for nothing
 WITHOUT: dict[str, tuple[Any, ...]] = {
@@ -91,10 +89,5 @@ class BeamGeneration(Generation):
             reason = "error"
             raise
         finally:
-            now = time.monotonic()
             for sample in group:
-                self.ctx.metrics.sample_ended(
-                    SampleRecord(
-                        self.endpoint, reason, len(sample.prompt_ids), sample.text.num_tokens, 0, None, now - self.arrival
-                    )
-                )
+                self.ctx.metrics.sample_ended(sample.record(self.endpoint, reason, self.arrival, None))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: messages in; text, reasoning and tool calls out.
+"""POST /v1/chat/completions: messages in, through template and tokenizer; text, reasoning and tool calls out.
 
 Stop strings are looked for in all that the model writes: in reasoning and in tool calls too.
 """
@@ -14,19 +14,20 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
-from headrace.api.chat_prompt import Conversation, prompt_of
-from headrace.api.checks import check_fan_out, check_generation, check_messages, check_tools
+from headrace.api.checks import check_fan_out, check_generation, check_messages
 from headrace.api.context import ApiContext, for_sample
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.generation import ChoicesAnswer, Generation, StreamedAnswer
+from headrace.api.generation import ChoicesAnswer, Generation
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
 from headrace.api.protocol import ChatRequest
 from headrace.api.structured import constrain, spec_of
-from headrace.api.tool_choice import AnswerReader, ToolPolicy
+from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
+from headrace.conversation.tool_grammar import Tool
+from headrace.conversation.tool_prompt import shown_to
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
 
@@ -45,15 +46,16 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
     kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
-    shown = Conversation.of(body, policy.tools, kwargs, truncated=body.truncate_prompt_tokens is not None)
-    rendered, end = await prompt_of(ctx, shown)
+    special, cut = bool(body.add_special_tokens), body.truncate_prompt_tokens is not None
+    rendered, end = await prompt_of(
+        ctx, body.messages, policy.tools, kwargs, special=special, truncated=cut, **prompt_end(body)
+    )  # fmt: skip
     limit = "max_tokens" if body.max_completion_tokens != params.max_tokens else "max_completion_tokens"
     ids, params = await ctx.check_prompt(rendered, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
-    generation = Generation(ctx, request, answer, spec)
     if beams is not None:
-        generation = BeamGeneration(ctx, request, answer, beams)
-    return StreamedAnswer(generation) if body.stream else await generation.whole()
+        return await BeamGeneration(ctx, request, answer, beams).response()
+    return await Generation(ctx, request, answer, spec).response()
 
 
 def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
@@ -73,6 +75,49 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def prompt_end(body: Any) -> dict[str, bool]:
+    """How the body wants the prompt to end, for prompt_of(). Raises ApiError."""
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        text = "continue_final_message and add_generation_prompt cannot both be true."
+        raise bad_request(text, "continue_final_message", "invalid_value")
+    return {
+        "add_generation_prompt": body.add_generation_prompt is not False and not continued,
+        "continue_final_message": continued,
+    }
+
+
+async def prompt_of(
+    ctx: ApiContext, messages: list[dict[str, Any]], tools: list[Tool] | None, kwargs: dict[str, Any] | None, *,
+    special: bool = False, truncated: bool = False, **end: Any,
+) -> tuple[list[int], str]:  # fmt: skip
+    """Render and tokenize: the ids, and the end of the text. Raises ParameterError or ApiError naming the field.
+
+    `special`: with the tokenizer's special tokens around what the template has written already; `truncated`: the prompt
+    will be cut to what fits.
+    """
+
+    def work() -> tuple[list[int], str]:
+        template = ctx.chat_template
+        shown, known_tools = shown_to(template, messages, [_without_nulls(t) for t in tools] if tools else None)
+        if not ctx.template_knows_developers:  # many would drop such a message silently
+            shown = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in shown]
+        text = template.render(shown, tools=known_tools, chat_template_kwargs=kwargs, **end)
+        if (literal := template.literal) is None:
+            return ctx.encode(text, special, "messages", truncated), text[-400:]
+        plain = literal.shown(text)
+        if not truncated:
+            ctx.check_length(plain, "messages")
+        return literal.tokenizer.encode(literal.spelled(text), special), plain[-400:]
+
+    return await ctx.in_thread(work)
+
+
+def _without_nulls(tool: Tool) -> dict[str, Any]:
+    """A tool as its client wrote it: templates print what they are given."""
+    return {"type": tool.type, "function": {k: v for k, v in msgspec.to_builtins(tool.function).items() if v is not None}}
 
 
 class ChatAnswer(ChoicesAnswer):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import Body, GenerationFields, NamedTool, SamplingFields, StreamOptions
+from headrace.api.protocol import Body, GenerationFields, SamplingFields, StreamOptions
 from headrace.conversation.message_forms import ROLES
-from headrace.conversation.tool_grammar import Tool
 from headrace.sampling.checks import check_int, check_strings
 from headrace.sampling.params import SamplingParams
 
 MAX_ID_CHARS = 128
 MAX_STOP_CHARS = 2**17
-MAX_TOOLS = 256
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 # field -> the values that ask for nothing (null always does)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -96,29 +92,6 @@ def check_stream_options(stream: bool | None, options: StreamOptions | None) -> 
         raise bad_request(f"{name} is allowed only when include_usage is true.", name, "invalid_value")
 
 
-def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | list[int]]:
-    """The prompts in a body's field: text, ids, or a list of either. Raises ApiError on anything else."""
-    if value is None:
-        raise bad_request(f"Missing required field `{field}`.", field, "missing_required_parameter")
-    if isinstance(value, str):
-        return [value]
-    if not value:
-        raise bad_request(f"{field}: an empty list; at least one prompt is needed.", field, "invalid_value")
-    if set(map(type, value)) == {int}:
-        return [value]
-    if len(value) > most:
-        raise bad_request(f"{field}: {len(value)} prompts; at most {most} in one request.", field, "invalid_value")
-    for i, v in enumerate(value):
-        if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
-            raise bad_request(
-                f"{field}[{i}]: allowed are text, token ids, a list of texts or a list of lists of token ids.",
-                f"{field}[{i}]", "invalid_value",
-            )  # fmt: skip
-    if len(set(map(type, value))) > 1:
-        raise bad_request(f"{field}: texts and token ids are mixed in one list.", field, "invalid_value")
-    return value
-
-
 def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> None:
     """Roles of the API, and the id that a tool's answer needs; the rest is checked when the template is rendered."""
     if not messages:
@@ -133,17 +106,3 @@ def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") 
         for name in ("function_call", "audio"):  # templates would drop them silently
             if message.get(name) is not None:
                 raise unsupported(f"{field}[{i}].{name}", "not supported; calls are tool_calls, and contents are text")
-
-
-def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
-    if tools is not None and len(tools) > MAX_TOOLS:
-        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
-    for i, tool in enumerate(tools or ()):
-        if not _NAME.fullmatch(tool.function.name):
-            path = f"tools[{i}].function.name"
-            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
-    if not tools and choice not in (None, "none"):
-        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
-    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
-        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
-        raise bad_request(text, "tool_choice", "invalid_value")

@@ -11,17 +11,17 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
-from headrace.api.checks import check_fan_out, check_generation, prompts
+from headrace.api.checks import check_fan_out, check_generation
 from headrace.api.context import ApiContext, Prompt, for_sample
 from headrace.api.errors import bad_request
-from headrace.api.generation import ChoicesAnswer, Generation, Sample, StreamedAnswer
+from headrace.api.generation import ChoicesAnswer, Generation, Sample
 from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
 from headrace.api.protocol import CompletionRequest
 from headrace.api.structured import constrain, spec_of
 from headrace.errors import ParameterError
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
 DEFAULT_MAX_TOKENS = 16
@@ -40,10 +40,32 @@ async def completions(ctx: ApiContext, request: Request) -> Response:
     answer = CompletionAnswer(ctx, body, model)
     for prompt, ids in zip(given, await ctx.tokenize(given, special=special, field="prompt", truncated=cut), strict=True):
         await answer.add_prompt(prompt, ids, params)
-    generation = Generation(ctx, request, answer, spec)
     if beams is not None:
-        generation = BeamGeneration(ctx, request, answer, beams)
-    return StreamedAnswer(generation) if body.stream else await generation.whole()
+        return await BeamGeneration(ctx, request, answer, beams).response()
+    return await Generation(ctx, request, answer, spec).response()
+
+
+def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | list[int]]:
+    """The prompts in a body's field: text, ids, or a list of either. Raises ApiError on anything else."""
+    if value is None:
+        raise bad_request(f"Missing required field `{field}`.", field, "missing_required_parameter")
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise bad_request(f"{field}: an empty list; at least one prompt is needed.", field, "invalid_value")
+    if set(map(type, value)) == {int}:
+        return [value]
+    if len(value) > most:
+        raise bad_request(f"{field}: {len(value)} prompts; at most {most} in one request.", field, "invalid_value")
+    for i, v in enumerate(value):
+        if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
+            raise bad_request(
+                f"{field}[{i}]: allowed are text, token ids, a list of texts or a list of lists of token ids.",
+                f"{field}[{i}]", "invalid_value",
+            )  # fmt: skip
+    if len(set(map(type, value))) > 1:
+        raise bad_request(f"{field}: texts and token ids are mixed in one list.", field, "invalid_value")
+    return value
 
 
 def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:

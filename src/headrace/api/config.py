@@ -6,10 +6,9 @@ import re
 from dataclasses import dataclass
 
 from headrace.config import KEY_FORM, is_api_key
+from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import FORMS
-from headrace.conversation.reasoning import REASONING_FORMATS
 from headrace.conversation.template import ALLOWED_KWARGS
-from headrace.conversation.tool_formats import TOOL_PARSERS
 from headrace.errors import ParameterError
 
 
@@ -63,10 +62,7 @@ class ServerConfig:
             raise ParameterError("embedding_pooling", self.embedding_pooling, "mean or last")
         if self.special_tokens_in_content not in FORMS:
             raise ParameterError("special_tokens_in_content", self.special_tokens_in_content, " or ".join(FORMS))
-        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_FORMATS)):
-            value = getattr(self, name)
-            if value is not None and value != "auto" and value not in known:
-                raise ParameterError(name, value, "auto, " + ", ".join(known))
+        AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)
         if not all(map(is_api_key, self.api_keys)):
             raise ParameterError("api_keys", "a key of another form", KEY_FORM)
         if not all(self.served_model_names):

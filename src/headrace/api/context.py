@@ -18,7 +18,7 @@ from headrace.api.limits import Limits
 from headrace.api.sse import Ticker
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import LiteralContent
-from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate
+from headrace.conversation.template import ChatTemplate
 from headrace.conversation.turn_end import end_token_ids
 from headrace.engine.interface import AsyncEngine
 from headrace.errors import ParameterError
@@ -76,10 +76,7 @@ class ApiContext:
         options: dict[str, Any] = {"allowed_kwargs": config.chat_template_kwargs, "timeout": config.template_timeout}
         if config.special_tokens_in_content == "text":
             options["literal"] = LiteralContent(tokenizer)
-        if config.chat_template is None:
-            return ChatTemplate.from_tokenizer(tokenizer, **options)
-        tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
-        return ChatTemplate(config.chat_template, tokens, **options)
+        return ChatTemplate.from_tokenizer(tokenizer, config.chat_template, **options)
 
     @cached_property
     def answer_format(self) -> AnswerFormat:

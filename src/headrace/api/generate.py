@@ -12,15 +12,27 @@ from starlette.responses import Response
 from headrace.api.body import read_json
 from headrace.api.checks import check_common, check_fan_out
 from headrace.api.context import ApiContext, for_sample, new_id
-from headrace.api.generation import Answer, Generation, StreamedAnswer
+from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import CompletionLogprobs, LogprobFormat
-from headrace.api.protocol import GenerateRequest
+from headrace.api.protocol import SamplingFields
 from headrace.api.sse import DONE, event
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
+
+
+class GenerateRequest(SamplingFields, kw_only=True):
+    """POST /generate: a plain endpoint for scripts; the prompt is text or ids."""
+
+    prompt: str | list[int]
+    model: str | None = None
+    stream: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 async def generate(ctx: ApiContext, request: Request) -> Response:
@@ -38,8 +50,7 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
     special, cut = body.add_special_tokens is not False, params.truncate_prompt_tokens is not None
     [given] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=cut)
     ids, params = await ctx.check_prompt(given, params, field="prompt", side=body.truncation_side)
-    generation = Generation(ctx, request, GenerateAnswer(ctx, body, ids, params))
-    return StreamedAnswer(generation) if body.stream else await generation.whole()
+    return await Generation(ctx, request, GenerateAnswer(ctx, body, ids, params)).response()
 
 
 class GenerateAnswer(Answer):

@@ -27,7 +27,7 @@ from headrace.engine.messages import EngineOutput
 from headrace.errors import ParameterError
 from headrace.metrics.prometheus import SampleRecord
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta, SampleStream
+from headrace.text.stream import Delta, SampleStream
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +43,21 @@ class Sample:
 
     __slots__ = ("cache_salt", "choice", "params", "priority", "prompt_ids", "request_id", "text")
 
-    def __init__(
-        self, ctx: ApiContext, request_id: str, prompt_ids: array, params: SamplingParams, choice: Choice,
-        *, priority: int = 0, cache_salt: str = "",
-    ):  # fmt: skip
-        self.request_id, self.prompt_ids, self.params, self.choice = request_id, prompt_ids, params, choice
-        self.priority, self.cache_salt = priority, cache_salt
-        self.text = SampleStream(ctx.engine.tokenizer, params, prompt_ids)
+    def __init__(self, answer: Answer, prompt_ids: array, params: SamplingParams, choice: Choice):
+        self.request_id, self.prompt_ids, self.params, self.choice = new_id(f"{answer.id}-"), prompt_ids, params, choice
+        self.priority, self.cache_salt = answer.body.priority or 0, answer.body.cache_salt or ""
+        self.text = SampleStream(answer.ctx.engine.tokenizer, params, prompt_ids)
 
     @property
     def num_cached(self) -> int:
         """Tokens of the prompt that the prefix cache held; the engine counts those of an output that was handed over, too."""
         return min(self.text.num_cached_tokens, len(self.prompt_ids))
+
+    def record(self, endpoint: str, reason: str, arrival: float, first: float | None) -> SampleRecord:
+        """For the metrics, at its end. `first`: when its first tokens came."""
+        until_first = None if first is None else first - arrival
+        counts = len(self.prompt_ids), self.text.num_tokens, self.num_cached
+        return SampleRecord(endpoint, reason, *counts, until_first, time.monotonic() - arrival)
 
 
 class Usage:
@@ -97,10 +100,7 @@ class Answer:
 
     def add(self, prompt_ids: array, params: SamplingParams, choice: Choice) -> Sample:
         """One more sample, and the choice that it fills."""
-        sample = Sample(
-            self.ctx, new_id(f"{self.id}-"), prompt_ids, params, choice,
-            priority=self.body.priority or 0, cache_salt=self.body.cache_salt or "",
-        )  # fmt: skip
+        sample = Sample(self, prompt_ids, params, choice)
         self.samples.append(sample)
         return sample
 
@@ -177,13 +177,7 @@ async def run_sample(
             ticket.started(num_prompt)
         ticket.ended()
         await outputs.aclose()
-        now = time.monotonic()
-        ctx.metrics.sample_ended(
-            SampleRecord(
-                endpoint, reason or "abort", num_prompt, text.num_tokens, sample.num_cached,
-                None if first is None else first - arrival, now - arrival,
-            )
-        )  # fmt: skip
+        ctx.metrics.sample_ended(sample.record(endpoint, reason or "abort", arrival, first))
 
 
 def _failure(delta: Delta) -> ApiError:
@@ -229,8 +223,10 @@ class Generation:
             except ParameterError as error:
                 raise renamed(error, self.spec) from None
 
-    async def whole(self) -> Response:
-        """The answer in one piece. Raises ApiError (504 past the deadline) or ClientGone."""
+    async def response(self) -> Response:
+        """The answer as the body asks for it. Raises ApiError (504 past the deadline) or ClientGone."""
+        if self.answer.body.stream:
+            return StreamedAnswer(self)
         async with Lifeline(self.request.receive, seconds_left(self.request)):
             await self.run(None)
         return Response(self.answer.whole(), media_type="application/json")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.text.offsets import Place, TextOffsets
-from headrace.text.output import Delta, Logprob
+from headrace.text.stream import Delta, Logprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -157,12 +157,8 @@ class ChatLogprobs:
 
 def prompt_logprobs(entries: Sequence[Entry | None], form: LogprobFormat) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: per position, token id -> {logprob, rank, decoded_token}; the first is null."""
-    return [
-        None
-        if entry is None
-        else {
-            str(i): {"logprob": _value(p.logprob), "rank": p.rank, "decoded_token": form.token(i, p)}
-            for i, p in entry.items()
-        }
-        for entry in entries
-    ]
+
+    def shown(token_id: int, p: Logprob) -> dict[str, Any]:
+        return {"logprob": _value(p.logprob), "rank": p.rank, "decoded_token": form.token(token_id, p)}
+
+    return [None if entry is None else {str(i): shown(i, p) for i, p in entry.items()} for entry in entries]

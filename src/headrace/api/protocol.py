@@ -1,4 +1,4 @@
-"""What clients may send: the bodies of completions, chat, embeddings and tokenization, as strict msgspec structs.
+"""What clients may send, as strict msgspec structs: the bodies of completions and chat, and what others have of them.
 
 Every field is one of
 - served: it has an effect;
@@ -68,29 +68,35 @@ class SamplingFields(Body, kw_only=True):
 _SAMPLING_NAMES = (*(f for f in SamplingFields.__struct_fields__ if f != "truncation_side"), "prompt_logprobs")
 
 
-class GenerationFields(SamplingFields, kw_only=True):
-    """What /v1/completions and /v1/chat/completions share beyond sampling; unserved fields are in NEUTRAL."""
+class OpenAIFields(SamplingFields, kw_only=True):
+    """What /v1/completions, /v1/chat/completions and /v1/responses share beyond sampling."""
 
-    # ignored: bookkeeping, then hints about speed, then about style
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prediction: dict[str, Any] | None = None
-    verbosity: str | None = None
-    # served
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    structured_outputs: dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    # ignored: bookkeeping, then hints about speed (/v1/responses gives some of them back)
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None  # nothing is ever stored, and responses say so
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class GenerationFields(OpenAIFields, kw_only=True):
+    """What /v1/completions and /v1/chat/completions share beyond that; unserved fields are in NEUTRAL."""
+
+    # ignored: hints about speed and style
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
+    # served
+    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -153,51 +159,3 @@ class ChatRequest(GenerationFields, kw_only=True):
     media_io_kwargs: Any = None
     return_prompt_text: Any = None
     echo: bool | None = None  # true is refused
-
-
-class EmbeddingRequest(Body, kw_only=True):
-    """POST /v1/embeddings."""
-
-    model: str
-    input: str | list[Any]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-
-
-class TokenizeRequest(Body, kw_only=True):
-    """POST /tokenize: a text or a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
-    return_token_strs: bool | None = None
-    chat_template: Any = None  # refused
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class DetokenizeRequest(Body, kw_only=True):
-    """POST /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
-
-
-class GenerateRequest(SamplingFields, kw_only=True):
-    """POST /generate: a plain endpoint for scripts; the prompt is text or ids."""
-
-    prompt: str | list[int]
-    model: str | None = None
-    stream: bool | None = None
-    logprobs: int | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None

@@ -11,12 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.chat_completions import effort_kwargs
-from headrace.api.chat_prompt import Conversation, prompt_of
-from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options, check_tools
-from headrace.api.context import ApiContext, for_sample, response_id
+from headrace.api.chat_completions import effort_kwargs, prompt_of
+from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options
+from headrace.api.context import ApiContext, for_sample, new_id, response_id
 from headrace.api.errors import ApiError
-from headrace.api.generation import Answer, Generation, StreamedAnswer
+from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
 from headrace.api.responses_input import (
     LOGPROBS,
@@ -27,14 +26,25 @@ from headrace.api.responses_input import (
     nested_tools,
     structure,
 )
-from headrace.api.responses_items import Events, Items
+from headrace.api.sse import named_event
 from headrace.api.structured import constrain
-from headrace.api.tool_choice import AnswerReader, ToolPolicy
+from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
+from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
-from headrace.text.output import Delta
+from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
+News = tuple[str, dict[str, Any]]  # type of a stream event, and what it says
+# type of an output item -> prefix of its id, its fields when it begins, its part of content
+ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "message": (
+        "msg_", {"role": "assistant", "status": "in_progress", "content": []},
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    ),
+    "reasoning": ("rs_", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
+    "function_call": ("fc_", {"arguments": "", "status": "in_progress"}, {}),
+}  # fmt: skip
 
 
 async def responses(ctx: ApiContext, request: Request) -> Response:
@@ -52,18 +62,12 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     params = constrain(ctx, _parameters(ctx, body), spec)
     check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None
-    shown = Conversation(
-        messages=conversation,
-        tools=policy.tools or None,
-        template_kwargs=effort_kwargs(effort) | (body.chat_template_kwargs or {}),
-        truncated=body.truncate_prompt_tokens is not None,
-    )
-    given, end = await prompt_of(ctx, shown)
+    kwargs = effort_kwargs(effort) | (body.chat_template_kwargs or {})
+    given, end = await prompt_of(ctx, conversation, policy.tools, kwargs, truncated=body.truncate_prompt_tokens is not None)
     ids, params = await ctx.check_prompt(given, params, field="input", side=body.truncation_side, limit="max_output_tokens")
     params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=spec is not None)
-    generation = Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), spec)
-    return StreamedAnswer(generation) if body.stream else await generation.whole()
+    return await Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), spec).response()
 
 
 def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
@@ -183,3 +187,86 @@ class ResponsesAnswer(Answer):
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
             "total_tokens": prompt + output,
         }
+
+
+class Events:
+    """Numbers and encodes events."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def bytes(self, kind: str, fields: dict[str, Any]) -> bytes:
+        data = encode({"type": kind, "sequence_number": self.number, **fields})
+        self.number += 1
+        return named_event(kind.encode(), data)
+
+
+class Items:
+    """Output items from the events of an answer: one is open at a time; an event of another kind ends it and opens the next."""
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        self._pieces: list[str] = []  # of the open item's text
+        self._logprobs: list[dict[str, Any]] = []
+        self._open = ""  # its type
+
+    def push(self, part: Event, logprobs: list[dict[str, Any]]) -> list[News]:
+        """`logprobs` go to the message if this is a part of it."""
+        if isinstance(part, CallBegin):
+            return self.close("completed") + self._start("function_call", call_id=part.id, name=part.name)
+        events: list[News] = []
+        if isinstance(part, CallArguments):
+            name, fields = "function_call_arguments", self._place()
+        else:
+            kind = "message" if isinstance(part, Text) else "reasoning"
+            if self._open != kind:
+                events = self.close("completed") + self._start(kind)
+            name, fields = ITEMS[kind][2]["type"], self._place(0)
+        self._pieces.append(part.text)
+        fields["delta"] = part.text
+        if isinstance(part, Text):
+            self._logprobs += logprobs
+            fields["logprobs"] = logprobs
+        return [*events, (f"response.{name}.delta", fields)]
+
+    def _place(self, content_index: int | None = None) -> dict[str, Any]:
+        place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+        return place if content_index is None else {**place, "content_index": content_index}
+
+    def _start(self, kind: str, **given: str) -> list[News]:
+        self._pieces, self._logprobs, self._open = [], [], kind
+        prefix, begun, part = ITEMS[kind]
+        item = {"type": kind, "id": new_id(prefix), **given, **begun}
+        self.output.append(item)
+        events: list[News] = [("response.output_item.added", {"output_index": len(self.output) - 1, "item": dict(item)})]
+        return [*events, ("response.content_part.added", {**self._place(0), "part": part})] if part else events
+
+    def close(self, status: str, logprobs: list[dict[str, Any]] | None = None) -> list[News]:
+        """End the open item, if there is one."""
+        kind, self._open = self._open, ""
+        if not kind:
+            return []
+        item, text = self.output[-1], "".join(self._pieces)
+        if "status" in item:
+            item["status"] = status
+        events: list[News]
+        if kind == "function_call":
+            item["arguments"] = text
+            fields = {**self._place(), "name": item["name"], "arguments": text}
+            events = [("response.function_call_arguments.done", fields)]
+        else:
+            said: dict[str, Any] = {"text": text}
+            if kind == "message":
+                said["logprobs"] = self._logprobs + (logprobs or [])
+            part = {**ITEMS[kind][2], **said}
+            item["content"] = [part]
+            events = [
+                (f"response.{part['type']}.done", {**self._place(0), **said}),
+                ("response.content_part.done", {**self._place(0), "part": part}),
+            ]
+        return [*events, ("response.output_item.done", {"output_index": len(self.output) - 1, "item": item})]
+
+    def finish(self, status: str, logprobs: list[dict[str, Any]]) -> list[News]:
+        """End the output, which holds at least one item: an empty message, if the model said nothing."""
+        events = [] if self.output else self._start("message")
+        return events + self.close(status, logprobs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headrace.api.errors import bad_request, unsupported
-from headrace.api.protocol import Body, FunctionName, NamedTool, SamplingFields, StreamOptions
+from headrace.api.protocol import Body, FunctionName, NamedTool, OpenAIFields
 from headrace.api.structured import Structure, from_response_format, json_schema
 from headrace.conversation.tool_grammar import FunctionDef, Tool
 
@@ -44,15 +44,12 @@ class ReasoningOptions(Body, kw_only=True):
     generate_summary: str | None = None  # ignored
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ResponsesRequest(OpenAIFields, kw_only=True):
     """POST /v1/responses. Nothing is stored: what would need a stored response is refused."""
 
-    model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -61,19 +58,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    # given back as they are
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    max_tool_calls: int | None = None  # counts tools run by the server: there are none
-    # ignored
-    user: str | None = None
-    store: bool | None = None  # nothing is ever stored, and the answer says so
-    service_tier: str | None = None
-    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None  # given back: it counts tools run by the server, and there are none
     # refused unless they ask for nothing
     previous_response_id: Any = None
     conversation: Any = None

@@ -7,7 +7,7 @@ import math
 from array import array
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,15 +15,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.chat_prompt import Conversation, prompt_of
-from headrace.api.checks import check_bookkeeping, check_messages, prompts
+from headrace.api.chat_completions import prompt_end, prompt_of
+from headrace.api.checks import check_bookkeeping, check_messages
+from headrace.api.completions import prompts
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, bad_request
 from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.limits import Ticket
-from headrace.api.protocol import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from headrace.engine.messages import checked_ids
+from headrace.api.protocol import Body
+from headrace.conversation.tool_grammar import Tool
+from headrace.sampling.checks import checked_ids
 from headrace.sampling.params import SamplingParams
 
 
@@ -78,6 +80,42 @@ async def metrics_page(ctx: ApiContext, request: Request) -> Response:
     return Response(data, headers={"content-type": media_type})
 
 
+class EmbeddingRequest(Body, kw_only=True):
+    """POST /v1/embeddings."""
+
+    model: str
+    input: str | list[Any]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
+    return_token_strs: bool | None = None
+    chat_template: Any = None  # refused
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 async def tokenize(ctx: ApiContext, request: Request) -> Response:
     """POST /tokenize."""
     body = await read_json(request, TokenizeRequest, ctx.config)
@@ -95,7 +133,10 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
     else:
         assert body.messages is not None
         check_messages(body.messages)
-        ids, _ = await prompt_of(ctx, Conversation.of(body, body.tools, body.chat_template_kwargs, truncated=True))
+        kwargs, special = body.chat_template_kwargs, bool(body.add_special_tokens)
+        ids, _ = await prompt_of(
+            ctx, body.messages, body.tools, kwargs, special=special, truncated=True, **prompt_end(body)
+        )  # fmt: skip
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": ctx.engine.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
         answer["token_strs"] = [ctx.engine.tokenizer.token_to_text(i) for i in ids]

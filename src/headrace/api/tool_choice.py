@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 
@@ -15,6 +16,23 @@ from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
 from headrace.conversation.tool_grammar import JSON_FORMATS, Tool, forced_calls, free_calls
 from headrace.sampling.params import SamplingParams
+
+MAX_TOOLS = 256
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
+    if tools is not None and len(tools) > MAX_TOOLS:
+        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
+    for i, tool in enumerate(tools or ()):
+        if not _NAME.fullmatch(tool.function.name):
+            path = f"tools[{i}].function.name"
+            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
+    if not tools and choice not in (None, "none"):
+        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
+    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
+        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
+        raise bad_request(text, "tool_choice", "invalid_value")
 
 
 class ToolPolicy:
@@ -34,13 +52,11 @@ class ToolPolicy:
         """What the output is constrained to: a required or named call by its schema, strict tools by theirs."""
         form, many = self.ctx.answer_format.tools, self.parallel and self.named is None
         args_tags = self.ctx.template_mentions("[ARGS]")
-        if self.named is not None:
-            tools = [t for t in self.tools if t.function.name == self.named]
-            if form not in JSON_FORMATS:
+        if self.forced:
+            tools = [t for t in self.tools if self.named in (None, t.function.name)]
+            if self.named is not None and form not in JSON_FORMATS:
                 return Structure("json", tools[0].function.parameters or {"type": "object"}, "tool_choice")
             return Structure("grammar", forced_calls(form, tools, many, self._special, args_tags=args_tags), "tool_choice")
-        if self.forced:
-            return Structure("grammar", forced_calls(form, self.tools, many, self._special, args_tags=args_tags), "tool_choice")
         if not self.strict:
             return None
         if form not in JSON_FORMATS:

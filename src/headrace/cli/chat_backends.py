@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
-import ssl
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from headrace.errors import HeadraceError, ParameterError
@@ -26,25 +26,25 @@ class ServerError(HeadraceError):
     """The server cannot be reached or has refused the request; the message is for a human."""
 
 
-class Backend(Protocol):
+class Backend:
     """`answer` ends early when the consumer closes it, or raises KeyboardInterrupt; nothing keeps running then."""
 
     name: str
-    defaults: dict[str, Any] | None  # how it samples where `sampling` says nothing, if that is known
-    interrupt_between_steps: bool  # True: not to be interrupted in the middle of a step
+    defaults: dict[str, Any] | None = None  # how it samples where `sampling` says nothing, if that is known
+    interrupt_between_steps = False  # True: not to be interrupted in the middle of a step
+    num_tokens = 0  # of the last answer
+    finish_reason: str | None = None
 
-    def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]: ...
+    def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
+        raise NotImplementedError
 
-    num_tokens: int  # of the last answer
-    finish_reason: str | None
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        pass
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """A model in this process."""
 
-    defaults: dict[str, Any] | None
     interrupt_between_steps = True
 
     def __init__(self, options: dict[str, Any], progress: bool):
@@ -61,8 +61,6 @@ class EngineBackend:
         except BaseException:
             self._llm.close()
             raise
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
 
     def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
         from headrace.conversation.events import Reasoning, Text
@@ -95,11 +93,8 @@ class EngineBackend:
         self._llm.close()
 
 
-class ServerBackend:
+class ServerBackend(Backend):
     """An OpenAI-compatible server. `url` may end in /v1 or not; without `model` it is the first that is served."""
-
-    defaults: dict[str, Any] | None = None  # the server logs them
-    interrupt_between_steps = False
 
     def __init__(self, url: str, api_key: str | None, model: str | None, timeout: float):
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -114,15 +109,13 @@ class ServerBackend:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}".encode()  # http.client itself takes Latin-1 only
         self.name = model or self._first_model()
-        self.num_tokens = 0
-        self.finish_reason: str | None = None
 
     def answer(self, messages: Messages, sampling: dict[str, Any]) -> Iterator[Piece]:
         self.num_tokens, self.finish_reason = 0, None
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         body |= {k: v for k, v in sampling.items() if v is not None}
         connection, response = self._call("POST", "/chat/completions", body)
-        try:
+        with contextlib.closing(connection):  # closed, it makes the server abort what still runs
             for event in self._events(response):
                 if error := event.get("error"):
                     raise ServerError(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -135,48 +128,33 @@ class ServerBackend:
                     if text := delta.get("content"):
                         yield Piece(text)
                     self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        finally:
-            connection.close()  # the server aborts what still runs
         if self.finish_reason is None:
             raise ServerError("the server closed the stream before the end of the answer")
 
-    def close(self) -> None:
-        pass
-
     def _first_model(self) -> str:
         connection, response = self._call("GET", "/models", None)
-        try:
-            return str(json.loads(response.read())["data"][0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as e:
-            raise ServerError(f"{self._path}/models does not list a model ({e})") from None
-        finally:
-            connection.close()
+        with contextlib.closing(connection), _told(f"{self._path}/models does not list a model"):
+            name = str(json.loads(response.read())["data"][0]["id"])
+        return name
 
     def _call(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        host, port = self._address.hostname or "", self._address.port
-        connection: http.client.HTTPConnection
-        if self._address.scheme == "https":
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=self._timeout, context=context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
+        kind = http.client.HTTPSConnection if self._address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._address.hostname or "", self._address.port, timeout=self._timeout)
         try:
-            connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ServerError(f"HTTP {response.status}: {_message(response.read(100_000))}")
-            return connection, response
-        except (OSError, http.client.HTTPException) as e:
-            connection.close()
-            raise ServerError(f"{self._address.geturl()} does not answer ({e or type(e).__name__})") from None
+            with _told(f"{self._address.geturl()} does not answer"):
+                connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise ServerError(f"HTTP {response.status}: {_message(response.read(100_000))}")
         except BaseException:
             connection.close()
             raise
+        return connection, response
 
     @staticmethod
     def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         """The JSON objects of the server-sent events."""
-        try:
+        with _told("the stream broke"):
             while line := response.readline():
                 if line.startswith(b"data:"):
                     data = line[5:].strip()
@@ -185,8 +163,15 @@ class ServerBackend:
                     event = json.loads(data)
                     if isinstance(event, dict):
                         yield event
-        except (OSError, http.client.HTTPException, ValueError) as e:
-            raise ServerError(f"the stream broke ({e or type(e).__name__})") from None
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever goes wrong between us and the server is one kind of error."""
+    try:
+        yield
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as e:
+        raise ServerError(f"{what} ({e or type(e).__name__})") from None
 
 
 def _message(body: bytes) -> str:

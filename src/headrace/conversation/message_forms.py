@@ -1,4 +1,4 @@
-"""The form in which a chat template takes what clients send, each found by rendering a small conversation once.
+"""What messages are, and the forms in which a chat template takes them, each found by rendering a small conversation once.
 
 Templates were written for the conversations of their model's training; clients send what OpenAI's API takes: null contents,
 lists of parts, arguments as JSON text, ids of any length, results of tools without a name.
@@ -8,16 +8,97 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.conversation.tool_syntax import parse_json
+from headrace.errors import ParameterError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 PROBE = "zq7probe"
+TEXT_PARTS = ("text", "input_text", "output_text")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+MAX_DEPTH = 64
+MAX_ROLE = 64  # characters
 SHORT_ID = 9  # letters and digits: what Mistral's templates take
 EMPTY: tuple[dict[str, Any], ...] = ({}, {"content": None}, {"content": ""})  # ways to have no content
 Chat = list[dict[str, Any]]
+
+
+def plain(value: Any, field: str, depth: int = 0) -> Any:
+    """A copy made of JSON types only: nothing else may reach a template. Raises ParameterError."""
+    if depth > MAX_DEPTH:
+        raise ParameterError(field, "a deeply nested value", f"at most {MAX_DEPTH} levels")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        if not all(type(k) is str for k in value):
+            raise ParameterError(field, list(value), "text as keys")
+        return {k: plain(v, f"{field}.{k}", depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v, f"{field}[{i}]", depth + 1) for i, v in enumerate(value)]
+    raise ParameterError(field, type(value).__name__, "JSON values")
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A plain copy as templates expect it: absent instead of null, text parts only, reasoning under its known names.
+
+    Raises ParameterError naming the place.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ParameterError("messages", messages, "a list of at least one message")
+    return [_check_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def _check_message(message: Any, field: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ParameterError(field, message, "an object with role and content")
+    checked = {k: v for k, v in plain(message, field).items() if v is not None}
+    role = checked.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
+        raise ParameterError(f"{field}.role", role, "a role, such as " + ", ".join(ROLES))
+    content = checked.get("content")
+    if not content and role == "assistant" and isinstance(checked.get("refusal"), str):
+        content = checked["content"] = checked["refusal"]
+    if isinstance(content, list):
+        checked["content"] = [_check_part(p, f"{field}.content[{i}]") for i, p in enumerate(content)]
+    elif content is not None and not isinstance(content, str):
+        raise ParameterError(f"{field}.content", content, "text or a list of text parts")
+    elif content is None and role not in ("assistant", "tool", "function"):
+        raise ParameterError(f"{field}.content", None, "text or a list of text parts")
+    calls = checked.pop("tool_calls", None) or []
+    if not isinstance(calls, list) or not all(isinstance(c, dict) for c in calls):
+        raise ParameterError(f"{field}.tool_calls", calls, "a list of objects")
+    if calls:  # to many templates an empty list is one of calls
+        checked["tool_calls"] = [_check_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    reasoning = next((checked[name] for name in REASONING_FIELDS if name in checked), None)
+    if reasoning is not None:
+        checked = {"thinking": reasoning, **checked, "reasoning_content": reasoning}
+    return checked
+
+
+def _check_call(call: dict[str, Any], field: str) -> dict[str, Any]:
+    call = {k: v for k, v in call.items() if v is not None}
+    function = call.get("function", call)
+    if not isinstance(function, dict):
+        raise ParameterError(f"{field}.function", function, "an object")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ParameterError(f"{field}.function.name", function.get("name"), "the name of the function that was called")
+    return call
+
+
+def _check_part(part: Any, field: str) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise ParameterError(field, part, "an object with type and text")
+    kind = part.get("type", "text")
+    name = "refusal" if kind == "refusal" else "text"
+    if kind not in TEXT_PARTS and kind != "refusal":
+        raise ParameterError(f"{field}.type", kind, "text (this model takes no other kind of content)")
+    if not isinstance(part.get(name), str):
+        raise ParameterError(f"{field}.{name}", part.get(name), "text")
+    return {"type": "text", "text": part[name]}
 
 
 class MessageForms:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.conversation.template import ChatTemplate, check_messages
+from headrace.conversation.message_forms import check_messages
+from headrace.conversation.template import ChatTemplate
 
 INTRODUCTION = """# Tools
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from headrace.conversation.template import SPECIAL_TOKENS, ChatTemplate
+from headrace.conversation.template import ChatTemplate
 from headrace.errors import ParameterError
 
 QUESTION, THOUGHT, ANSWER, VALUES = "zq7question", "zq7thought", "zq7answer", ("zq7first", "zq7second")
@@ -21,9 +21,8 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "para
 
 def end_token_ids(tokenizer: Any, templates: str | Mapping[str, str] | None = None) -> set[int]:
     """By the tokenizer's own chat templates, or by those given. Empty where there are none or they fail."""
-    tokens = {name: getattr(tokenizer, name, None) for name in SPECIAL_TOKENS}
     try:
-        template = ChatTemplate(templates or tokenizer.chat_templates, tokens, timeout=SECONDS)
+        template = ChatTemplate.from_tokenizer(tokenizer, templates, timeout=SECONDS)
     except ParameterError:
         return set()
     probe = TemplateProbe(template, tokenizer)

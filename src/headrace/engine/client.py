@@ -22,18 +22,20 @@ from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.interface import EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.observers import DrainRate, Observers
 from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
-from headrace.engine.streams import DrainRate, Observers, Stream
+from headrace.engine.stats import CoreStats
+from headrace.engine.streams import Stream
 from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
-from headrace.engine.wire import Abort, Add, CoreStats, FromCore, News, Ready
+from headrace.engine.wire import Abort, Add, FromCore, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
+from headrace.sampling.checks import packed
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.request import packed
 
 logger = logging.getLogger(__name__)
 STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves
@@ -164,8 +166,7 @@ class EngineClient:
     ) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
         params = SamplingParams(max_tokens=1, temperature=0.0).resolved({})
-        ids = packed(prompt_ids)
-        request = EngineRequest(request_id, ids, params, 0, priority, cache_salt, output_ids=[], pooling=pooling)
+        request = EngineRequest(request_id, packed(prompt_ids), params, 0, priority, cache_salt, output_ids=[], pooling=pooling)
         async with contextlib.aclosing(self._run(request)) as stream:
             async for news in stream:
                 if news.embedding is not None:
@@ -325,8 +326,7 @@ class EngineClient:
 
     def _end_all(self, why: str) -> None:
         """There is no engine any more: everybody who waits for it is told."""
-        if self.dead is None:
-            self.dead = why
+        self.dead = self.dead or why
         self._loaded.set()
         self._none_leaves()
         self._probation = Probation(self._submit)

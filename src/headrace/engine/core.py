@@ -15,37 +15,21 @@ import hashlib
 import logging
 import secrets
 import time
-from array import array
-from collections import deque
-from dataclasses import dataclass, field
 
-from headrace.engine.messages import EngineOutput, EngineRequest, Outputs, checked_ids
-from headrace.engine.outputs import OutputBuilder, refused
-from headrace.errors import HeadraceError, ParameterError
-from headrace.extras import without_grammars
-from headrace.sampling.checks import check_vocabulary
-from headrace.sampling.penalties import UserProcessor
+from headrace.engine.guided import Guided
+from headrace.engine.messages import EngineOutput, EngineRequest, Outputs
+from headrace.engine.outputs import OutputBuilder
+from headrace.engine.stats import LoopTimes
+from headrace.errors import ParameterError
+from headrace.sampling.checks import check_vocabulary, checked_ids
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.speculator import Speculator
-from headrace.structured_output.manager import StructuredOutput, follow
-from headrace.worker.model_runner import ModelRunner, Pending, StepHandle
+from headrace.structured_output.manager import StructuredOutput
+from headrace.worker.model_runner import ModelRunner, StepHandle
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class LoopTimes:
-    """Seconds of the last step's parts, for metrics and traces."""
-
-    schedule: float = 0.0
-    launch: float = 0.0
-    wait: float = 0.0
-    settle: float = 0.0
-    num_tokens: int = 0
-    num_seqs: int = 0
-    recent_host: deque[float] = field(default_factory=lambda: deque(maxlen=4096))  # without the waits, a step each
 
 
 class EngineCore:
@@ -73,38 +57,22 @@ class EngineCore:
         self._finished = 0.0  # time.perf_counter() at which the device was done with the step before
         self._news: list[EngineOutput] = []  # of requests that ended outside of a step
         self._outputs = OutputBuilder(scheduler.live, structured)
-        # those whose sampling needs the ids before it on the host: users' logits processors, grammars
-        self._guided: dict[str, Request] = {}
+        self._guided = Guided(structured)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight or self._news or self.scheduler.has_unfinished or self._compiling)
-
-    @property
-    def _compiling(self) -> bool:
-        return self.structured is not None and self.structured.compiling
+        return bool(self._in_flight or self._news or self.scheduler.has_unfinished or self._guided.compiling)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ParameterError or CapacityError if it can never run."""
-        compiling = self.structured.waiting if self.structured is not None else []
-        if request.id in self.scheduler.live or any(waiting.id == request.id for waiting in compiling):
+        if request.id in self.scheduler.live or self._guided.is_waiting(request.id):
             raise ParameterError("request_id", request.id, "an id that no live request has")
         check_vocabulary(request.params, self.vocab_size)
         ids = checked_ids(request.prompt_ids, self.vocab_size)
-        spec = request.params.structured_outputs
-        if spec is None:
-            self._enter(self._request(request, ids))
-        elif self.structured is None:
-            raise ParameterError("structured_outputs", spec.kind, f"nothing: {without_grammars()}")
-        elif not request.params.eos_token_ids:
-            raise ParameterError("structured_outputs", spec.kind, "nothing: this model has no end token")
-        else:
-            self.structured.compile(spec, self._request(request, ids), request.params.eos_token_ids)
-
-    def _request(self, request: EngineRequest, prompt_ids: array) -> Request:
-        return Request(
+        self._guided.check(request.params)
+        entering = Request(
             id=request.id,
-            prompt_ids=prompt_ids,
+            prompt_ids=ids,
             params=request.params,
             seed=self._new_seed() if request.seed is None else request.seed,
             priority=request.priority,
@@ -112,11 +80,14 @@ class EngineCore:
             output_ids=list(request.output_ids),
             pooling=request.pooling,
         )
+        if request.params.structured_outputs is None:
+            self._enter(entering)
+        else:
+            self._guided.compile(entering)
 
     def _enter(self, request: Request) -> None:
         self.scheduler.add(request)
-        if request.params.logits_processors or request.params.structured_outputs:
-            self._guided[request.id] = request
+        self._guided.entered(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now, whatever it is doing, and say so. Unknown ids are ignored: what has ended has said so already."""
@@ -124,22 +95,20 @@ class EngineCore:
         self._forget(request_id)
         if request is not None:
             self._news.append(self._outputs.of(request, []))
-        elif self.structured is not None and self.structured.forget_jobs(lambda waiting: waiting.id == request_id):
+        elif self._guided.stop_waiting(request_id):
             self._news.append(EngineOutput(request_id, finish_reason="abort"))
 
     def _forget(self, request_id: str) -> None:
-        self._guided.pop(request_id, None)
+        self._guided.end(request_id)
         self._outputs.forget(request_id)
         if self.speculator is not None:
             self.speculator.end(request_id)
-        if self.structured is not None:
-            self.structured.end(request_id)
 
     def step(self) -> Outputs:
         """One turn of the loop. Returns what happened to requests since the last turn. At most one step settles in it."""
         began = time.perf_counter()
-        if self._compiling:
-            self._add_compiled()
+        if self._guided.compiling:
+            self._news.extend(self._guided.enter_compiled(self._enter))
         outputs = handle = None
         if self.speculator is not None and self.speculator.active:
             outputs = self._choose_drafts(self.speculator)
@@ -155,7 +124,7 @@ class EngineCore:
             if plan is not None:
                 self._give_up(plan)
             raise
-        if plan is None and not outputs and self._compiling:
+        if plan is None and not outputs and self._guided.compiling:
             time.sleep(0.0005)  # nothing to do until a grammar is there
         if plan is not None and handle is not None:
             self._in_flight = (plan, handle, scheduled)
@@ -175,32 +144,18 @@ class EngineCore:
     def _launch(self, plan: StepPlan, outputs: Outputs | None) -> tuple[StepHandle, Outputs | None]:
         if self.speculator is not None and plan.num_drafts:
             self.speculator.fill(plan)
-        if self._guided and any(plan.ids[i] in self._guided for i in plan.samples.nonzero()[0].tolist()):
+        if self._guided.has_rows_in(plan):
             pending = self.runner.forward(plan)
             self.scheduler.launched(plan)
             settled = None if outputs else self._settle_in_flight()  # the sampler needs these ids on the host
             try:
-                return self._sample(pending), outputs or settled
+                return self.runner.sample(pending, *self._guided.of_rows(plan)), outputs or settled
             except BaseException:
                 self._keep(settled)
                 raise
         handle = self.runner.launch(plan)
         self.scheduler.launched(plan)
         return handle, outputs
-
-    def _sample(self, pending: Pending) -> StepHandle:
-        """With the masks and users' functions of the rows that have them."""
-        plan, users, constrained, row = pending.plan, [], [], 0
-        for i, (name, count) in enumerate(zip(plan.ids, plan.num_sampled.tolist(), strict=True)):
-            request, guesses = self._guided.get(name), plan.guesses.get(i, [])
-            if request is not None and count:
-                if processors := request.params.logits_processors:
-                    users.append(UserProcessor(row, processors, [*request.output_ids, *guesses], request.failed))
-                if request.params.structured_outputs:
-                    constrained.append((row, name, guesses))
-            row += count
-        masks = self.structured.masks(constrained) if self.structured is not None and constrained else None
-        return self.runner.sample(pending, masks, users)
 
     def _keep(self, outputs: Outputs | None) -> None:
         """A step fails after it has settled another: that one's news come with the next."""
@@ -235,8 +190,7 @@ class EngineCore:
         self._settle_in_flight()
         del self.runner
         self.speculator = None
-        if self.structured is not None:
-            self.structured.close()
+        self._guided.close()
 
     def _choose_drafts(self, speculator: Speculator) -> Outputs | None:
         """Let the next step have drafts."""
@@ -245,20 +199,6 @@ class EngineCore:
             outputs = self._settle_in_flight()
         speculator.choose(self.scheduler.decoding)
         return outputs
-
-    def _add_compiled(self) -> None:
-        """Requests whose grammar has been compiled enter the scheduler; a failure is that request's alone."""
-        assert self.structured is not None
-        for request, found in self.structured.compiled():
-            try:
-                if isinstance(found, HeadraceError):
-                    raise found
-                follow(found, request.output_ids)
-                self._enter(request)
-            except HeadraceError as e:
-                self._news.append(refused(request.id, e))
-            else:
-                self.structured.start(request.id, found, len(request.output_ids))
 
     def _settle_in_flight(self) -> Outputs | None:
         if self._in_flight is None:
@@ -271,7 +211,8 @@ class EngineCore:
         seconds = handle.finished - max(launched, self._finished)
         self.scheduler.took(plan, seconds)
         self._finished = handle.finished
-        self._outputs.keep(plan, result)
+        if result.prompt_logprobs or result.pooled:
+            self._outputs.keep(plan, result)
         settled = self.scheduler.settle(plan, result)
         outputs = self._outputs.of_step(plan, settled, result)
         if self.speculator is not None:
@@ -280,9 +221,7 @@ class EngineCore:
         for request, _ in settled.gains:
             if request.finish_reason is not None:
                 self._forget(request.id)
-        if self.structured is not None:
-            for request in self._guided.values():
-                self.structured.follow(request.id, request.output_ids)
+        self._guided.settled()
         self.times.wait, self.times.settle = waited - began, time.perf_counter() - waited
         return outputs
 

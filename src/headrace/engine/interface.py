@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
-from headrace.engine.wire import CoreStats, Ready
+from headrace.engine.stats import CoreStats
+from headrace.engine.wire import Ready
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 

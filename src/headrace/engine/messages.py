@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.plan import TokenLogprobs
-from headrace.scheduler.request import packed
-
-
-def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt", valid: np.ndarray | None = None) -> array:
-    """The ids packed. Raises ParameterError naming `field` unless all are integers in [0, vocab_size), and `valid`
-    (bool [vocab_size]; None: all are).
-
-    Long prompts come here: no loop in Python, and what is packed already costs next to nothing.
-    """
-    try:
-        if not isinstance(ids, array):
-            msgspec.convert(ids, list[int])  # the quickest to see that none is a bool, or some other thing like an integer
-            ids = packed(ids)
-        values = np.frombuffer(ids, np.int32)
-        in_range = values.size == 0 or 0 <= values.min() <= values.max() < vocab_size
-        if in_range and (valid is None or valid[values].all()):
-            return ids
-    except (msgspec.ValidationError, ParameterError):
-        pass
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)
-    if wrong is not None or valid is None:
-        raise ParameterError(field, wrong, f"token ids in [0, {vocab_size - 1}]")
-    known = f"token ids in [0, {int(valid.nonzero()[0].max(initial=0))}] that the tokenizer has a token for"
-    raise ParameterError(field, next(i for i in ids if not valid[i]), known)
 
 
 class EngineRequest(msgspec.Struct, omit_defaults=True):

@@ -26,20 +26,8 @@ import zmq
 
 from headrace.config import EngineConfig, prepare_threads
 from headrace.engine.messages import Outputs
-from headrace.engine.wire import (
-    Abort,
-    Add,
-    CoreStats,
-    Fatal,
-    FromCore,
-    Heartbeat,
-    News,
-    Ready,
-    Shutdown,
-    StepTrace,
-    ToCore,
-    from_wire,
-)  # fmt: skip
+from headrace.engine.stats import CoreStats, StepTrace
+from headrace.engine.wire import Abort, Add, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
 from headrace.errors import HeadraceError
 from headrace.logs import configure
 from headrace.prewarm import prewarm

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from headrace.engine.messages import EngineRequest, Outputs
+from headrace.engine.stats import CoreStats, StepTrace
 
 
 def to_wire(value: Any) -> Any:
@@ -51,51 +51,6 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 ToCore = Add | Abort | Shutdown
-
-
-class CoreStats(msgspec.Struct, array_like=True):
-    """The core's state and its counters since it started. Times are sums of seconds over all steps."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    steps: int = 0
-    scheduled_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # prompt tokens found
-    schedule_seconds: float = 0.0
-    launch_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    settle_seconds: float = 0.0
-    nan_failures: int = 0
-    drafts: int = 0  # speculation: times that a request's drafts were verified; mean accepted length = 1 + accepted / drafts
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_per_position: list[int] = []
-
-    def added_to(self, past: CoreStats) -> CoreStats:
-        """These gauges, with the counters of both."""
-        apart = ("running", "waiting", "kv_usage", "accepted_per_position")  # gauges, and the one list
-        names = (name for name in self.__struct_fields__ if name not in apart)
-        sums = {name: getattr(past, name) + getattr(self, name) for name in names}
-        places = zip_longest(past.accepted_per_position, self.accepted_per_position, fillvalue=0)
-        return msgspec.structs.replace(self, accepted_per_position=[a + b for a, b in places], **sums)
-
-
-class StepTrace(msgspec.Struct, array_like=True):
-    """One turn of the loop. `began` is time.monotonic(), which all processes of a machine share; the rest are seconds."""
-
-    began: float
-    schedule: float
-    launch: float
-    wait: float
-    settle: float
-    num_tokens: int
-    num_seqs: int
-    running: int
-    waiting: int
-    kv_usage: float
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -59,6 +59,8 @@ class Rows:
 
     def part(self, start: int, stop: int) -> Rows:
         """Views of some of the rows."""
+        if stop - start == len(self.token_ids):  # thirteen views take as long as a step's row preparation
+            return self
         return Rows(*(getattr(self, name)[start:stop] for name in self.__slots__))
 
 
@@ -78,7 +80,18 @@ def prepare_rows(numbers: Tensor, turn: Tensor | None, tables: SlotTables, rows:
     if turn is not None:
         numbers = numbers[int(turn) % len(numbers)]
         turn += 1
-    prepare_rows_reference(numbers[:, : len(rows.token_ids)], tables, rows)
+    found = rows_on_host(numbers[:, : len(rows.token_ids)], tables)
+    for name in Rows.__slots__:
+        getattr(rows, name).copy_(getattr(found, name))
+
+
+def new_rows(numbers: Tensor, tables: SlotTables) -> Rows:
+    """As `prepare_rows`, into rows of their own."""
+    if not on_gpu(numbers):
+        return rows_on_host(numbers, tables)
+    rows = Rows.empty(numbers.shape[1], numbers.device)
+    launch(numbers, None, tables, rows)
+    return rows
 
 
 def launch(numbers: Tensor, turn: Tensor | None, tables: SlotTables, rows: Rows) -> None:
@@ -98,26 +111,28 @@ def _pdl(turn: Tensor | None) -> dict[str, bool]:
     return {"PDL": False} if turn is None else pdl(turn)
 
 
-def prepare_rows_reference(numbers: Tensor, tables: SlotTables, rows: Rows) -> None:
+def rows_on_host(numbers: Tensor, tables: SlotTables) -> Rows:
     """See `prepare_rows`; numbers [4, R]. In numpy: torch takes several times as long for the few rows of a decode step."""
     token_table, block_tables, floats, ints, accepted = (t.numpy() for t in tables[:5])
     slots, positions, new_blocks, unverified = numbers.numpy()
     real, size = positions >= 0, tables.block_size
-    at = np.maximum(positions, 0) + np.where(unverified > 0, accepted[slots], 0)
+    at = np.maximum(positions, 0)
+    if (unverified > 0).any():
+        at += np.where(unverified > 0, accepted[slots], 0)
     opened = real & (new_blocks >= 0)
-    block_tables[slots[opened], at[opened] // size] = new_blocks[opened]
-    blocks = block_tables[slots, at // size].astype(np.int64)
+    if opened.any():
+        block_tables[slots[opened], at[opened] // size] = new_blocks[opened]
+    column, offset = np.divmod(at, size)
     params, numbered = floats[slots], ints[slots]
-    found = dict(
-        token_ids=np.where(real, token_table[slots, at], 0), positions=at,
-        slot_mapping=np.where(real, blocks * size + at % size, -1), seq_slots=slots, seq_lens=np.where(real, at + 1, 0),
-        temperature=np.where(real, params[:, Float.TEMPERATURE], 0.0), top_p=params[:, Float.TOP_P],
-        min_p=params[:, Float.MIN_P], top_k=numbered[:, Int.TOP_K], seed=numbered[:, Int.SEED],
-        output_index=at + 1 - numbered[:, Int.PROMPT_LEN], sample_index=numbered[:, Int.SAMPLE_INDEX],
-        guesses=np.where(real, token_table[slots, at + 1], 0),
+    arrays = dict(
+        token_ids=token_table[slots, at] * real, positions=at,
+        slot_mapping=np.where(real, block_tables[slots, column] * np.int64(size) + offset, -1), seq_slots=slots,
+        seq_lens=(at + 1) * real, temperature=np.where(real, params[:, Float.TEMPERATURE], np.float32(0.0)),
+        top_p=params[:, Float.TOP_P], min_p=params[:, Float.MIN_P], top_k=numbered[:, Int.TOP_K].astype(np.int32),
+        seed=numbered[:, Int.SEED], output_index=at + 1 - numbered[:, Int.PROMPT_LEN],
+        sample_index=numbered[:, Int.SAMPLE_INDEX].astype(np.int32), guesses=token_table[slots, at + 1] * real,
     )  # fmt: skip
-    for name, values in found.items():
-        getattr(rows, name).numpy()[:] = values
+    return Rows(**{name: torch.from_numpy(values) for name, values in arrays.items()})
 
 
 @jit
@@ -185,18 +200,26 @@ def publish(
         return
     if turn is not None:
         out = out[(int(turn) - 1) % len(out)]
-    real = rows.seq_lens > 0
-    slots, page = rows.seq_slots.long(), out[:, : len(token_ids)]
-    tables.token_ids[slots[real], rows.seq_lens[real].long()] = token_ids[real]
-    page[IDS], page[FAILED] = token_ids, failed
+    _publish_on_host(token_ids.numpy(), failed.numpy(), rows, tables, out.numpy()[:, : len(token_ids)], verify)
+
+
+def _publish_on_host(
+    ids: np.ndarray, failed: np.ndarray, rows: Rows, tables: SlotTables, page: np.ndarray, verify: bool
+) -> None:
+    """See `publish`; page [3, R]."""
+    slots, lengths = rows.seq_slots.numpy(), rows.seq_lens.numpy()
+    real = lengths > 0
+    tables.token_ids.numpy()[slots[real], lengths[real]] = ids[real]
+    page[IDS], page[FAILED] = ids, failed
     if verify:
-        _, counts = torch.unique_consecutive(slots, return_counts=True)
-        first_row = (counts.cumsum(0) - counts).repeat_interleave(counts)
-        wrong = ((token_ids != rows.guesses) | failed).to(torch.int32)
-        before = wrong.cumsum(0) - wrong
+        begins = np.flatnonzero(np.append(True, slots[1:] != slots[:-1]))
+        first_row = np.repeat(begins, np.diff(np.append(begins, len(slots))))
+        wrong = (ids != rows.guesses.numpy()) | failed
+        before = np.cumsum(wrong) - wrong
         kept = (before == before[first_row]) & ~failed
-        tables.accepted.index_fill_(0, slots[real], -1)
-        tables.accepted.index_add_(0, slots[real], kept[real].to(torch.int32))
+        accepted = tables.accepted.numpy()
+        accepted[slots[real]] = -1
+        np.add.at(accepted, slots[real], kept[real])
         page[KEPT] = kept
 
 

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from headrace.engine.interface import AsyncEngine, EngineStatus
 from headrace.engine.messages import EngineOutput
+from headrace.engine.stats import StepTrace
 from headrace.engine.streams import Stream
-from headrace.engine.wire import StepTrace
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds in seconds; vLLM's, with finer ones below

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from headrace.engine.messages import EngineOutput
+from headrace.engine.stats import StepTrace
 from headrace.engine.streams import Stream
-from headrace.engine.wire import StepTrace
 from headrace.errors import ParameterError
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,14 @@
-"""What a field of a request may be: ranges, types and counts, with the errors that name field, value and what is allowed."""
+"""What a field of a request may be: ids, ranges, types and counts; errors name the field, the value and what is allowed."""
 
 from __future__ import annotations
 
+import struct
+from array import array
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from headrace.errors import ParameterError
 from headrace.sampling.structured_outputs import StructuredOutputsParams
@@ -11,6 +17,39 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
 INT64 = 2**63
+
+
+def packed(ids: Sequence[int]) -> array:
+    """Token ids as int32, as they go from here to the device, the prefix index and other processes. Raises ParameterError."""
+    if isinstance(ids, array):
+        return ids
+    try:
+        return array("i", struct.pack(f"{len(ids)}i", *ids))  # a third of the time of array("i", ids)
+    except struct.error:
+        raise ParameterError("prompt_ids", ids, "token ids: integers in [0, 2^31)") from None
+
+
+def checked_ids(ids: Sequence[int], vocab_size: int, field: str = "prompt", valid: np.ndarray | None = None) -> array:
+    """The ids packed. Raises ParameterError naming `field` unless all are integers in [0, vocab_size), and `valid`
+    (bool [vocab_size]; None: all are).
+
+    Long prompts come here: no loop in Python, and what is packed already costs next to nothing.
+    """
+    try:
+        if not isinstance(ids, array):
+            msgspec.convert(ids, list[int])  # the quickest to see that none is a bool, or some other thing like an integer
+            ids = packed(ids)
+        values = np.frombuffer(ids, np.int32)
+        in_range = values.size == 0 or 0 <= values.min() <= values.max() < vocab_size
+        if in_range and (valid is None or valid[values].all()):
+            return ids
+    except (msgspec.ValidationError, ParameterError):
+        pass
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocab_size), None)
+    if wrong is not None or valid is None:
+        raise ParameterError(field, wrong, f"token ids in [0, {vocab_size - 1}]")
+    known = f"token ids in [0, {int(valid.nonzero()[0].max(initial=0))}] that the tokenizer has a token for"
+    raise ParameterError(field, next(i for i in ids if not valid[i]), known)
 
 
 def check_params(p: Any) -> None:

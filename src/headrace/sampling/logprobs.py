@@ -30,6 +30,10 @@ class Logprobs:
     top_ids: Tensor  # [Q, K] int32
     top_logprobs: Tensor  # [Q, K] float32
 
+    def tensors(self) -> list[Tensor]:
+        """All, in this order."""
+        return [getattr(self, f.name) for f in fields(self)]
+
 
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, request: LogprobsRequest, chunk_bytes: int = SAMPLED_CHUNK_BYTES
@@ -77,7 +81,7 @@ def joined(parts: list[Logprobs]) -> Logprobs:
     """The parts' rows as one."""
     if len(parts) == 1:
         return parts[0]
-    return Logprobs(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Logprobs)))
+    return Logprobs(*map(torch.cat, zip(*(p.tensors() for p in parts), strict=True)))
 
 
 def rows_per_chunk(vocab_size: int, chunk_bytes: int = PROMPT_CHUNK_BYTES) -> int:

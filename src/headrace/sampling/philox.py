@@ -1,4 +1,4 @@
-"""Counted randomness: Philox4x32-10, the same bits from torch and from the Triton kernels.
+"""Counted randomness: Philox4x32-10, the same bits from numpy and from the Triton kernels.
 
 A random number is a function of (seed, output index, purpose, sample index) and of nothing else: the seed is the 64-bit
 key, the rest are the four 32-bit words of the counter. There is no state to keep, to restore or to share.
@@ -7,8 +7,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (R
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import numpy as np
 
 PURPOSE_SAMPLE = 0  # the draw that picks a token
 
@@ -16,36 +15,32 @@ ROUNDS = 10
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
+LOW, HIGH = np.uint64(WORD), np.uint64(32)
+MULTIPLIERS = np.array([[MULTIPLIER_0], [MULTIPLIER_1]], np.uint64)
+WEYL = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[WEYL_0], [WEYL_1]], np.uint64)
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
-
-def uniform(seed: Tensor, position: Tensor, purpose: int = PURPOSE_SAMPLE, sample_index: Tensor | None = None) -> Tensor:
+def uniform(
+    seed: np.ndarray, position: np.ndarray, purpose: int = PURPOSE_SAMPLE, sample_index: np.ndarray | None = None
+) -> np.ndarray:
     """One float32 in (0, 1) per row: odd multiples of 2^-24, so never 0 or 1 and exact in float32.
 
     seed, position: [R] int64 (any bits; position is the index of the output token); sample_index: [R], None means 0.
     """
-    third = torch.zeros_like(position) if sample_index is None else sample_index.long()
-    purposes = torch.full_like(position, purpose)
-    key = seed & WORD, seed >> 32 & WORD
-    word = philox4x32(key, (position & WORD, position >> 32 & WORD, purposes, third & WORD))[0]
-    return ((word >> 9) * 2 + 1).float() * 2.0**-24
+    seed, position = seed.astype(np.int64).view(np.uint64), position.astype(np.int64).view(np.uint64)
+    counter = np.zeros((4, len(seed)), np.uint64)
+    counter[0], counter[1], counter[2] = position & LOW, position >> HIGH, purpose
+    if sample_index is not None:
+        counter[3] = sample_index
+    word = philox4x32(np.stack([seed & LOW, seed >> HIGH]), counter)[0]
+    return ((word >> np.uint64(9)) * np.uint64(2) + np.uint64(1)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def philox4x32(key: tuple[Tensor, Tensor], counter: Words) -> Words:
-    """The 4 output words for 2 key words and 4 counter words, all int64 tensors that hold unsigned 32-bit values."""
-    k0, k1 = key
-    c0, c1, c2, c3 = counter
-    for _ in range(ROUNDS):
-        high0, low0 = _multiply(c0, MULTIPLIER_0)
-        high1, low1 = _multiply(c2, MULTIPLIER_1)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + WEYL_0 & WORD, k1 + WEYL_1 & WORD
-    return c0, c1, c2, c3
-
-
-def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * b. In halves of 16 bits, because the product needs 64 bits and int64 has a sign."""
-    low = (a & 0xFFFF) * b
-    high = (a >> 16) * b + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+def philox4x32(key: np.ndarray, counter: np.ndarray) -> np.ndarray:
+    """The 4 output words [4, R] for 2 key words [2, R] and 4 counter words [4, R], all unsigned 32-bit values in uint64."""
+    keys = key + WEYL & LOW  # of all rounds
+    even, odd = counter[0::2], counter[1::2]
+    for round_key in keys:
+        product = even * MULTIPLIERS  # of two 32-bit words: it fits
+        even, odd = (product >> HIGH)[::-1] ^ odd ^ round_key, (product & LOW)[::-1]
+    return np.stack([even[0], odd[0], even[1], odd[1]])

@@ -1,4 +1,4 @@
-"""From logits to token ids, for all rows at once: the exact torch sampler, and the reference of the Triton one.
+"""From logits to token ids, for all rows at once: the exact sampler of the CPU, and the reference of the Triton one.
 
 What a row yields is a function of its own logits, parameters, seed and output index: no sum below runs over rows or in
 an order that depends on how many there are.
@@ -17,12 +17,17 @@ Every filter is a threshold on y, so equal values share one fate: all ties at th
 sort would cut ties by its own order). At least the largest logit survives every filter.
 
 A row whose largest logit is not finite (any NaN, +inf, or nothing but -inf) is reported in `failed` and yields token 0.
+
+On a CPU a step of one row takes milliseconds, so calls count here as well as passes over the vocabulary. Torch does the
+exponentials and the sums; numpy the rest, with less to pay for a call, and several times as fast in comparisons and searches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +37,27 @@ from headrace.sampling.penalties import LogitsEdits, apply_edits
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
 
 BLOCK = 512  # ids per partial sum of the inverse CDF
-TINY = torch.finfo(torch.float32).tiny
+PIECE = 63  # blocks that torch gets at once where rows are few: more it gives to several threads, and waits for the last
+FEW = 16  # rows: what other threads would save is less than what a wait costs, where another process has taken a core
+AT_ONCE = 1 << 19  # scores that go through the stages together: what stays in a cache
+TINY = np.finfo(np.float32).tiny
+
+
+class Scratch:
+    """Memory that stays from step to step. Of this size it comes from the system page by page, and goes back when it is freed:
+    that took several times as long as sampling 32 rows."""
+
+    def __init__(self) -> None:
+        self._scores = self._weights = np.empty((0, 0), np.float32)
+        self._kept = np.empty((0, 0), np.bool_)
+
+    def take(self, rows: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For scores, weights and a mask: each [rows, blocks * BLOCK], the scores -inf where there is no id."""
+        width = -(-vocab // BLOCK) * BLOCK
+        if len(self._scores) < rows or self._scores.shape[1] != width:
+            self._scores, self._weights = (np.full((rows, width), -np.inf, np.float32) for _ in range(2))
+            self._kept = np.empty((rows, width), np.bool_)
+        return self._scores[:rows], self._weights[:rows], self._kept[:rows]
 
 
 @dataclass(slots=True)
@@ -56,6 +81,7 @@ class SampleInputs:
     any_min_p: bool
     edits: LogitsEdits | None = None
     logprobs: LogprobsRequest | None = None
+    scratch: Scratch | None = None
 
 
 @dataclass(slots=True)
@@ -85,15 +111,13 @@ def choose(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
     """Stages 2 to 7: logits [R, V] -> (token ids [R] int32, failed [R] bool). Reads `logits` only."""
     if logits.is_cuda:
         return _choose_on_gpu(logits, inputs)
-    blocks = _blocks(logits)
-    block_max = blocks.amax(-1)  # NaN wins every maximum
-    largest = block_max.amax(-1)
-    failed = ~largest.isfinite()
-    token_ids = _first_equal(blocks, block_max, largest)
+    values = logits.float().numpy()
+    ids = values.argmax(-1)  # the lowest of equals; a NaN before anything
+    largest = values[np.arange(len(values)), ids]
+    failed = ~np.isfinite(largest)
     if not inputs.all_greedy:
-        greedy = inputs.temperature < GREEDY_EPS
-        token_ids = torch.where(greedy, token_ids, _draw(blocks, largest, inputs))
-    return token_ids.masked_fill(failed, 0).int(), failed
+        ids = np.where(inputs.temperature.numpy() < GREEDY_EPS, ids, _draw(values, largest, inputs))
+    return torch.from_numpy(np.where(failed, 0, ids).astype(np.int32)), torch.from_numpy(failed)
 
 
 def _choose_on_gpu(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
@@ -115,88 +139,122 @@ def _choose_on_gpu(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor
     )
 
 
-def _blocks(logits: Tensor) -> Tensor:
-    """[R, ceil(V / BLOCK), BLOCK] in float32, filled up with -inf; a view where the shapes and the type allow it."""
-    num_rows, vocab = logits.shape
-    if vocab % BLOCK:
-        logits = torch.nn.functional.pad(logits.float(), (0, BLOCK - vocab % BLOCK), value=float("-inf"))
-    return logits.float().view(num_rows, -1, BLOCK)
+def _draw(values: np.ndarray, largest: np.ndarray, inputs: SampleInputs) -> np.ndarray:
+    """Stages 3 to 7: ids [R] (meaningless but in range for greedy and failed rows); values [R, V] float32."""
+    num_rows, vocab = values.shape
+    u = uniform(inputs.seed.numpy(), inputs.output_index.numpy(), sample_index=inputs.sample_index.numpy())
+    ids, scratch = np.empty(num_rows, np.int64), inputs.scratch or Scratch()
+    step = max(1, AT_ONCE // vocab)
+    for begin in range(0, num_rows, step):
+        part = slice(begin, min(begin + step, num_rows))
+        drawn = _Draw(inputs, part, *scratch.take(part.stop - begin, vocab), few=num_rows < FEW)
+        ids[part] = drawn.ids(values[part], largest[part], u[part])
+    return ids
 
 
-def _first_equal(blocks: Tensor, block_max: Tensor, largest: Tensor) -> Tensor:
-    """Lowest id of the largest logit: [R] int64. Two small argmaxes: one over the whole row costs ten times amax."""
-    block = (block_max == largest[:, None]).int().argmax(-1)
-    inside = blocks[torch.arange(len(block), device=block.device), block]
-    return block * BLOCK + (inside == largest[:, None]).int().argmax(-1)
+class _Draw:
+    """The rows `part` of a step. y: their scores, w: their weights, 0 where they are dropped, each [R, blocks * BLOCK]."""
 
+    def __init__(
+        self, inputs: SampleInputs, part: slice, y: np.ndarray, w: np.ndarray, kept: np.ndarray, few: bool
+    ):
+        self.inputs, self.y, self.w, self._kept, self._few = inputs, y, w, kept, few
+        columns = inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p
+        temperature, self.top_k, self.top_p, self.min_p = (column[part].numpy() for column in columns)
+        self.greedy = temperature < GREEDY_EPS
+        self.inverse = np.float32(1.0) / np.where(self.greedy, np.float32(1.0), temperature)
+        self.rows = np.arange(len(y))
 
-def _draw(blocks: Tensor, largest: Tensor, inputs: SampleInputs) -> Tensor:
-    """Stages 3 to 7: ids [R] int64 (meaningless but in range for greedy and failed rows)."""
-    greedy = inputs.temperature < GREEDY_EPS
-    inverse = torch.where(greedy, 1.0, inputs.temperature).reciprocal()
-    # the largest logit goes first: the difference is exact near the top and cannot overflow at a tiny temperature
-    y = (blocks - largest[:, None, None]).mul_(inverse[:, None, None])
-    w = _weights(y, masked=inputs.edits is not None and bool(inputs.edits.masks))
-    if inputs.any_min_p:
-        w.masked_fill_(y < inputs.min_p.log()[:, None, None], 0.0)  # log(0) = -inf keeps everything
-    if inputs.any_top_k:
-        w.masked_fill_(y < _top_k_threshold(y.flatten(1), inputs.top_k, greedy)[:, None, None], 0.0)
-    if inputs.any_top_p:
-        w.masked_fill_(y < _top_p_threshold(y, w, inputs.top_p, greedy)[:, None, None], 0.0)
-    u = uniform(inputs.seed, inputs.output_index, sample_index=inputs.sample_index)
-    return _inverse_cdf(w, u)
+    def ids(self, values: np.ndarray, largest: np.ndarray, u: np.ndarray) -> np.ndarray:
+        y = self.y[:, : values.shape[1]]
+        with np.errstate(invalid="ignore", over="ignore"):  # of failed rows; of weights that are 0
+            # the largest logit goes first: the difference is exact near the top and cannot overflow at a tiny temperature
+            np.subtract(values, largest[:, None], out=y)
+            np.multiply(y, self.inverse[:, None], out=y)
+        self._weigh()
+        if self.inputs.any_min_p:
+            self._keep(torch.from_numpy(self.min_p).log().numpy())  # log(0) = -inf keeps everything
+        if self.inputs.any_top_k:
+            self._keep(self._top_k_threshold())
+        if self.inputs.any_top_p:
+            self._keep(self._top_p_threshold())
+        return self._inverse_cdf(u)
 
+    def _pieces(self, array: np.ndarray) -> Sequence[Tensor]:
+        """The blocks, as many at once as torch shall take: each [n, BLOCK]."""
+        blocks = torch.from_numpy(array).view(-1, BLOCK)
+        return blocks.split(PIECE) if self._few else [blocks]
 
-def _weights(y: Tensor, masked: bool) -> Tensor:
-    """exp(y). `masked`: many are -inf, for which a CPU's exp is slow; weights below any difference then count as 0."""
-    if not masked:
-        return y.exp()
-    return torch.nn.functional.threshold(y.clamp(min=-87.0).exp_(), 2e-38, 0.0, inplace=True)
+    def _weigh(self) -> None:
+        """w = exp(y). Where many are masked, -inf, a CPU's exp is slow: weights below any difference then count as 0."""
+        masked = self.inputs.edits is not None and bool(self.inputs.edits.masks)
+        for y, w in zip(self._pieces(self.y), self._pieces(self.w), strict=True):
+            if masked:
+                torch.clamp(y, min=-87.0, out=w).exp_()
+                torch.nn.functional.threshold(w, 2e-38, 0.0, inplace=True)
+            else:
+                torch.exp(y, out=w)
 
+    def _keep(self, threshold: np.ndarray) -> None:
+        """Drop what scores less than its row's threshold [R]."""
+        np.greater_equal(self.y, threshold[:, None], out=self._kept)
+        np.multiply(self.w, self._kept, out=self.w)
 
-def _top_k_threshold(y: Tensor, top_k: Tensor, greedy: Tensor) -> Tensor:
-    """The k-th largest of each row of y [R, V], -inf where top-k is off: [R]."""
-    off = (top_k <= 0) | (top_k >= y.shape[1]) | greedy
-    k = torch.where(off, 1, top_k.long())
-    kth = y.topk(int(k.max()), dim=-1).values.gather(1, k[:, None] - 1)[:, 0]
-    return kth.masked_fill(off, float("-inf"))
+    def _block_sums(self) -> np.ndarray:
+        """Sums of the blocks' weights, in float32, as float64: [R, blocks]."""
+        sums = torch.cat([piece.sum(-1) for piece in self._pieces(self.w)])
+        return sums.numpy().reshape(len(self.w), -1).astype(np.float64)
 
+    def _top_k_threshold(self) -> np.ndarray:
+        """The k-th largest score of each row, -inf where top-k is off: [R].
 
-def _top_p_threshold(y: Tensor, w: Tensor, top_p: Tensor, greedy: Tensor) -> Tensor:
-    """The smallest y that top-p keeps, -inf where it is off: [R]. y, w [R, blocks, BLOCK]; w is 0 where dropped.
+        The k-th largest of all is no less than the k-th largest of 64 ids' maxima: only what is above that is sorted.
+        """
+        y, width = self.y, self.y.shape[1]
+        off = (self.top_k <= 0) | (self.top_k >= width) | self.greedy
+        k = np.where(off, 1, self.top_k)
+        maxima = np.sort(y.reshape(len(y), -1, 64).max(-1), axis=-1)
+        floor = np.where(k <= maxima.shape[1], maxima[self.rows, -np.minimum(k, maxima.shape[1])], -np.inf)
+        found, _ = self._sorted_where(y, np.where(off, np.inf, floor))
+        return np.where(off, -np.inf, found[self.rows, np.minimum(k, found.shape[1]) - 1])
 
-    All weights below (1 - p) * total / V together cannot make up (1 - p) * total, so the threshold lies above that:
-    only the ids above it are sorted.
-    """
-    off = (top_p >= 1.0) | greedy
-    p = top_p.double()
-    total = w.sum(-1).double().sum(-1)
-    floor = ((1.0 - p) * total / w[0].numel() * 0.99).float().clamp(min=TINY)  # 0.99: rounding must not lose an id
-    w, y = w.flatten(1), y.flatten(1)
-    rows, columns = (w >= floor.masked_fill(off, float("inf"))[:, None]).nonzero(as_tuple=True)
-    counts = torch.bincount(rows, minlength=len(w))
-    place = torch.arange(len(rows), device=w.device) - (counts.cumsum(0) - counts)[rows]
-    packed = y.new_full((len(w), max(1, int(counts.max()))), float("-inf"))
-    packed[rows, place] = y[rows, columns]
-    packed = packed.sort(dim=-1, descending=True).values
-    mass = packed.exp().double().cumsum(-1)
-    last = (mass < (p * total)[:, None]).sum(-1).minimum((counts - 1).clamp(min=0))
-    return packed.gather(1, last[:, None])[:, 0].masked_fill(off, float("-inf"))
+    def _top_p_threshold(self) -> np.ndarray:
+        """The smallest score that top-p keeps, -inf where it is off: [R].
 
+        All weights below (1 - p) * total / V together cannot make up (1 - p) * total, so the threshold lies above that:
+        only the ids above it are sorted.
+        """
+        off = (self.top_p >= 1.0) | self.greedy
+        p = self.top_p.astype(np.float64)
+        total = torch.from_numpy(self._block_sums()).sum(-1).numpy()
+        floor = ((1.0 - p) * total / self.w.shape[1] * 0.99).astype(np.float32)  # 0.99: rounding must not lose an id
+        found, counts = self._sorted_where(self.w, np.where(off, np.float32(np.inf), np.maximum(floor, TINY)))
+        mass = torch.from_numpy(found).exp().double().cumsum(-1).numpy()
+        last = np.minimum((mass < (p * total)[:, None]).sum(-1), np.maximum(counts - 1, 0))
+        return np.where(off, -np.inf, found[self.rows, last])
 
-def _inverse_cdf(w: Tensor, u: Tensor) -> Tensor:
-    """The first id in vocabulary order at which the running sum of w [R, blocks, BLOCK] exceeds u * total: [R] int64.
+    def _sorted_where(self, array: np.ndarray, floor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's scores where `array` is at least its floor [R], the largest first, -inf behind them; how many: [R]."""
+        there = np.greater_equal(array, floor.astype(np.float32)[:, None], out=self._kept)
+        rows, places = np.divmod(np.flatnonzero(there), there.shape[1])
+        counts = np.bincount(rows, minlength=len(there))
+        packed = np.full((len(there), max(1, counts.max())), -np.inf, np.float32)
+        packed[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = self.y[rows, places]
+        packed.sort(-1)
+        return packed[:, ::-1].copy(), counts
 
-    First the block, then the id in it. Sums of blocks are rounded otherwise than running sums inside one, so what is
-    left of u * total may exceed the block's last running sum: then the last id with a weight is taken.
-    """
-    per_block = w.sum(-1).double()
-    mass = per_block.cumsum(-1)
-    target = u.double() * mass[:, -1]
-    block = (mass <= target[:, None]).sum(-1).clamp(max=w.shape[1] - 1)
-    rows = torch.arange(len(w), device=w.device)
-    rest = target - (mass[rows, block] - per_block[rows, block])
-    inside = w[rows, block]
-    index = (inside.double().cumsum(-1) <= rest[:, None]).sum(-1)
-    last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1)
-    return block * BLOCK + index.minimum(last)
+    def _inverse_cdf(self, u: np.ndarray) -> np.ndarray:
+        """The first id in vocabulary order at which the running sum of weights exceeds u * total: [R].
+
+        First the block, then the id in it. Sums of blocks are rounded otherwise than running sums inside one, so what is
+        left of u * total may exceed the block's last running sum: then the last id with a weight is taken.
+        """
+        per_block = self._block_sums()
+        mass = np.cumsum(per_block, -1)
+        target = u.astype(np.float64) * mass[:, -1]
+        block = np.minimum((mass <= target[:, None]).sum(-1), mass.shape[1] - 1)
+        rest = target - (mass[self.rows, block] - per_block[self.rows, block])
+        inside = self.w.reshape(len(self.w), -1, BLOCK)[self.rows, block]
+        index = (np.cumsum(inside, -1, np.float64) <= rest[:, None]).sum(-1)
+        last = BLOCK - 1 - (inside > 0)[:, ::-1].argmax(-1)
+        return block * BLOCK + np.minimum(index, last)

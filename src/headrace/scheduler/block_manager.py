@@ -14,6 +14,7 @@ from headrace.cache.radix_tree import ID_BYTES, RadixTree
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.config import Limits, SchedulerStats
 from headrace.scheduler.decode_batch import RANK, DecodeBatch, Scheduled
+from headrace.scheduler.plan import NewBlocks
 from headrace.scheduler.request import Request, Status
 
 
@@ -118,12 +119,12 @@ class BlockManager:
         last = max((requests[-1] for requests in (self.decoding, self.prefilling) if requests), key=RANK, default=None)
         return last if last is not None and last.rank > request.rank else None
 
-    def grow(self, request: Request, count: int) -> list[int]:
+    def grow(self, request: Request, count: int) -> NewBlocks:
         """Append so many blocks to a block table; they are there (`room`)."""
-        blocks = self.tree.allocate(count)
-        request.block_ids += blocks
+        new = NewBlocks(request.slot, len(request.block_ids), self.tree.allocate(count))
+        request.block_ids += new.blocks
         request.capacity += count * self.block_size
-        return blocks
+        return new
 
     def index(self, request: Request, stop: int) -> None:
         """Enter the full blocks up to token `stop` into the prefix index; their ids are known."""

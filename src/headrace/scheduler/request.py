@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import enum
-import struct
 import time
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.cache.radix_tree import ID_BYTES, Node
-from headrace.errors import ParameterError
+from headrace.sampling.checks import packed
 from headrace.sampling.params import SamplingParams
-
-
-def packed(ids: Sequence[int]) -> array:
-    """Token ids as int32, as they go from here to the device, the prefix index and other processes. Raises ParameterError."""
-    if isinstance(ids, array):
-        return ids
-    try:
-        return array("i", struct.pack(f"{len(ids)}i", *ids))  # a third of the time of array("i", ids)
-    except struct.error:
-        raise ParameterError("prompt_ids", ids, "token ids: integers in [0, 2^31)") from None
 
 
 class Status(enum.Enum):

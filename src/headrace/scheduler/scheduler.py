@@ -19,7 +19,7 @@ from headrace.scheduler.block_manager import BlockManager
 from headrace.scheduler.config import Limits
 from headrace.scheduler.decode_batch import RANK, Row, Scheduled
 from headrace.scheduler.invariants import check_scheduler
-from headrace.scheduler.plan import NewBlocks, StepPlan, StepResult
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.prefill_budget import PrefillBudget
 from headrace.scheduler.request import Request
 
@@ -164,7 +164,7 @@ class Scheduler:
             blocks.batch.leave(request)
         missing = -(-(start + unverified + count - request.capacity) // blocks.block_size)
         if missing > 0:
-            step.new_blocks.append(NewBlocks(request.slot, len(request.block_ids), blocks.grow(request, missing)))
+            step.new_blocks.append(blocks.grow(request, missing))
         step.others.append(Row(request, True, request.slot, start, count, count - 1, unverified, True))
         request.num_scheduled, request.last_step = start + 1, step.number
         if unverified:
@@ -190,7 +190,7 @@ class Scheduler:
                 if member:
                     batch.leave(request)
                 return
-            step.new_blocks.append(NewBlocks(request.slot, len(request.block_ids), blocks.grow(request, 1)))
+            step.new_blocks.append(blocks.grow(request, 1))
         if not member:
             batch.join(request)
         if not (start + 1) % blocks.block_size:
@@ -223,10 +223,9 @@ class Scheduler:
     def _extend(self, request: Request, step: Scheduled, admitted: bool) -> bool:
         """Give a request as many of the tokens that it lacks as budget and blocks allow; whether that was all."""
         blocks, size = self._blocks, self._blocks.block_size
-        start = request.num_scheduled
+        start, held = request.num_scheduled, len(request.block_ids)
         lacking = request.num_tokens - start
         count = min(lacking, step.budget)
-        held = len(request.block_ids)
         missing = -(-(start + count) // size) - held
         if missing > 0:
             granted = blocks.room(request, step, missing)
@@ -235,7 +234,7 @@ class Scheduler:
                 return False
             grown = blocks.grow(request, granted)
             if not admitted:
-                step.new_blocks.append(NewBlocks(request.slot, held, grown))
+                step.new_blocks.append(grown)
         if admitted:
             step.admit(request)
         stop, complete = start + count, count == lacking
@@ -320,7 +319,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request holds."""
-        self.tree.evict(self.tree.num_available - self.pool.num_free)
+        self.tree.evict(self.tree.num_cached)
 
     def check(self) -> None:
         """Law 5 and all counters; AssertionError with a description. Costs a walk over everything."""

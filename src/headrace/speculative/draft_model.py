@@ -20,7 +20,7 @@ from headrace.sampling.sampler import choose
 from headrace.scheduler.plan import StepPlan
 from headrace.worker.batch_state import BatchState
 from headrace.worker.drafter import DraftRow
-from headrace.worker.sampling import sample_inputs, tail_of
+from headrace.worker.sampling import asked_of
 
 if TYPE_CHECKING:
     from headrace.worker.cuda_graphs import DecodeGraphs
@@ -165,11 +165,11 @@ class DraftModel:
         """A step of one row each; the id lands in the token table."""
         assert self.graphs is not None
         numbers = np.stack([slots, places, np.full_like(slots, -1), unverified])
-        self.graphs.replay(numbers, int((places + unverified).max()) + 1, tail_of(self.state, slots))
+        self.graphs.replay(numbers, int((places + unverified).max()) + 1, asked_of(self.state, slots).tail)
 
     def _sample(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, unverified: np.ndarray) -> None:
         """Write to the token table what follows the tokens at (slots, places) [R]."""
         rows = self.state.prepare(slots, places, np.ones_like(slots), unverified).rows
-        token_ids, _ = choose(self._logits(hidden), sample_inputs(self.state, rows, slots))
+        token_ids, _ = choose(self._logits(hidden), asked_of(self.state, slots).inputs(rows))
         where = rows.seq_slots.long(), rows.seq_lens.long()
         self.state.token_ids.index_put_(where, self._target_ids(token_ids))

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
 from headrace.speculative.draft_length import AcceptanceRate, DraftLengths, expected_tokens
-from headrace.speculative.proposer import HostProposer
 from headrace.structured_output.manager import StructuredOutput
 
 if TYPE_CHECKING:
@@ -52,6 +51,17 @@ class SpeculationStats:
         positions.extend([0] * (min(accepted, MAX_POSITIONS) - len(positions)))
         for i in range(min(accepted, MAX_POSITIONS)):
             positions[i] += 1
+
+
+class HostProposer(Protocol):
+    """A proposer of drafts on the host (one on the device: worker/drafter.py): guesses from the ids that the host knows, before
+    the step is scheduled. Whatever it says, output is exact."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """Up to `most` (>= 1) ids that may follow the known ones, in order; empty if there is no guess."""
+
+    def end(self, request_id: str) -> None:
+        """Forget what was kept for a request, if anything was."""
 
 
 class Speculator:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from headrace.engine.messages import checked_ids
 from headrace.errors import ParameterError
-from headrace.sampling.checks import check_vocabulary
+from headrace.sampling.checks import check_vocabulary, checked_ids
 from headrace.sampling.params import AtMost, SamplingParams
 
 if TYPE_CHECKING:

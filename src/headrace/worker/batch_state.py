@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from headrace.cache.kv_cache import zeros
-from headrace.kernels.prepare import Rows, prepare_rows
+from headrace.kernels.prepare import Rows, new_rows
 from headrace.kernels.tables import WRITE, Float, Int, SlotTables, enter
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.scheduler.plan import Admitted, NewBlocks, StepPlan
 from headrace.worker.staging import Staging
 
 TOKEN_IDS, BLOCKS, FLOATS, INTS = range(4)  # the tables that the host writes, as int32
-ALIGN = 16  # rows: tensors begin at 16 bytes, and the kernel has one form for all their numbers
+ALIGN = 16  # rows, on a GPU: tensors begin at 16 bytes, and the kernel has one form for all their numbers
 
 
 class TableWrite(NamedTuple):
@@ -120,14 +120,13 @@ class BatchState:
         Where `unverified` > 0 the sequence starts later, by what its slot accepted, at most so much (see StepPlan). `sampled`:
         rows whose parameters are wanted, in order (None: all); `only_sampled`: nothing else is read of any row.
         """
-        layout = Layout(slots, starts, counts, unverified, sampled)
+        layout = Layout(slots, starts, counts, unverified, sampled, 1 if self.device.type == "cpu" else ALIGN)
         arrays = [layout.numbers, np.append(np.int32(0), np.cumsum(counts, dtype=np.int32))]
         if only_sampled:
             assert sampled is not None
             arrays += [sampled.astype(np.int64), np.arange(len(sampled) + 1, dtype=np.int32)]
         numbers, query_start, *of_wanted = self.staging.upload_all(*arrays)
-        rows = Rows.empty(numbers.shape[1], self.device)
-        prepare_rows(numbers, None, self.tables, rows)
+        rows = new_rows(numbers, self.tables)
         picked = rows.part(layout.sampled.start, layout.sampled.stop)
         batch = self._batch(rows, layout.rows, layout.sequences, query_start, counts, layout)
         if not only_sampled:
@@ -144,14 +143,15 @@ class BatchState:
             # attention wants exact numbers on a CPU, where they are no further away than any others
             bounds, exact = rows.seq_lens[of_seqs].numpy(), True
         longer = np.flatnonzero(counts != 1)
+        computed, sequences = rows.part(of_rows.start, of_rows.stop), rows.part(of_seqs.start, of_seqs.stop)
         return ForwardBatch(
-            token_ids=rows.token_ids[of_rows],
-            positions=rows.positions[of_rows],
-            slot_mapping=rows.slot_mapping[of_rows],
+            token_ids=computed.token_ids,
+            positions=computed.positions,
+            slot_mapping=computed.slot_mapping,
             block_tables=self.block_tables,
-            seq_slots=rows.seq_slots[of_seqs],
+            seq_slots=sequences.seq_slots,
             query_start=query_start,
-            seq_lens=rows.seq_lens[of_seqs],
+            seq_lens=sequences.seq_lens,
             num_decodes=int(longer[0]) if longer.size else len(counts),
             query_lens=counts.tolist(),
             context_lens=bounds.tolist(),
@@ -165,20 +165,36 @@ class Layout:
 
     def __init__(
         self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, unverified: np.ndarray | None,
-        sampled: np.ndarray | None,
+        sampled: np.ndarray | None, align: int,
     ):  # fmt: skip
-        """See BatchState.prepare."""
-        stops = np.cumsum(counts)
-        num_rows = int(stops[-1])
+        """See BatchState.prepare; each of the three begins at a multiple of `align` rows."""
+        num_rows = int(counts.sum())
         self.unverified = unverified is not None and bool(unverified.any())
         self.rows = self.sequences = self.sampled = slice(0, num_rows)
+        if num_rows == len(counts) and (sampled is None or len(sampled) == num_rows):  # decodes alone: nearly always
+            self.numbers = np.full((4, aligned(num_rows, align)), -1, np.int32)
+            self.numbers[0, num_rows:] = 0
+            self.numbers[0, :num_rows], self.numbers[1, :num_rows] = slots, starts
+            if self.unverified:
+                assert unverified is not None
+                self.numbers[3, :num_rows] = unverified
+        else:
+            self._lay_out(slots, starts, counts, unverified, sampled, align)
+        self.bounds = self.numbers[1] + 1
+        if self.unverified:
+            self.bounds += np.maximum(self.numbers[3], 0)
+
+    def _lay_out(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, unverified: np.ndarray | None,
+        sampled: np.ndarray | None, align: int,
+    ) -> None:  # fmt: skip
+        stops, num_rows = np.cumsum(counts), self.rows.stop
         parts = [np.arange(num_rows)]
         if num_rows != len(counts):
-            self.sequences = self._add(parts, stops - 1)
+            self.sequences = self._add(parts, stops - 1, align)
         if sampled is not None and len(sampled) != num_rows:
-            self.sampled = self._add(parts, sampled)
-        width = aligned(len(parts[0])) if len(parts) == 1 else aligned(sum(aligned(len(p)) for p in parts))
-        self.numbers = np.full((4, width), -1, np.int32)
+            self.sampled = self._add(parts, sampled, align)
+        self.numbers = np.full((4, sum(aligned(len(p), align) for p in parts)), -1, np.int32)
         self.numbers[0] = 0
         owner = np.repeat(np.arange(len(counts)), counts)
         begin = 0
@@ -189,18 +205,17 @@ class Layout:
             if self.unverified:
                 assert unverified is not None
                 self.numbers[3, here] = unverified[of]
-            begin += aligned(len(part))
-        self.bounds = self.numbers[1] + np.maximum(self.numbers[3], 0) + 1
+            begin += aligned(len(part), align)
 
     @staticmethod
-    def _add(parts: list[np.ndarray], rows: np.ndarray) -> slice:
-        begin = sum(aligned(len(part)) for part in parts)
+    def _add(parts: list[np.ndarray], rows: np.ndarray, align: int) -> slice:
+        begin = sum(aligned(len(part), align) for part in parts)
         parts.append(rows)
         return slice(begin, begin + len(rows))
 
 
-def aligned(count: int) -> int:
-    return -(-count // ALIGN) * ALIGN
+def aligned(count: int, align: int = ALIGN) -> int:
+    return -(-count // align) * align
 
 
 def block_writes(new_blocks: Sequence[NewBlocks]) -> list[TableWrite]:

@@ -26,7 +26,7 @@ from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, block_writes
 from headrace.worker.drafter import Drafter, write_drafts
-from headrace.worker.prompt_results import PromptResult, prompt_result, prompts_that_ask
+from headrace.worker.rare_results import PromptResult, prompt_result, prompts_that_ask
 from headrace.worker.sampling import DeviceOutput, RowSampler, Tail
 from headrace.worker.staging import Staging
 
@@ -125,6 +125,10 @@ class ModelRunner:
             self.drafter.placed(plan)
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
+        if plan.is_plain:  # every row is a sequence that samples
+            batch, _, rows = self.state.prepare(plan.slots, plan.starts, plan.counts)
+            hidden = self.decoder.forward(batch, self.kv, None)
+            return Pending(plan, self.decoder.logits(hidden), rows)
         num_sampled, stops = plan.num_sampled, np.cumsum(plan.counts)
         sampled = np.repeat(stops - np.cumsum(num_sampled), num_sampled) + np.arange(num_sampled.sum())
         asking = prompts_that_ask(plan, self.state)
@@ -172,7 +176,7 @@ class StepHandle:
             self._done.synchronize()
             self.finished = time.perf_counter()
         plan, output, count = self.plan, self._output, len(self.plan)
-        if output is not None and plan.is_plain and not output.wanted:  # nearly always
+        if output is not None and plan.is_plain and output.logprobs is None:  # nearly always
             sent = output.sent.numpy()
             failed = sent[FAILED, :count].nonzero()[0]
             return StepResult(sent[IDS, :count].tolist(), [1] * count, frozenset(failed.tolist()))
@@ -188,6 +192,7 @@ class StepHandle:
         """Sort the rows' ids into sequences."""
         sent = output.sent.numpy()
         ids, bad, failed, row = sent[IDS].tolist(), set(sent[FAILED].nonzero()[0].tolist()), set(), 0
+        logprobs = {} if output.logprobs is None else output.logprobs.read()
         kept = sent[KEPT].tolist() if plan.num_drafts else None
         for s, count in enumerate(plan.num_sampled.tolist()):
             stop = row + count if kept is None else row + sum(kept[row : row + count])
@@ -197,7 +202,7 @@ class StepHandle:
                     failed.add(s)
             result.token_ids += ids[row:stop]
             result.counts[s] = stop - row
-            if count and row in output.wanted:
-                result.logprobs[s] = [output.scores(r) for r in range(row, stop)]
+            if count and row in logprobs:
+                result.logprobs[s] = [logprobs[r] for r in range(row, stop)]
             row += count
         result.failed = frozenset(failed)

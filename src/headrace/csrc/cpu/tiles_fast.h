@@ -7,6 +7,9 @@
 #if defined(__AVX512VNNI__)
 #define HEADRACE_FAST_TILES 1
 #include "tiles_avx512.h"
+#elif defined(__AVX2__)
+#define HEADRACE_FAST_TILES 1
+#include "tiles_avx2.h"
 #else
 #define HEADRACE_FAST_TILES 0
 #endif
