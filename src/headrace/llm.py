@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,7 @@ from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams, defaults_in_words
 from headrace.scoring import ScoreOutput, score_in_core
-from headrace.text.inputs import InputProcessor
+from headrace.text.inputs import GivenPrompt, InputProcessor, Prompt
 from headrace.text.output import CompletionOutput, RequestOutput, request_metrics
 from headrace.text.stream import Delta, SampleStream, continuation
 
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | list[int] | dict[str, Any]
+
+class _Prepared(NamedTuple):
+    """A prompt that can run: as it was given (but for what was cut off), as the core takes it, and with what parameters."""
+
+    given: GivenPrompt
+    ids: array
+    params: SamplingParams
 
 
 @dataclass(slots=True)
@@ -191,10 +197,10 @@ class LLM:
         """The likeliest continuations of every prompt; all prompts are searched at once."""
         outputs, searches = [], []
         for prompt in _listed(prompts):
-            text, ids, salt, _, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), {})
+            given, _, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), {})
             own = msgspec.structs.replace(params, max_tokens=complete.max_tokens)
-            searches.append(BeamSearch(ids, own, complete.eos_token_ids, salt))
-            outputs.append(BeamSearchOutput(text, ids))
+            searches.append(BeamSearch(given.ids, own, complete.eos_token_ids, given.cache_salt))
+            outputs.append(BeamSearchOutput(given.text, given.ids))
         search_in_core(self._shared, searches)
         for output, search in zip(outputs, searches, strict=True):
             output.sequences = search.results()
@@ -208,11 +214,11 @@ class LLM:
 
         A text longer than the context is read through a window that moves on by `stride` tokens (default: half of it).
         """
-        texts = [self._ids_of(p) for p in _listed(prompts)]
-        for _, ids, _ in texts:
-            self.inputs.check_ids(ids)
-        scores = score_in_core(self._shared, [(ids, salt) for _, ids, salt in texts], self.config.max_model_len or 0, stride)
-        return [ScoreOutput(text, ids, found) for (text, ids, _), found in zip(texts, scores, strict=True)]
+        texts = [self.inputs.read(p) for p in _listed(prompts)]
+        for text in texts:
+            self.inputs.check_ids(text.ids)
+        scores = score_in_core(self._shared, texts, self.config.max_model_len or 0, stride)
+        return [ScoreOutput(text.text, text.ids, found) for text, found in zip(texts, scores, strict=True)]
 
     def chat_prompt(
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
@@ -268,49 +274,32 @@ class LLM:
         complete_of: dict[tuple[int, int], SamplingParams] = {}
         prepared = [self._prepare(p, q, complete_of) for p, q in zip(prompts, params, strict=True)]
         running = []
-        for i, (text, ids, salt, packed, complete) in enumerate(prepared):
+        for i, (given, ids, complete) in enumerate(prepared):
             request_id = self._shared.new_name()
             samples = [CompletionOutput(k) for k in range(complete.n)]
-            item = _Running(i, RequestOutput(request_id, text, ids, samples, finished=False))
+            item = _Running(i, RequestOutput(request_id, given.text, given.ids, samples, finished=False))
             hold = not (live or complete.stop or complete.logprobs is not None)
             for k in range(complete.n):
                 one = msgspec.structs.replace(complete, sample_index=k) if k else complete
-                item.streams.append(SampleStream(self.tokenizer, one, packed))
+                item.streams.append(SampleStream(self.tokenizer, one, ids))
                 name, rank = f"{request_id}.{k}", priority[i] if priority else 0
-                reader.add(EngineRequest(name, packed, one, one.seed, rank, salt), (item, k), hold=hold)
+                reader.add(EngineRequest(name, ids, one, one.seed, rank, given.cache_salt), (item, k), hold=hold)
             running.append(item)
         return running
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams, complete_of: dict[tuple[int, int], SamplingParams]
-    ) -> tuple[str | None, list[int], str, array, SamplingParams]:
-        """Text, ids, salt, ids as the core takes them, and complete parameters, made once for all prompts alike to them."""
-        text, ids, salt = self._ids_of(prompt)
-        packed = self.inputs.prompt(ids, params)
-        if len(packed) < len(ids):
-            ids = ids[-len(packed) :]
-        kind = id(params), self.inputs.max_tokens(params, len(packed))
+    ) -> _Prepared:
+        """Complete parameters are made once for all prompts alike to them."""
+        given = self.inputs.read(prompt)
+        ids = self.inputs.prompt(given.ids, params)
+        if len(ids) < len(given.ids):
+            given = given._replace(ids=given.ids[-len(ids) :])
+        kind = id(params), self.inputs.max_tokens(params, len(ids))
         complete = complete_of.get(kind)
         if complete is None:
-            complete = complete_of[kind] = self.inputs.complete(params, len(packed))
-        return text, ids, salt, packed, complete
-
-    def _ids_of(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """Text if there is one, ids and cache salt."""
-        text, ids, salt = None, None, ""
-        if isinstance(prompt, str):
-            text = prompt
-        elif isinstance(prompt, dict):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
-                raise ParameterError("prompt", sorted(unknown), "the keys prompt, prompt_token_ids and cache_salt")
-            text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
-        else:
-            ids = prompt
-        if ids is None:
-            if not isinstance(text, str):
-                raise ParameterError("prompt", prompt, "a text, a list of token ids, or a dict with one of these")
-            ids = self.inputs.tokenize(text)
-        return text, list(ids), salt
+            complete = complete_of[kind] = self.inputs.complete(params, len(ids))
+        return _Prepared(given, ids, complete)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -16,6 +16,7 @@ from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError
 from headrace.sampling.checks import check_int, packed
 from headrace.sampling.params import SamplingParams
+from headrace.text.inputs import GivenPrompt
 
 
 @dataclass(slots=True)
@@ -55,15 +56,15 @@ def windows(length: int, size: int, stride: int) -> Iterator[tuple[int, int, int
 
 
 def score_in_core(
-    shared: SharedCore, texts: Sequence[tuple[list[int], str]], max_model_len: int, stride: int | None = None
+    shared: SharedCore, texts: Sequence[GivenPrompt], max_model_len: int, stride: int | None = None
 ) -> list[list[float | None]]:
-    """Logprobs for (ids, cache salt) pairs; all windows of all texts run together."""
+    """Logprobs for each text; all windows of all texts run together."""
     size = max_model_len - 1  # the engine samples one token behind the prompt, which is left out
     check_int("stride", stride, 1, size - 1, optional=True)
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False).resolved({})
-    results: list[list[float | None]] = [[None] * len(ids) for ids, _ in texts]
+    results: list[list[float | None]] = [[None] * len(text.ids) for text in texts]
     with Reader(shared) as reader:
-        for t, (ids, salt) in enumerate(texts):
+        for t, (_, ids, salt) in enumerate(texts):
             if len(ids) == 1:
                 continue
             for begin, first, end in windows(len(ids), size, stride or max(1, size // 2)):

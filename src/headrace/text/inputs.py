@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from headrace.model.tokenizer import Tokenizer
 
 Ids = TypeVar("Ids", list[int], array)
+Prompt = str | list[int] | dict[str, Any]
+
+
+class GivenPrompt(NamedTuple):
+    """A prompt as it was given to the offline API, with its ids."""
+
+    text: str | None
+    ids: list[int]
+    cache_salt: str = ""
 
 
 class InputProcessor:
@@ -28,6 +37,23 @@ class InputProcessor:
         self.tokenizer, self.defaults, self.eos_token_ids = tokenizer, generation_defaults, list(eos_token_ids)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.valid = None if tokenizer is None else tokenizer.valid_ids(vocab_size)
+
+    def read(self, prompt: Prompt) -> GivenPrompt:
+        """Raises ParameterError for what is no prompt."""
+        text, ids, salt = None, None, ""
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, dict):
+            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise ParameterError("prompt", sorted(unknown), "the keys prompt, prompt_token_ids and cache_salt")
+            text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
+        else:
+            ids = prompt
+        if ids is None:
+            if not isinstance(text, str):
+                raise ParameterError("prompt", prompt, "a text, a list of token ids, or a dict with one of these")
+            ids = self.tokenize(text)
+        return GivenPrompt(text, list(ids), salt)
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
