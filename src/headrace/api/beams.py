@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import bad_request, unsupported
+from headrace.api.errors import allowed_only, invalid, unsupported
 from headrace.api.generation import Answer, Generation, Sample, run_all
 from headrace.api.protocol import GenerationFields
 from headrace.api.sse import EventStream
@@ -33,7 +33,7 @@ def beam_params(ctx: ApiContext, body: GenerationFields, best_of: int | None = N
     if not body.use_beam_search:
         for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
             if getattr(body, name) not in (None, default):
-                raise bad_request(f"{name} is allowed only with use_beam_search.", name, "invalid_value")
+                raise allowed_only(name, "with use_beam_search")
         return None
     for name, neutral in WITHOUT.items():
         value = getattr(body, name, None)
@@ -42,7 +42,7 @@ def beam_params(ctx: ApiContext, body: GenerationFields, best_of: int | None = N
     n = 1 if body.n is None else body.n
     width = n if best_of is None else best_of
     if width < n:
-        raise bad_request(f"best_of: got {width}, allowed: at least n = {n}.", "best_of", "invalid_value")
+        raise invalid("best_of", f"got {width}, allowed: at least n = {n}.")
     given = {f: v for f in ("length_penalty", "early_stopping", "ignore_eos") if (v := getattr(body, f)) is not None}
     try:
         params = BeamSearchParams(beam_width=width, num_return_sequences=n, **given)

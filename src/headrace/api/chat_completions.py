@@ -16,7 +16,7 @@ from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
 from headrace.api.checks import check_fan_out, check_generation, check_messages
 from headrace.api.context import ApiContext, for_sample
-from headrace.api.errors import bad_request, unsupported
+from headrace.api.errors import allowed_only, bad_request, unsupported
 from headrace.api.generation import ChoicesAnswer, Generation
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
 from headrace.api.protocol import ChatRequest
@@ -62,7 +62,7 @@ def _parameters(ctx: ApiContext, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
         if body.top_logprobs and not body.logprobs:
-            raise bad_request("top_logprobs is allowed only when logprobs is true.", "top_logprobs", "invalid_value")
+            raise allowed_only("top_logprobs", "when logprobs is true")
     if body.max_completion_tokens is not None:
         check_int("max_completion_tokens", body.max_completion_tokens, 1, 2**31 - 1)
     most = min((m for m in (body.max_completion_tokens, body.max_tokens) if m is not None), default=None)

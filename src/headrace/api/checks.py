@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import bad_request, unsupported
+from headrace.api.errors import allowed_only, bad_request, invalid, unsupported
 from headrace.api.protocol import Body, GenerationFields, SamplingFields, StreamOptions
 from headrace.conversation.message_forms import ROLES
 from headrace.sampling.checks import check_int, check_strings
@@ -36,7 +36,7 @@ def check_common(ctx: ApiContext, body: SamplingFields) -> None:
     most = ctx.engine.model_config.vocab_size
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         if len(getattr(body, name) or ()) > most:
-            raise bad_request(f"{name}: at most {most} entries, one for each token.", name, "invalid_value")
+            raise invalid(name, f"at most {most} entries, one for each token.")
     check_bookkeeping(ctx, body)
 
 
@@ -54,12 +54,10 @@ def check_generation(ctx: ApiContext, body: GenerationFields) -> None:
 def check_fan_out(ctx: ApiContext, num_samples: int, params: SamplingParams) -> None:
     """Prompts times n, and the memory of the automata that look for stop strings: one for each sample."""
     if num_samples > ctx.config.max_samples:
-        text = f"n: prompts times n are {num_samples} samples; at most {ctx.config.max_samples} in one request."
-        raise bad_request(text, "n", "invalid_value")
+        raise invalid("n", f"prompts times n are {num_samples} samples; at most {ctx.config.max_samples} in one request.")
     chars = sum(map(len, params.stop or ())) * num_samples
     if chars > MAX_STOP_CHARS:
-        text = f"stop: {chars} characters over all samples of the request; at most {MAX_STOP_CHARS}."
-        raise bad_request(text, "stop", "invalid_value")
+        raise invalid("stop", f"{chars} characters over all samples of the request; at most {MAX_STOP_CHARS}.")
 
 
 def check_bookkeeping(ctx: ApiContext, body: Body) -> None:
@@ -71,7 +69,7 @@ def check_bookkeeping(ctx: ApiContext, body: Body) -> None:
     for field in ("cache_salt", "request_id"):
         value = getattr(body, field, None)
         if value is not None and not (1 <= len(value) <= MAX_ID_CHARS and value.isprintable()):
-            raise bad_request(f"{field}: 1 to {MAX_ID_CHARS} printable characters.", field, "invalid_value")
+            raise invalid(field, f"1 to {MAX_ID_CHARS} printable characters.")
 
 
 def check_neutral(body: Body) -> None:
@@ -84,25 +82,24 @@ def check_neutral(body: Body) -> None:
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
     if options is not None and not stream:
-        raise bad_request("stream_options is allowed only when stream is true.", "stream_options", "invalid_value")
+        raise allowed_only("stream_options", "when stream is true")
     if options is not None and options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation", "not supported by this server (only False)")
     if options is not None and options.continuous_usage_stats and not options.include_usage:
-        name = "stream_options.continuous_usage_stats"
-        raise bad_request(f"{name} is allowed only when include_usage is true.", name, "invalid_value")
+        raise allowed_only("stream_options.continuous_usage_stats", "when include_usage is true")
 
 
 def check_messages(messages: Sequence[dict[str, Any]], field: str = "messages") -> None:
     """Roles of the API, and the id that a tool's answer needs; the rest is checked when the template is rendered."""
     if not messages:
-        raise bad_request(f"{field}: an empty list; at least one message is needed.", field, "invalid_value")
+        raise invalid(field, "an empty list; at least one message is needed.")
     for i, message in enumerate(messages):
         role = message.get("role")
         if role not in ROLES:
-            raise bad_request(f"{field}[{i}].role: allowed are {', '.join(ROLES)}.", f"{field}[{i}].role", "invalid_value")
+            raise invalid(f"{field}[{i}].role", f"allowed are {', '.join(ROLES)}.")
         if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-            path = f"{field}[{i}].tool_call_id"
-            raise bad_request(f"{path}: the id of the call that this answers is needed.", path, "missing_required_parameter")
+            why = "the id of the call that this answers is needed."
+            raise invalid(f"{field}[{i}].tool_call_id", why, "missing_required_parameter")
         for name in ("function_call", "audio"):  # templates would drop them silently
             if message.get(name) is not None:
                 raise unsupported(f"{field}[{i}].{name}", "not supported; calls are tool_calls, and contents are text")

@@ -13,7 +13,7 @@ from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
 from headrace.api.checks import check_fan_out, check_generation
 from headrace.api.context import ApiContext, Prompt, for_sample
-from headrace.api.errors import bad_request
+from headrace.api.errors import bad_request, invalid
 from headrace.api.generation import ChoicesAnswer, Generation, Sample
 from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
 from headrace.api.protocol import CompletionRequest
@@ -52,33 +52,29 @@ def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | 
     if isinstance(value, str):
         return [value]
     if not value:
-        raise bad_request(f"{field}: an empty list; at least one prompt is needed.", field, "invalid_value")
+        raise invalid(field, "an empty list; at least one prompt is needed.")
     if set(map(type, value)) == {int}:
         return [value]
     if len(value) > most:
-        raise bad_request(f"{field}: {len(value)} prompts; at most {most} in one request.", field, "invalid_value")
+        raise invalid(field, f"{len(value)} prompts; at most {most} in one request.")
     for i, v in enumerate(value):
         if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
-            raise bad_request(
-                f"{field}[{i}]: allowed are text, token ids, a list of texts or a list of lists of token ids.",
-                f"{field}[{i}]", "invalid_value",
-            )  # fmt: skip
+            raise invalid(f"{field}[{i}]", "allowed are text, token ids, a list of texts or a list of lists of token ids.")
     if len(set(map(type, value))) > 1:
-        raise bad_request(f"{field}: texts and token ids are mixed in one list.", field, "invalid_value")
+        raise invalid(field, "texts and token ids are mixed in one list.")
     return value
 
 
 def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of != n and not body.use_beam_search:
-        raise bad_request(f"best_of: got {body.best_of}, allowed: the value of n ({n}).", "best_of", "invalid_value")
+        raise invalid("best_of", f"got {body.best_of}, allowed: the value of n ({n}).")
     if body.logprobs is not None and not 0 <= body.logprobs <= ctx.config.max_logprobs:
-        text = f"logprobs: got {body.logprobs}, allowed: an integer in [0, {ctx.config.max_logprobs}]"
-        raise bad_request(text, "logprobs", "invalid_value")
+        raise invalid("logprobs", f"got {body.logprobs}, allowed: an integer in [0, {ctx.config.max_logprobs}]")
     changes: dict[str, Any] = {"logprobs": body.logprobs}
     if body.max_tokens == 0:
         if not body.echo or body.use_beam_search:
-            raise bad_request("max_tokens: 0 is allowed with echo only (to score the prompt).", "max_tokens", "invalid_value")
+            raise invalid("max_tokens", "0 is allowed with echo only (to score the prompt).")
         check_int("min_tokens", body.min_tokens, 0, 0, optional=True)
         changes["max_tokens"] = 1  # the engine samples one token, which the answer leaves out
     if body.echo and body.logprobs is not None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from headrace.api.config import ServerConfig
-from headrace.api.errors import ApiError, bad_request
+from headrace.api.errors import ApiError, bad_request, invalid
 from headrace.api.limits import Limits
 from headrace.api.sse import Ticker
 from headrace.conversation.answer import AnswerFormat
@@ -137,10 +137,8 @@ class ApiContext:
     def check_length(self, text: str, field: str) -> None:
         limit = self.engine.max_model_len
         if len(text) > limit and len(text) > limit * self.longest_token:
-            raise bad_request(
-                f"{field}: {len(text)} characters are more than {limit} tokens, the context of this model.",
-                field, "context_length_exceeded",
-            )  # fmt: skip
+            why = f"{len(text)} characters are more than {limit} tokens, the context of this model."
+            raise invalid(field, why, "context_length_exceeded")
 
     async def check_prompt(
         self, ids: list[int], params: SamplingParams, *, field: str, side: str | None = None, limit: str = "max_tokens"

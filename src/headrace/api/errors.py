@@ -47,8 +47,20 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def invalid(param: str, why: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, f"{param}: {why}", param=param, code=code)
+
+
 def unsupported(param: str, why: str) -> ApiError:
-    return ApiError(400, f"{param}: {why}", param=param, code="unsupported_parameter")
+    return invalid(param, why, "unsupported_parameter")
+
+
+def unknown(param: str) -> ApiError:
+    return bad_request(f"Unknown field `{param}`.", param, "unknown_parameter")
+
+
+def allowed_only(param: str, when: str) -> ApiError:
+    return bad_request(f"{param} is allowed only {when}.", param, "invalid_value")
 
 
 def unavailable(message: str, retry_after: int, code: str = "not_ready") -> ApiError:

@@ -13,7 +13,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import ApiError, bad_request, too_many
+from headrace.api.errors import ApiError, invalid, too_many
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Gate:
         except ValueError:
             asked = math.nan
         if not 0 < asked <= MAX_TIMEOUT:
-            raise bad_request(f"X-Request-Timeout: seconds in (0, {MAX_TIMEOUT:g}].", "X-Request-Timeout", "invalid_value")
+            raise invalid("X-Request-Timeout", f"seconds in (0, {MAX_TIMEOUT:g}].")
         return asked if own is None else min(asked, own)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from headrace.api.errors import bad_request, unsupported
+from headrace.api.errors import invalid, unsupported
 from headrace.api.protocol import Body, FunctionName, NamedTool, OpenAIFields
 from headrace.api.structured import Structure, from_response_format, json_schema
 from headrace.conversation.tool_grammar import FunctionDef, Tool
@@ -81,7 +81,7 @@ def check_unserved(body: ResponsesRequest) -> None:
         raise unsupported("max_tokens", "it is called max_output_tokens here")
     for value in body.include or ():
         if value not in INCLUDABLE:
-            raise bad_request(f"include: allowed are {', '.join(INCLUDABLE)}.", "include", "invalid_value")
+            raise invalid("include", f"allowed are {', '.join(INCLUDABLE)}.")
 
 
 def nested_tools(tools: list[FlatTool] | None) -> list[Tool] | None:
@@ -117,7 +117,7 @@ def messages(value: str | list[dict[str, Any]], instructions: str | None) -> lis
         found.append({"role": "user", "content": value})
     else:
         if not value:
-            raise bad_request("input: an empty list; at least one item is needed.", "input", "invalid_value")
+            raise invalid("input", "an empty list; at least one item is needed.")
         for i, item in enumerate(value):
             _add_item(found, item, f"input[{i}]")
     if instructions is not None:
@@ -162,8 +162,7 @@ def _add_item(found: list[dict[str, Any]], item: dict[str, Any], path: str) -> N
         elif text:
             found.append({"role": "assistant", "content": "", "reasoning_content": text})
     else:
-        allowed = "message, function_call, function_call_output, reasoning"
-        raise bad_request(f"{path}.type: allowed are {allowed}.", f"{path}.type", "invalid_value")
+        raise invalid(f"{path}.type", "allowed are message, function_call, function_call_output, reasoning.")
 
 
 def _reasoning(item: dict[str, Any]) -> str:
@@ -176,7 +175,7 @@ def _reasoning(item: dict[str, Any]) -> str:
 def _text(item: dict[str, Any], name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise bad_request(f"{path}.{name}: a text is needed.", f"{path}.{name}", "invalid_value")
+        raise invalid(f"{path}.{name}", "a text is needed.")
     return value
 
 
@@ -185,14 +184,12 @@ def _content(value: Any, path: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise bad_request(f"{path}: text or a list of parts is needed.", path, "invalid_value")
+        raise invalid(path, "text or a list of parts is needed.")
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         name = "refusal" if kind == "refusal" else "text"
         if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
-            raise bad_request(
-                f"{path}[{i}]: allowed are parts of text (input_text, output_text, refusal).", f"{path}[{i}]", "invalid_value"
-            )
+            raise invalid(f"{path}[{i}]", "allowed are parts of text (input_text, output_text, refusal).")
         texts.append(part[name])
     return "\n".join(texts)

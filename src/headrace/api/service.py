@@ -19,7 +19,7 @@ from headrace.api.chat_completions import prompt_end, prompt_of
 from headrace.api.checks import check_bookkeeping, check_messages
 from headrace.api.completions import prompts
 from headrace.api.context import ApiContext, new_id
-from headrace.api.errors import ApiError, bad_request
+from headrace.api.errors import ApiError, allowed_only, bad_request, invalid, unsupported
 from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.limits import Ticket
@@ -123,11 +123,11 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give prompt or messages: one of them.", "prompt", "invalid_value")
     if body.chat_template is not None:
-        raise bad_request("chat_template: a request may not bring its own template.", "chat_template", "unsupported_parameter")
+        raise unsupported("chat_template", "a request may not bring its own template.")
     if body.prompt is not None:
         for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(body, name):
-                raise bad_request(f"{name} is allowed only with messages.", name, "invalid_value")
+                raise allowed_only(name, "with messages")
         special = body.add_special_tokens is not False
         [ids] = await ctx.tokenize([body.prompt], special=special, field="prompt", truncated=True)
     else:
@@ -160,7 +160,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     check_bookkeeping(ctx, body)
     size = ctx.engine.model_config.hidden_size
     if body.dimensions is not None and body.dimensions != size:
-        raise bad_request(f"dimensions: got {body.dimensions}, allowed: {size}.", "dimensions", "invalid_value")
+        raise invalid("dimensions", f"got {body.dimensions}, allowed: {size}.")
     batch = await _ids_of(ctx, body)
     vectors: list[list[float]] = [[]] * len(batch)
     name = new_id("embd-")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import bad_request, unsupported
+from headrace.api.errors import bad_request, invalid, unknown, unsupported
 from headrace.errors import ParameterError
 from headrace.extras import install_command
 from headrace.sampling.params import SamplingParams
@@ -74,10 +74,10 @@ def from_response_format(value: dict[str, Any] | None, field: str = "response_fo
         "structural_tag": {"type", "structures", "triggers"},
     }  # fmt: skip
     if not isinstance(kind, str) or kind not in known:
-        raise bad_request(f"{field}.type: allowed are {', '.join(known)}.", f"{field}.type", "invalid_value")
+        raise invalid(f"{field}.type", f"allowed are {', '.join(known)}.")
     for name in value:
         if name not in known[kind]:
-            raise bad_request(f"Unknown field `{field}.{name}`.", f"{field}.{name}", "unknown_parameter")
+            raise unknown(f"{field}.{name}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -90,15 +90,15 @@ def from_response_format(value: dict[str, Any] | None, field: str = "response_fo
 def json_schema(value: Any, path: str, field: str) -> Structure:
     """`{name, schema, strict, description}`."""
     if not isinstance(value, dict):
-        raise bad_request(f"{path}: an object with name and schema is needed.", path, "missing_required_parameter")
+        raise invalid(path, "an object with name and schema is needed.", "missing_required_parameter")
     for name in value:
         if name not in ("name", "schema", "strict", "description"):
-            raise bad_request(f"Unknown field `{path}.{name}`.", f"{path}.{name}", "unknown_parameter")
+            raise unknown(f"{path}.{name}")
     if not isinstance(value.get("name"), str) or not value["name"]:
-        raise bad_request(f"{path}.name: a non-empty text is needed.", f"{path}.name", "invalid_value")
+        raise invalid(f"{path}.name", "a non-empty text is needed.")
     schema = value.get("schema")
     if not isinstance(schema, dict | bool):
-        raise bad_request(f"{path}.schema: a JSON schema is needed.", f"{path}.schema", "invalid_value")
+        raise invalid(f"{path}.schema", "a JSON schema is needed.")
     return Structure("json", schema, field)
 
 
@@ -109,10 +109,10 @@ def from_structured_outputs(value: dict[str, Any] | None) -> Structure | None:
     field = "structured_outputs"
     for name, v in value.items():
         if name not in KINDS and name not in MODIFIERS:
-            raise bad_request(f"Unknown field `{field}.{name}`.", f"{field}.{name}", "unknown_parameter")
+            raise unknown(f"{field}.{name}")
         if name in MODIFIERS and v not in (None, False):
             raise unsupported(f"{field}.{name}", "not supported by this server")
     given = [(k, v) for k, v in value.items() if k in KINDS and v is not None]
     if len(given) != 1:
-        raise bad_request(f"{field}: exactly one of {', '.join(KINDS)}.", field, "invalid_value")
+        raise invalid(field, f"exactly one of {', '.join(KINDS)}.")
     return Structure(given[0][0], given[0][1], field)

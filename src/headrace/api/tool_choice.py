@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import bad_request, unsupported
+from headrace.api.errors import allowed_only, bad_request, invalid, unsupported
 from headrace.api.protocol import NamedTool
 from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
@@ -23,16 +23,14 @@ _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
     if tools is not None and len(tools) > MAX_TOOLS:
-        raise bad_request(f"tools: {len(tools)} tools; at most {MAX_TOOLS}.", "tools", "invalid_value")
+        raise invalid("tools", f"{len(tools)} tools; at most {MAX_TOOLS}.")
     for i, tool in enumerate(tools or ()):
         if not _NAME.fullmatch(tool.function.name):
-            path = f"tools[{i}].function.name"
-            raise bad_request(f"{path}: 1 to 64 letters, digits, underscores, dots or dashes.", path, "invalid_value")
+            raise invalid(f"tools[{i}].function.name", "1 to 64 letters, digits, underscores, dots or dashes.")
     if not tools and choice not in (None, "none"):
-        raise bad_request("tool_choice is allowed only together with tools.", "tool_choice", "invalid_value")
+        raise allowed_only("tool_choice", "together with tools")
     if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
-        text = f"tool_choice: there is no tool named {choice.function.name[:100]!r}."
-        raise bad_request(text, "tool_choice", "invalid_value")
+        raise invalid("tool_choice", f"there is no tool named {choice.function.name[:100]!r}.")
 
 
 class ToolPolicy:
