@@ -13,7 +13,7 @@ from headrace.errors import ParameterError
 from headrace.extras import install_command
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import KINDS, StructuredOutputsParams
-from headrace.structured_output.reasons import in_words
+from headrace.structured_output.reasons import in_words, reason_of
 
 MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
@@ -56,11 +56,11 @@ def renamed(error: ParameterError, spec: Structure | None) -> ParameterError:
     if spec.kind != "grammar":
         return ParameterError(spec.field, error.value, error.allowed)
     # the grammar is ours (see tool_grammar): of its lines only the tool is known to the client
-    place = re.match(r"what can be compiled \(at (\d+)\(", error.allowed)
+    place = re.match(r"at (\d+)\(", reason_of(error))
     lines = str(spec.value).splitlines()
     line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
     name = re.search(r'"name": \{"const": ("(?:[^"\\]|\\.)*")\}', line)
-    why = in_words(error.allowed.removeprefix("what can be compiled (").removesuffix(")"), "json")
+    why = in_words(reason_of(error), "json")
     return ParameterError(spec.field, f"the parameters of {name[1] if name else 'the tools'}", f"what can be compiled ({why})")
 
 

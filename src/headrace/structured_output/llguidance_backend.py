@@ -10,10 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-from headrace.errors import ParameterError
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.grammars import grammars_of
-from headrace.structured_output.reasons import in_words
+from headrace.structured_output.reasons import in_words, refused
 from headrace.structured_output.vocabulary import GrammarVocabulary
 
 MAX_DIGITS = 64  # in a row, in a number of JSON
@@ -137,7 +136,6 @@ class LLGuidance:
 
         The interpreter lock is free during the construction. Time and memory are not bounded: see trial.py.
         """
-        value = getattr(spec, spec.kind)
         why = ""
         try:
             for grammar in grammars_of(spec, self._vocabulary):
@@ -148,7 +146,7 @@ class LLGuidance:
         except Exception as e:  # of the parsers of grammars, which raise many kinds
             why = f"{type(e).__name__}: {e}" if not isinstance(e, ValueError) else str(e)
         if why:
-            raise ParameterError(f"structured_outputs.{spec.kind}", value, f"what can be compiled ({in_words(why, spec.kind)})")
+            raise refused(spec, in_words(why, spec.kind))
         json_like = spec.kind in ("json", "json_object", "structural_tag")
         return Matcher(matcher, self._digits if json_like else None)
 
@@ -181,8 +179,7 @@ class LLGuidance:
             if why is None and allowed and not matcher.ended and not matcher.accept([allowed[step * 7919 % len(allowed)]]):
                 why = matcher.error
             if why is not None:
-                value = getattr(spec, spec.kind)
-                raise ParameterError(f"structured_outputs.{spec.kind}", value, f"what can be compiled ({why})")
+                raise refused(spec, why)
             if not allowed or matcher.ended:
                 return
 

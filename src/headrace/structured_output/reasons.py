@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+from headrace.errors import ParameterError
+from headrace.sampling.structured_outputs import StructuredOutputsParams
+
 # what the backend says -> what it means, the first that is found
 _MEANINGS = (
     (("NoExtension",), "no text can satisfy it"),
@@ -17,6 +20,15 @@ _LISTING = re.compile(r"\n\s+\d+ \| .*", re.DOTALL)  # the lines of a grammar th
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _OF_REGEX = re.compile(r'invalid regex "(?:[^"\\]|\\.)*" \(in regex\): ')
 _TOKENS = re.compile(r"; following special tokens are available:.*", re.DOTALL)
+
+
+def refused(spec: StructuredOutputsParams, why: str) -> ParameterError:
+    return ParameterError(f"structured_outputs.{spec.kind}", getattr(spec, spec.kind), f"what can be compiled ({why})")
+
+
+def reason_of(error: ParameterError) -> str:
+    """Why refused() has refused."""
+    return error.allowed.removeprefix("what can be compiled (").removesuffix(")")
 
 
 def in_words(why: str, kind: str) -> str:

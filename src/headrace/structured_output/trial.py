@@ -20,6 +20,7 @@ import msgspec
 
 from headrace.errors import ParameterError
 from headrace.sampling.structured_outputs import StructuredOutputsParams
+from headrace.structured_output.reasons import reason_of, refused
 
 SECONDS = 5  # of the processor: on a busy machine the clock says nothing about a grammar
 WALL_SECONDS = 30.0
@@ -42,9 +43,9 @@ class Trial:
         reply = self._ask((SECONDS, spec), WALL_SECONDS)
         if reply is None:
             self.close()
-            raise _refused(spec, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
+            raise refused(spec, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
         if reply:
-            raise _refused(spec, reply)
+            raise refused(spec, reply)
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "headrace.structured_output.trial"]
@@ -92,10 +93,6 @@ def read_message(pipe: IO[bytes], kind: Any) -> Any:
     return msgspec.msgpack.decode(data, type=kind) if data else None
 
 
-def _refused(spec: StructuredOutputsParams, why: str) -> ParameterError:
-    return ParameterError(f"structured_outputs.{spec.kind}", getattr(spec, spec.kind), f"what can be compiled ({why})")
-
-
 def limit_processor(seconds: int) -> None:
     """End this process when it has used as much more processor time (rounded up)."""
     if sys.platform != "win32":
@@ -127,7 +124,7 @@ def main() -> None:
                 backend.trial(spec)
                 reply = ""
             except ParameterError as e:
-                reply = e.allowed.removeprefix("what can be compiled (").removesuffix(")")
+                reply = reason_of(e)
             write_message(pipe_out, reply)
 
     threading.stack_size(STACK_BYTES)
