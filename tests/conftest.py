@@ -37,6 +37,14 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny llama that all share who need no other: nobody writes to its directory."""
+    from tiny_models import write_tiny
+
+    return str(write_tiny("llama", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> str:
     """The embedded model's GGUF: HEADRACE_TEST_SMOLLM2 names it where its package is not installed."""
     from headrace.errors import CheckpointError

@@ -1,4 +1,5 @@
-"""Drives an EngineCore in tests: requests in, ids and logprobs out, with arrivals and aborts at chosen steps."""
+"""Drives an EngineCore: requests in, ids and logprobs out, with arrivals and aborts at chosen steps; whether two runs
+say the same."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import random
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
-from headrace.engine.messages import EngineRequest
+from headrace.engine.messages import EngineRequest, TokenLogprobs
 from headrace.sampling.params import SamplingParams
 
 BLOCK = 8
@@ -19,12 +21,21 @@ BLOCK = 8
 @dataclass
 class Result:
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    entries: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached: int = 0
     prompt_logprobs: list | None = None
     embedding: list[float] | None = None
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [entry.logprobs[0] for entry in self.entries]
+
+    @property
+    def rows(self) -> list[np.ndarray]:
+        """The logprobs [vocab] that each token was drawn from (before edits and temperature): of requests for all of them."""
+        return [dense(entry) for entry in self.entries]
 
 
 def make_core(model: str, **options) -> EngineCore:
@@ -96,11 +107,17 @@ def run(core: EngineCore, requests: list[EngineRequest], *, arrivals=None, abort
 def take(result: Result, news) -> None:
     assert result.finish_reason is None, f"news of {news.id} after its end"
     result.ids += news.token_ids
-    result.logprobs += [t.logprobs[0] for t in news.logprobs or []]
+    result.entries += news.logprobs or []
     result.finish_reason, result.stop_reason = news.finish_reason, news.stop_reason
     result.cached = news.num_cached_tokens
     result.prompt_logprobs = news.prompt_logprobs or result.prompt_logprobs
     result.embedding = news.embedding or result.embedding
+
+
+def dense(entry: TokenLogprobs) -> np.ndarray:
+    row = np.full(max(entry.ids[1:]) + 1, np.nan)
+    row[entry.ids[1:]] = entry.logprobs[1:]
+    return row
 
 
 def assert_same(got: Result, want: Result, name: str = "") -> None:
@@ -110,3 +127,8 @@ def assert_same(got: Result, want: Result, name: str = "") -> None:
     assert len(got.logprobs) == len(want.logprobs), name
     worst = max((abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)), default=0.0)
     assert worst <= 1e-4, f"{name}: logprobs differ by {worst}"
+
+
+def assert_all_same(got: dict[str, Result], want: dict[str, Result], what: str = "") -> None:
+    for name, result in want.items():
+        assert_same(got[name], result, f"{what} {name}")

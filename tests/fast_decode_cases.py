@@ -84,6 +84,13 @@ def decode_batch(
     return batch, kv
 
 
+def cut(batch: ForwardBatch, rows: int) -> ForwardBatch:
+    """Its first rows."""
+    names = ("token_ids", "positions", "slot_mapping", "seq_slots", "seq_lens", "context_lens")
+    first = {name: getattr(batch, name)[:rows] for name in names}
+    return replace(batch, **first, query_start=batch.query_start[: rows + 1], num_decodes=rows, query_lens=[1] * rows)
+
+
 def moved(thing, device: torch.device, dtype: torch.dtype | None = None):
     """A copy of weights, a batch or a cache with all its tensors on `device`, floating ones in `dtype`."""
     if isinstance(thing, Tensor):

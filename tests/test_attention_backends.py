@@ -7,13 +7,13 @@ import contextlib
 import pytest
 import torch
 
-from attention_cases import PagedCase, attention_reference, batch_of, cache_of, paged_case
 from headrace.attention import flash
 from headrace.attention.flash import CudnnAttention, FlashAttention3, split_dense
 from headrace.attention.select import select_attention
 from headrace.attention.triton_backend import TritonAttention, plan_runs
 from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig, RopeConfig
+from kernel_cases import PagedCase, attention_reference, batch_of, cache_of, paged_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
 CPU = torch.device("cpu")

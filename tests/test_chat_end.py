@@ -96,9 +96,7 @@ def test_a_chat_ends_though_the_metadata_name_another_token(smollm2: str, tmp_pa
     with LLM(str(path), device="cpu", max_model_len=256) as llm:
         assert set(llm.inputs.eos_token_ids) == {0, 2}
         hi = [{"role": "user", "content": "Say hi."}]
-        first, longer, on = (
-            llm.chat(hi, SamplingParams(temperature=0.0, max_tokens=60, **more), use_tqdm=False)[0].outputs[0]
-            for more in ({}, {"min_tokens": 30}, {"ignore_eos": True})
-        )
+        params = [SamplingParams(temperature=0.0, max_tokens=60, **more) for more in ({}, {"min_tokens": 30}, {"ignore_eos": True})]
+        first, longer, on = (output.outputs[0] for output in llm.chat([hi] * 3, params, use_tqdm=False))
     assert first.finish_reason == "stop" and first.token_ids[-1] == 2 and "im_end" not in first.text
     assert not {0, 2} & set(longer.token_ids[:30]) and 2 in on.token_ids and len(on.token_ids) == 60

@@ -23,7 +23,7 @@ from headrace_bench.report import parse_goodput, summary, table
 from headrace_bench.target import Measured, Plan, StreamReader, Target
 from headrace_bench.workload import Lengths, PromptMaker, from_file, prefix_repetition, random_lengths
 from server_driver import ServerProcess
-from tiny_models import VOCAB, write_tiny
+from tiny_models import VOCAB
 
 # of `vllm bench serve --percentile-metrics ttft,tpot,itl,e2el`
 VLLM_KEYS = {
@@ -36,9 +36,8 @@ VLLM_DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "generated_texts",
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
-    tiny = write_tiny("llama", tmp_path_factory.mktemp("tiny"))
-    with ServerProcess(tiny, "--max-model-len", "256", "--no-standby") as running:
+def server(model):
+    with ServerProcess(model, "--max-model-len", "256", "--no-standby") as running:
         yield running.wait_ready().url
 
 

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +30,6 @@ from headrace.errors import ParameterError
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
 from server_driver import SRC, ServerProcess, until
-from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 4}
 COMMAND = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4"]
@@ -60,11 +58,6 @@ The end: | not a table.
 """
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("tiny"))
-
-
 def chat(monkeypatch, capsys, typed: str, *options: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a conversation through pipes."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
@@ -76,10 +69,10 @@ def chat(monkeypatch, capsys, typed: str, *options: str) -> tuple[int, str, str]
 GREEDY = ("--temperature", "0")
 
 
-def expected(tiny: Path, *conversations: tuple[str | None, list[str]]) -> str:
+def expected(model: str, *conversations: tuple[str | None, list[str]]) -> str:
     """The answers to each conversation's messages (system, [user, ...]), by the offline API."""
     out = ""
-    with LLM(str(tiny), **OPTIONS) as llm:
+    with LLM(model, **OPTIONS) as llm:
         for system, questions in conversations:
             said = [{"role": "system", "content": system}] if system else []
             for question in questions:
@@ -94,34 +87,34 @@ TYPED = '/help\nhello\nand then?\n/reset\nhello\n/system Be brief.\n"""two\nline
 SAID = ((None, ["hello", "and then?"]), (None, ["hello"]), ("Be brief.", ["two\nlines"]))
 
 
-def test_conversation_in_process(monkeypatch, capsys, tiny):
-    code, out, err = chat(monkeypatch, capsys, TYPED, "--model", str(tiny), "--show-stats", *GREEDY, *COMMAND)
-    assert code == 0 and out == expected(tiny, *SAID) and "sampling: temperature 0\n" in err
+def test_conversation_in_process(monkeypatch, capsys, model):
+    code, out, err = chat(monkeypatch, capsys, TYPED, "--model", model, "--show-stats", *GREEDY, *COMMAND)
+    assert code == 0 and out == expected(model, *SAID) and "sampling: temperature 0\n" in err
     assert "/reset" in err and "/nonsense is no command" in err and "12 tokens, " in err
 
 
-def test_conversation_with_a_server(monkeypatch, capsys, tiny):
+def test_conversation_with_a_server(monkeypatch, capsys, model):
     options = ["--max-model-len", "256", "--api-key", "k", "--no-standby", "--override-generation-config", '{"temperature": 0}']
-    with ServerProcess(tiny, *options) as server:  # greedy unless a request says otherwise
+    with ServerProcess(model, *options) as server:  # greedy unless a request says otherwise
         server.http.headers["Authorization"] = "Bearer k"
         server.wait_ready()
         assert "says nothing: temperature 0\n" in server.log()  # at the default level
         for url in (server.url, server.url + "/v1/"):
             code, out, err = chat(monkeypatch, capsys, TYPED, "--url", url, "--api-key", "k", "--show-stats")
-            assert code == 0 and out == expected(tiny, *SAID) and "12 tokens, " in err
+            assert code == 0 and out == expected(model, *SAID) and "12 tokens, " in err
         # mistakes are told and the conversation goes on
         code, out, err = chat(monkeypatch, capsys, "hello\n" + "x " * 400 + "\nand then?\n", "--url", url, "--api-key", "k")
-        assert code == 1 and out.replace("\n\n", "\n") == expected(tiny, SAID[0]) and "context" in err and "/reset" in err
+        assert code == 1 and out.replace("\n\n", "\n") == expected(model, SAID[0]) and "context" in err and "/reset" in err
         code, _, err = chat(monkeypatch, capsys, "hello\n", "--url", url, "--api-key", "wrong")
         assert code == 1 and "401" in err
     code, _, err = chat(monkeypatch, capsys, "hello\n", "--url", server.url)
     assert code == 1 and "does not answer" in err
 
 
-def test_a_prompt_that_does_not_fit_does_not_end_the_conversation(monkeypatch, capsys, tiny):
+def test_a_prompt_that_does_not_fit_does_not_end_the_conversation(monkeypatch, capsys, model):
     typed = "hello\n" + "x " * 400 + "\nand then?\n"
-    code, out, err = chat(monkeypatch, capsys, typed, "--model", str(tiny), *GREEDY, *COMMAND)
-    assert code == 1 and out.replace("\n\n", "\n") == expected(tiny, SAID[0]) and "headrace: " in err
+    code, out, err = chat(monkeypatch, capsys, typed, "--model", model, *GREEDY, *COMMAND)
+    assert code == 1 and out.replace("\n\n", "\n") == expected(model, SAID[0]) and "headrace: " in err
 
 
 def test_defaults_of_sampling_are_checked():
@@ -137,7 +130,7 @@ def test_bad_options(monkeypatch, capsys):
         assert code == 1 and not out and "allowed" in err
 
 
-def test_interrupt_stops_the_answer_only(tiny):
+def test_interrupt_stops_the_answer_only(model):
     class Interrupting(PlainScreen):
         pieces = 0
 
@@ -147,7 +140,7 @@ def test_interrupt_stops_the_answer_only(tiny):
             if self.pieces == 5:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    backend = EngineBackend({"model": str(tiny), **OPTIONS}, progress=False)
+    backend = EngineBackend({"model": model, **OPTIONS}, progress=False)
     out, err = io.StringIO(), io.StringIO()
     talk = Chat(backend, Interrupting(out, err), {"temperature": 0.0, "max_tokens": 100}, None, stats=False)
     try:
@@ -163,7 +156,7 @@ def test_interrupt_stops_the_answer_only(tiny):
         talk.sampling["max_tokens"] = 12
         out.seek(0), out.truncate()
         talk.take("hello")
-        assert out.getvalue() == expected(tiny, (None, ["hello"]))
+        assert out.getvalue() == expected(model, (None, ["hello"]))
     finally:
         backend.close()
 

@@ -12,13 +12,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import httpx
 import pytest
 
 from server_driver import SRC, until
-from tiny_models import write_tiny
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0"]
 
@@ -55,11 +53,6 @@ def url() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("tiny"))
 
 
 def command(*words: str) -> list[str]:
@@ -199,8 +192,8 @@ def test_non_blocking_input_that_comes_later(url):
 # ------------------------------------------------------------------------------------------ with an engine in the process
 
 
-def test_generate_with_streams_in_every_state(tiny):
-    words = ["generate", "--model", str(tiny), *SMALL, "--max-tokens", "40", "--prompt", "hello"]
+def test_generate_with_streams_in_every_state(model):
+    words = ["generate", "--model", model, *SMALL, "--max-tokens", "40", "--prompt", "hello"]
     code, out, _ = in_shell("2>&- <&-", *words, "--prompt", "you", "--show-stats")
     assert code == 0 and out.count("\n") >= 2
     code, _, err = in_shell("> /dev/full", *words)
@@ -213,12 +206,12 @@ def test_generate_with_streams_in_every_state(tiny):
     assert "memory plan" in err and " INFO " in err  # of which nothing was there without the option
 
 
-def test_a_server_needs_no_stream_at_all(tiny):
+def test_a_server_needs_no_stream_at_all(model):
     """As a daemon starts it: what would be printed is lost, and no socket becomes a standard stream."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = command("serve", str(tiny), *SMALL[:-2], "--port", str(port), "--no-standby", "--log-level", "info")
+    words = command("serve", model, *SMALL[:-2], "--port", str(port), "--no-standby", "--log-level", "info")
     process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", *words], env=environment())
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
@@ -230,7 +223,7 @@ def test_a_server_needs_no_stream_at_all(tiny):
                 return False
 
             until(ready, 120)
-            body = {"model": str(tiny), "prompt": "hello", "max_tokens": 2}
+            body = {"model": model, "prompt": "hello", "max_tokens": 2}
             assert http.post("/v1/completions", json=body).status_code == 200
             kinds = [stat.S_IFMT(os.stat(f"/proc/{process.pid}/fd/{n}").st_mode) for n in range(3)]
             assert kinds == [stat.S_IFCHR] * 3

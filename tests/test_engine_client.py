@@ -28,7 +28,6 @@ from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, P
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 from server_driver import SRC
-from tiny_models import write_tiny
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 KINDS = {
@@ -41,8 +40,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def supply(tmp_path_factory) -> FakeSupply:
-    return FakeSupply(str(write_tiny("llama", tmp_path_factory.mktemp("model"))))
+def supply(model) -> FakeSupply:
+    return FakeSupply(model)
 
 
 class Witness:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_decode_cases import CONFIGS, PLAIN, decode_batch, random_weights
+from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.fast_decode import forward as fast_decode
 from headrace.fast_decode.attention import AttentionTile, decode_attention
@@ -107,46 +107,31 @@ def test_many_rows_equal_the_decoder(name: str, rows: int, tiles: StepTiles) -> 
     assert not fast.space.tickets.any()
 
 
-@pytest.mark.parametrize("tiles", [WIDE, TWO_KERNELS], ids=["fused attention", "attention in two kernels"])
-def test_many_padded_rows_touch_nothing(tiles: StepTiles) -> None:
-    """As `test_padded_rows_touch_nothing`, with a tile of rows that is nothing but padding."""
-    config, real, padding = replace(PLAIN, num_heads=2, num_kv_heads=1, num_layers=1), 66, 64
-    fast = FastDecode(config, random_weights(config), 256, CPU, {256: tiles})
-    lengths = [1 + 5 * i % 16 for i in range(real)] + [0] * padding
-    results = []
-    for rows in (real + padding, real):
-        batch, kv = decode_batch(config, lengths, 16)
-        for name in ("token_ids", "positions", "slot_mapping", "seq_slots", "seq_lens"):
-            setattr(batch, name, getattr(batch, name)[:rows])
-        batch.query_start, batch.num_decodes, batch.query_lens = batch.query_start[: rows + 1], rows, [1] * rows
-        batch.context_lens = batch.context_lens[:rows]
-        logits = fast.forward(batch, kv)
-        assert logits.isfinite().all()
-        results.append((logits[:real].clone(), kv))
-    assert_close(results[1][0], results[0][0])  # two tiles of rows or three: other shapes, other rounding on the CPU
-    for ours, theirs in zip((*results[0][1].k, *results[0][1].v), (*results[1][1].k, *results[1][1].v), strict=True):
-        assert_close(ours, theirs)
+SMALL = replace(PLAIN, num_heads=2, num_kv_heads=1, num_layers=1)
+MANY = [1 + 5 * i % 16 for i in range(20)]
 
 
-def test_padded_rows_touch_nothing() -> None:
-    """Rows of padding leave the other rows' logits bit for bit alone and write nothing to the cache.
+@pytest.mark.parametrize(
+    ("config", "table", "lengths", "padding"),
+    [(PLAIN, TABLES["gemm"], [150, 17], 2), (SMALL, {256: WIDE}, MANY, 64), (SMALL, {256: TWO_KERNELS}, MANY, 64)],
+    ids=["few", "fused attention", "attention in two kernels"],
+)
+def test_padded_rows_touch_nothing(config, table, lengths: list[int], padding: int) -> None:
+    """Rows of padding, also a tile of rows that is nothing but padding, leave the other rows' logits alone (bit for bit where the
+    rest is no other number of tiles) and write nothing to the cache.
 
     The two steps run on one object: workspaces and tickets are left as a step of another size needs them.
     """
-    weights = random_weights(PLAIN)
-    fast = FastDecode(PLAIN, weights, 8, CPU, TABLES["gemm"])
-    batch, kv = decode_batch(PLAIN, [150, 17, 0, 0], 16)
-    # the same two rows without padding
-    short, kv_short = decode_batch(PLAIN, [150, 17, 0, 0], 16)
-    for name in ("token_ids", "positions", "slot_mapping", "seq_slots", "seq_lens"):
-        setattr(short, name, getattr(short, name)[:2])
-    short.query_start, short.num_decodes, short.query_lens = short.query_start[:3], 2, [1, 1]
-    padded = fast.forward(batch, kv)
-    assert padded.isfinite().all()
-    padded = padded[:2].clone()
-    assert (fast.forward(short, kv_short) == padded).all()
-    for ours, theirs in zip((*kv.k, *kv.v), (*kv_short.k, *kv_short.v), strict=True):
-        assert (ours == theirs).all()
+    fast = FastDecode(config, random_weights(config), max(8, len(lengths) + padding), CPU, table)
+    results = []
+    for rows in (len(lengths) + padding, len(lengths)):
+        batch, kv = decode_batch(config, lengths + [0] * padding, 16)
+        logits = fast.forward(cut(batch, rows), kv)
+        assert logits.isfinite().all()
+        results.append((logits[: len(lengths)].clone(), *kv.k, *kv.v))
+    for padded, alone in zip(*results, strict=True):
+        assert_close(padded, alone)
+        assert lengths is MANY or torch.equal(padded, alone)
 
 
 @pytest.mark.parametrize(

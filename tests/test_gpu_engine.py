@@ -11,16 +11,15 @@ import time
 import pytest
 import torch
 
-from drafting import Guesser, count_overlaps, drafting_core, write_eagle
-from engine_driver import Result as EngineResult
-from engine_driver import assert_same, complete, make_core, make_requests, run, take
-from engine_traces import BF16_TOLERANCE, compare, traces, with_rows
+from agreement import BF16_TOLERANCE, compare, with_rows
+from drafting import Guesser, count_overlaps, drafting_core
+from engine_driver import Result, assert_all_same, assert_same, complete, make_core, make_requests, run, take
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from scheduler_fake import NoForecast
+from scheduler_driver import admit_greedily
 from test_engine_invariance import SCHEDULES
-from tiny_models import write_tiny
+from tiny_models import write_eagle, write_tiny
 
 pytestmark = pytest.mark.gpu
 STEPS = 10_000
@@ -35,10 +34,10 @@ def test_ten_thousand_random_mixed_steps(model):
     """Arrivals and aborts at any moment, a pool that is too small; the block accounting is checked after each step, nothing
     is lost, and those that ran to their end say what the CPU says."""
     core = make_core(model, device="cuda", max_num_seqs=16, num_kv_blocks=50, max_num_batched_tokens=48)
-    core.scheduler._admission._forecast = lambda running: NoForecast()  # whoever finds a block is admitted: preemptions
+    admit_greedily(core.scheduler)  # whoever finds a block is admitted: preemptions
     rng = random.Random(11)
     requests: dict[str, EngineRequest] = {}
-    results: dict[str, EngineResult] = {}
+    results: dict[str, Result] = {}
     alive: list[str] = []
     began = time.perf_counter()
     for step in range(STEPS):
@@ -48,7 +47,7 @@ def test_ten_thousand_random_mixed_steps(model):
             request.id = f"x{len(requests)}"
             request.params.prompt_logprobs = rng.choice([None, None, None, 2])
             core.add(request)
-            requests[request.id], results[request.id] = request, EngineResult()
+            requests[request.id], results[request.id] = request, Result()
             alive.append(request.id)
         if alive and rng.random() < 0.02:
             core.abort(rng.choice(alive))
@@ -82,7 +81,7 @@ def test_any_schedule_gives_the_same_tokens(model, dtype, part):
     )
     cases = [make_requests(seed, 10, alone.vocab_size) for seed in (1, 2)]
     cases = cases if exact else [with_rows(c) for c in cases]
-    wanted = [run(alone, c) if exact else traces(alone, c) for c in cases]
+    wanted = [run(alone, c) for c in cases]
     schedules = {n: o for n, o in SCHEDULES.items() if ("chunks" in n) == (part == "chunks")}
     if part == "other":
         schedules["eager"] = {"enforce_eager": True}
@@ -92,10 +91,9 @@ def test_any_schedule_gives_the_same_tokens(model, dtype, part):
         for requests, want in zip(cases, wanted, strict=True):
             if exact:
                 got = run(core, requests)
-                for request in requests:
-                    assert_same(got[request.id], want[request.id], f"{name}, {request.id}")
+                assert_all_same(got, want, f"{name}")
             else:
-                seen = compare(traces(core, requests), want, BF16_TOLERANCE, name)
+                seen = compare(run(core, requests), want, BF16_TOLERANCE, name)
                 print(f"{name}: {seen}")
                 problems += seen.problems
     assert not problems, "\n".join(problems)
@@ -117,8 +115,7 @@ def test_speculation_gives_the_same_tokens(model, proposer, tmp_path):
         core = drafting_core(model, guesser, overlap=True, device="cuda", **options, **more)
         overlaps = count_overlaps(core)
         got = run(core, requests)
-        for request in requests:
-            assert_same(got[request.id], want[request.id], f"{proposer}, {more}, {request.id}")
+        assert_all_same(got, want, f"{proposer}, {more}")
         assert core.speculator.stats.num_drafts > 0 and overlaps[0] > 0
 
 
@@ -136,8 +133,7 @@ def test_grammars_give_the_same_tokens(model):
     want = run(make_core(model), requests)
     for options in ({}, {"enforce_eager": True}):
         got = run(make_core(model, device="cuda", **options), requests)
-        for request in requests:
-            assert_same(got[request.id], want[request.id], f"{options}, {request.id}")
+        assert_all_same(got, want, f"{options}")
 
 
 KINDS: dict[str, dict] = {
@@ -202,7 +198,7 @@ def wide(tmp_path_factory):
     rng = random.Random(5)
     lengths = (1024, 1500, 2048, 2048, 300, 40, 3)
     requests = [EngineRequest(f"r{i} of {n}", [rng.randrange(100) for _ in range(n)], params, i) for i, n in enumerate(lengths)]
-    return path, requests, traces(make_core(path, max_model_len=4096, num_kv_blocks=1200), requests)
+    return path, requests, run(make_core(path, max_model_len=4096, num_kv_blocks=1200), requests)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cudnn", "triton"])
@@ -214,7 +210,7 @@ def test_long_prompts_through_each_attention_backend(wide, backend):
             path, device="cuda", dtype="bfloat16", attention_backend=backend, max_model_len=4096, block_size=64,
             num_kv_blocks=150, max_num_batched_tokens=batched,
         )  # fmt: skip
-        seen = compare(traces(core, requests), want, BF16_TOLERANCE, f"{backend}, {batched}")
+        seen = compare(run(core, requests), want, BF16_TOLERANCE, f"{backend}, {batched}")
         print(f"{backend} ({type(core.runner.decoder.attention).__name__}), {batched}: {seen}")
         assert not seen.problems and seen.total / seen.compared < BF16_TOLERANCE / 2, str(seen)
 
@@ -239,7 +235,7 @@ def check_padding(model: str, dtype: str, most: int, counts: tuple[int, ...]) ->
             want = run(cpu, requests)
         else:
             requests = with_rows(requests)
-            want = traces(cpu, requests)
+            want = run(cpu, requests)
         for count in counts:
             some = requests[:count]
             if dtype == "float32":
@@ -247,7 +243,7 @@ def check_padding(model: str, dtype: str, most: int, counts: tuple[int, ...]) ->
                 for request in some:
                     assert_same(got[request.id], want[request.id], f"{count} of {most}, {request.id}")
             else:
-                seen = compare(traces(core, some), {r.id: want[r.id] for r in some}, BF16_TOLERANCE, f"{count} of {most}")
+                seen = compare(run(core, some), {r.id: want[r.id] for r in some}, BF16_TOLERANCE, f"{count} of {most}")
                 assert not seen.problems, str(seen)
         if dtype != "float32":
             break  # with logprobs the tails of the graphs are one

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_driver import assert_same, complete, make_core, make_requests, run
-from engine_traces import BF16_TOLERANCE, compare, traces, with_rows
+from agreement import BF16_TOLERANCE, compare, with_rows
+from engine_driver import assert_all_same, complete, make_core, make_requests, run
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from tiny_models import TINY, write_tiny
@@ -32,8 +32,7 @@ def test_float32_tokens_equal_the_cpu(path, family):
         core = make_core(model, device="cuda", **options)
         for requests, want in zip(cases, wanted, strict=True):
             got = run(core, requests)
-            for request in requests:
-                assert_same(got[request.id], want[request.id], f"{family}, {mode}, {request.id}")
+            assert_all_same(got, want, f"{family}, {mode}")
 
 
 def plain(requests: list[EngineRequest]) -> list[EngineRequest]:
@@ -51,10 +50,10 @@ def test_bfloat16_is_near_the_exact_engine(path, family):
     requests = with_rows(make_requests(1, 12, cpu.vocab_size))
     greedy = complete(SamplingParams(temperature=0.0, max_tokens=24, logprobs=-1))
     requests += [EngineRequest(f"greedy {r.id}", r.prompt_ids, greedy, 0) for r in requests]
-    want = traces(cpu, requests)
+    want = run(cpu, requests)
     for mode, options in MODES.items():
         core = make_core(model, device="cuda", dtype="bfloat16", **options)
-        got = traces(core, requests)
+        got = run(core, requests)
         seen = compare(got, want, BF16_TOLERANCE)
         print(f"{family}, {mode}: {seen}")
         assert not seen.problems and seen.total / seen.compared < BF16_TOLERANCE / 2, f"{family}, {mode}: {seen}"

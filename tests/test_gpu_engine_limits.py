@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_driver import Result, assert_same, complete, make_core, make_requests, run, take
+from engine_driver import Result, assert_all_same, complete, make_core, make_requests, run, take
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
@@ -110,8 +110,7 @@ def test_a_cache_past_2_31_elements_serves_its_last_blocks(tmp_path):
         core.scheduler.pool.take(FAR_BLOCKS - 32)  # all but the last ones are in use
         results = {r.id: Result() for r in requests}
         serve(core, requests, results)
-        for request in requests:
-            assert_same(results[request.id], want[request.id], f"eager {eager}, {request.id}")
+        assert_all_same(results, want, f"eager {eager}")
         keys = core.runner.kv.k[0]
         assert keys[-32:].any() and not keys[:32].any(), "the wrong blocks were written"
         del core, keys

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine_driver import complete, make_core
-from engine_traces import BF16_TOLERANCE, compare, traces
+from agreement import BF16_TOLERANCE, compare
+from engine_driver import complete, make_core, run
 from headrace import LLM, SamplingParams
 from headrace.engine.messages import EngineRequest
 
@@ -33,14 +33,14 @@ def exact(smollm2, card):
     """Greedy requests and what the float32 engine on the CPU makes of them, with all logprobs."""
     params = complete(SamplingParams(temperature=0.0, max_tokens=16, logprobs=-1))
     requests = [EngineRequest(f"r{i}", card.tokenizer.encode(text), params, 0) for i, text in enumerate(PROMPTS)]
-    return requests, traces(make_core(smollm2, **SETTINGS), requests)
+    return requests, run(make_core(smollm2, **SETTINGS), requests)
 
 
 def test_float32_says_what_the_cpu_says(smollm2, exact):
     requests, want = exact
     for eager in (False, True):
         core = make_core(smollm2, device=DEVICE, enforce_eager=eager, **SETTINGS)
-        seen = compare(traces(core, requests), want, FLOAT32_TOLERANCE, f"eager {eager}")
+        seen = compare(run(core, requests), want, FLOAT32_TOLERANCE, f"eager {eager}")
         print(seen)
         assert not seen.problems, str(seen)
         assert seen.same >= len(requests) - 1, f"{seen}; a near-tie is rare in float32"
@@ -49,7 +49,7 @@ def test_float32_says_what_the_cpu_says(smollm2, exact):
 def test_bfloat16_is_near_the_cpu(smollm2, exact):
     requests, want = exact
     core = make_core(smollm2, device=DEVICE, dtype="bfloat16", **SETTINGS)
-    seen = compare(traces(core, requests), want, BF16_TOLERANCE)
+    seen = compare(run(core, requests), want, BF16_TOLERANCE)
     print(seen)
     assert not seen.problems, str(seen)
 

@@ -7,19 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention_cases import PagedCase, attention_reference, batch_of, cache_of, paged_case
 from headrace.attention import flash
 from headrace.attention.flash import CudnnAttention, FlashAttention3, find_flash_attention_3
 from headrace.attention.triton_backend import TritonAttention
 from headrace.kernels.activation import act_mul, act_mul_reference
-from headrace.kernels.attention_decode import split_attention, split_space
-from headrace.kernels.attention_prefill import VarlenTile, default_tile, varlen_attention
+from headrace.kernels.attention_decode import split_space
+from headrace.kernels.attention_prefill import VarlenTile, default_tile
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
-from headrace.kernels.qkv import qkv_rope_write, qkv_rope_write_reference
-from headrace.kernels.split import SplitSpace
+from headrace.kernels.qkv import qkv_rope_write
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import embed
+from kernel_cases import PagedCase, attention_reference, batch_of, cache_of, check_qkv, paged_case, run_split, run_varlen
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -41,29 +40,6 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 8e-3) -> Non
     assert error.max() < tolerance, f"row {int(error.argmax())}: {float(error.max()):.4f}"
 
 
-def split(case: PagedCase, tokens: int = 1, max_context: int | None = None, workspace: SplitSpace | None = None,
-          out: torch.Tensor | None = None, **options) -> torch.Tensor:  # fmt: skip
-    rows, heads, head_dim = case.q.shape
-    seqs, kv_heads = len(case.query_lens), case.k_cache.shape[2]
-    workspace = workspace or split_space(seqs, heads, kv_heads, head_dim, DEVICE)
-    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=DEVICE) if out is None else out
-    split_attention(
-        case.q, case.k_cache, case.v_cache, out, *case.tensors(), workspace, first_seq=0, num_seqs=seqs, tokens=tokens,
-        max_context=max_context or max(case.context_lens), scale=case.q.shape[2] ** -0.5, **options,
-    )  # fmt: skip
-    return out
-
-
-def varlen(case: PagedCase, **options) -> torch.Tensor:
-    rows, heads, head_dim = case.q.shape
-    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=DEVICE)
-    varlen_attention(
-        case.q, case.k_cache, case.v_cache, out, *case.tensors(), first_seq=0, num_seqs=len(case.query_lens), num_rows=rows,
-        max_tokens=max(case.query_lens), scale=head_dim**-0.5, **options,
-    )  # fmt: skip
-    return out
-
-
 def reference(case: PagedCase, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
     return attention_reference(case, case.q.shape[2] ** -0.5, window, softcap)
 
@@ -78,54 +54,54 @@ SHAPES = [  # heads, kv heads, head_dim, block
 def test_attention_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     shape = (heads, kv_heads, head_dim, block)
     decode = paged_case([1] * 7, [1, 64, 65, 1000, 5000, 0, 333], *shape, dtype=BF16, device="cuda")
-    close(split(decode), reference(decode))
-    close(split(decode, chunk=64), reference(decode))
+    close(run_split(decode), reference(decode))
+    close(run_split(decode, chunk=64), reference(decode))
     mixed = paged_case([1, 500, 130, 1, 77], [900, 500, 700, 0, 78], *shape, dtype=BF16, device="cuda")
-    close(varlen(mixed), reference(mixed))
+    close(run_varlen(mixed), reference(mixed))
 
 
 @pytest.mark.parametrize("block", [1, 8, 32, 128, 256])
 def test_attention_block_sizes(block: int) -> None:
     """Smaller and larger than the tiles of keys; a ratio of 8."""
     decode = paged_case([1] * 5, [1, 63, 1000, 0, 257], 16, 2, 64, block, dtype=BF16, device="cuda")
-    close(split(decode), reference(decode))
+    close(run_split(decode), reference(decode))
     mixed = paged_case([130, 1, 77], [300, 65, 78], 16, 2, 64, block, dtype=BF16, device="cuda")
-    close(varlen(mixed), reference(mixed))
+    close(run_varlen(mixed), reference(mixed))
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(8, 4, 256), (32, 8, 128)])
 @pytest.mark.parametrize("window, softcap", [(100, 0.0), (512, 20.0), (0, 30.0)])
 def test_attention_window_and_softcap(heads: int, kv_heads: int, head_dim: int, window: int, softcap: float) -> None:
     decode = paged_case([1] * 4, [3000, 90, 513, 2], heads, kv_heads, head_dim, 64, dtype=BF16, device="cuda")
-    close(split(decode, window=window, softcap=softcap), reference(decode, window, softcap))
+    close(run_split(decode, window=window, softcap=softcap), reference(decode, window, softcap))
     mixed = paged_case([700, 130, 1], [700, 1500, 40], heads, kv_heads, head_dim, 64, dtype=BF16, device="cuda")
-    close(varlen(mixed, window=window, softcap=softcap), reference(mixed, window, softcap))
+    close(run_varlen(mixed, window=window, softcap=softcap), reference(mixed, window, softcap))
 
 
 def test_attention_dtypes_and_pointers() -> None:
     for dtype, tolerance in ((torch.float16, 2e-3), (torch.float32, 2e-5)):
         decode = paged_case([1] * 3, [300, 64, 1500], 9, 3, 64, 16, dtype=dtype, device="cuda")
-        close(split(decode), reference(decode), tolerance)
+        close(run_split(decode), reference(decode), tolerance)
         mixed = paged_case([70, 130, 1], [70, 200, 40], 9, 3, 64, 64, dtype=dtype, device="cuda")
-        close(varlen(mixed), reference(mixed), tolerance)
+        close(run_varlen(mixed), reference(mixed), tolerance)
     case = paged_case([300, 200], [300, 900], 32, 8, 128, 64, dtype=BF16, device="cuda")
-    close(varlen(case, tile=VarlenTile(128, 64, 8, 3, False)), reference(case))
+    close(run_varlen(case, tile=VarlenTile(128, 64, 8, 3, False)), reference(case))
 
 
 def test_split_of_several_rows() -> None:
     for tokens, lens in ((4, [4, 1, 3]), (16, [16, 9, 13])):
         case = paged_case(lens, [3000, 70, 1500], 32, 8, 128, 64, dtype=BF16, device="cuda")
-        close(split(case, tokens=tokens), reference(case))
+        close(run_split(case, tokens=tokens), reference(case))
 
 
 @pytest.mark.parametrize("context", [32768, 131072])
 def test_long_contexts(context: int) -> None:
     decode = paged_case([1, 1], [context, 5], 16, 8, 128, 64, dtype=BF16, device="cuda")
-    close(split(decode), reference(decode))
+    close(run_split(decode), reference(decode))
     chunk = paged_case([200], [context], 16, 8, 128, 64, dtype=BF16, device="cuda")
-    close(varlen(chunk), reference(chunk))
+    close(run_varlen(chunk), reference(chunk))
     few = paged_case([5], [context], 16, 8, 128, 64, dtype=BF16, device="cuda")
-    close(split(few, tokens=8), reference(few))
+    close(run_split(few, tokens=8), reference(few))
 
 
 def far_case() -> tuple[PagedCase, torch.Tensor]:
@@ -143,12 +119,12 @@ def far_case() -> tuple[PagedCase, torch.Tensor]:
 def test_caches_past_2_31_elements() -> None:
     case, cache = far_case()
     want = reference(case)
-    close(varlen(case), want)
-    close(varlen(case, tile=VarlenTile(128, 64, 8, 3, False)), want)
+    close(run_varlen(case), want)
+    close(run_varlen(case, tile=VarlenTile(128, 64, 8, 3, False)), want)
     decode = PagedCase(
         case.q[:2], cache, cache, case.block_tables, case.seq_slots, case.query_start, case.seq_lens, [1, 1], [700, 200]
     )
-    close(split(decode), attention_reference(decode, 128**-0.5))
+    close(run_split(decode), attention_reference(decode, 128**-0.5))
     out = torch.empty((900, 8, 128), dtype=BF16, device=DEVICE)
     starts = torch.tensor([0, 700, 900], dtype=torch.int32, device=DEVICE)
     tables = (case.block_tables, case.seq_slots, starts)
@@ -204,37 +180,9 @@ def test_act_mul(kind) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str) -> None:
-    rows = 70
-    qkv = torch.randn((rows, (heads + 2 * kv_heads) * head_dim), device=DEVICE).to(BF16)
-    angle = torch.rand((100, rot // 2), device=DEVICE) * 6
-    positions = torch.randint(0, 100, (rows,), dtype=torch.int32, device=DEVICE)
-    slots = torch.randperm(128, device=DEVICE)[:rows]
-    sizes = {"none": (0, 0), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
-    q_norm, k_norm = (torch.randn(n, device=DEVICE).to(BF16) if n else None for n in sizes)
-
-    def cache(dtype: torch.dtype) -> SimpleNamespace:
-        k, v = (torch.zeros((2, 64, kv_heads, head_dim), dtype=dtype, device=DEVICE) for _ in range(2))
-        kv = SimpleNamespace(k=[k], v=[v])
-
-        def write(layer, k, v, slots):
-            kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v
-
-        kv.write = write
-        return kv
-
-    got_kv, want_kv = cache(BF16), cache(torch.float32)
-    options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "norm_offset": 0.0}
-    got, own = qkv_rope_write(
-        qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, q_norm=q_norm, k_norm=k_norm, keep=True, **options
+    check_qkv(
+        qkv_rope_write, close, heads, kv_heads, head_dim, rot, norm, rows=70, block=64, keep=True, dtype=BF16, device="cuda"
     )
-    want, _ = qkv_rope_write_reference(
-        qkv.float(), positions, angle.cos(), angle.sin(), want_kv, 0, slots,
-        q_norm=q_norm.float() if q_norm is not None else None, k_norm=k_norm.float() if k_norm is not None else None, **options,
-    )  # fmt: skip
-    close(got, want)
-    close(got_kv.k[0].flatten(0, 1)[slots], want_kv.k[0].flatten(0, 1)[slots])
-    assert torch.equal(got_kv.v[0].float(), want_kv.v[0])
-    assert torch.equal(own[0], got_kv.k[0].flatten(0, 1)[slots])
 
 
 def test_graph_serves_every_length_mix_and_replays_are_identical() -> None:
@@ -243,10 +191,10 @@ def test_graph_serves_every_length_mix_and_replays_are_identical() -> None:
     case = paged_case([1] * 8, [4096] * 8, 16, 8, 128, 64, dtype=BF16, device="cuda")
     workspace = split_space(8, 16, 8, 128, DEVICE)
     out = torch.empty((8, 16 * 128), dtype=BF16, device=DEVICE)
-    split(case, workspace=workspace, out=out, max_context=4096)
+    run_split(case, workspace=workspace, out=out, max_context=4096)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        split(case, workspace=workspace, out=out, max_context=4096)
+        run_split(case, workspace=workspace, out=out, max_context=4096)
     for shift in range(4):
         now = lens[shift:] + lens[:shift]
         case.seq_lens.copy_(torch.tensor(now, dtype=torch.int32))
@@ -286,7 +234,7 @@ def test_chained_launches_under_pdl_are_identical() -> None:
                 q_norm=weight[:dim], k_norm=weight[:dim], eps=1e-6, norm_offset=0.0,
             )  # fmt: skip
             case.q = q
-            split(case, workspace=workspace, out=out, max_context=2048)
+            run_split(case, workspace=workspace, out=out, max_context=2048)
             y = torch.cat((out, out), 1).contiguous() if y.shape[1] == 2 * hidden else y
         result.copy_(rms_norm(out, weight[:hidden], 1e-6))
 

@@ -5,40 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention_cases import PagedCase, attention_reference, paged_case
-from headrace.kernels.attention_decode import choose_chunk, max_tokens, num_slots, split_attention, split_space
-from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
-from headrace.kernels.split import SplitSpace
+from headrace.kernels.attention_decode import choose_chunk, max_tokens, num_slots, split_space
+from headrace.kernels.attention_prefill import VarlenTile
+from kernel_cases import PagedCase, attention_reference, paged_case, run_split, run_varlen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
 SCALE = 0.17
 
 
-def run_split(case: PagedCase, workspace: SplitSpace | None = None, *, tokens: int = 1, max_context: int | None = None,
-              **options) -> torch.Tensor:  # fmt: skip
-    seqs, (rows, heads, head_dim) = len(case.query_lens), case.q.shape
-    kv_heads = case.k_cache.shape[2]
-    if workspace is None:
-        workspace = split_space(seqs, heads, kv_heads, head_dim, torch.device("cpu"))
-    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype)
-    split_attention(
-        case.q, case.k_cache, case.v_cache, out, *case.tensors(), workspace, first_seq=0, num_seqs=seqs, tokens=tokens,
-        max_context=max_context or max(case.context_lens), scale=SCALE, **options,
-    )  # fmt: skip
-    assert not workspace.tickets.any(), "the counters are left as they were found"
-    return out
+def split(case: PagedCase, *given, **options) -> torch.Tensor:
+    return run_split(case, *given, scale=SCALE, **options)
 
 
-def run_varlen(case: PagedCase, first: int = 0, seqs: int | None = None, tma: bool = False, **options) -> torch.Tensor:
-    seqs = len(case.query_lens) - first if seqs is None else seqs
-    rows, heads, head_dim = case.q.shape
-    lens = case.query_lens[first : first + seqs]
-    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype)
-    varlen_attention(
-        case.q, case.k_cache, case.v_cache, out, *case.tensors(), first_seq=first, num_seqs=seqs, num_rows=sum(lens),
-        max_tokens=max(lens), scale=SCALE, tile=VarlenTile(32, 32, 4, 2, tma), **options,
-    )  # fmt: skip
-    return out
+def varlen(case: PagedCase, *given, tma: bool = False, **options) -> torch.Tensor:
+    return run_varlen(case, *given, scale=SCALE, tile=VarlenTile(32, 32, 4, 2, tma), **options)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -49,14 +29,14 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("block", [16, 64])
 def test_decode_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     case = paged_case([1] * 4, [150, 1, 64, 77], heads, kv_heads, head_dim, block)
-    close(run_split(case), attention_reference(case, SCALE))
+    close(split(case), attention_reference(case, SCALE))
 
 
 @pytest.mark.parametrize("window, softcap", [(1, 0.0), (20, 0.0), (64, 3.0), (500, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_decode_window_and_softcap(window: int, softcap: float, chunk: int) -> None:
     case = paged_case([1] * 4, [200, 5, 65, 64], 2, 1, 32, 16)
-    close(run_split(case, window=window, softcap=softcap, chunk=chunk), attention_reference(case, SCALE, window, softcap))
+    close(split(case, window=window, softcap=softcap, chunk=chunk), attention_reference(case, SCALE, window, softcap))
 
 
 def test_decode_window_reads_nothing_before_it() -> None:
@@ -64,13 +44,13 @@ def test_decode_window_reads_nothing_before_it() -> None:
     case = paged_case([1], [400], 4, 2, 32, 16)
     want = attention_reference(case, SCALE, window=40)
     case.block_tables[case.seq_slots.long(), : (400 - 40) // 64 * 64 // 16] = 2**31 - 1
-    close(run_split(case, window=40, chunk=64), want)
+    close(split(case, window=40, chunk=64), want)
 
 
 def test_decode_padded_sequences_are_zero_and_read_nothing() -> None:
     case = paged_case([1] * 4, [70, 0, 0, 33], 4, 2, 32, 16)
     case.block_tables[case.seq_slots[1:3].long()] = 2**31 - 1
-    got = run_split(case, max_context=512)
+    got = split(case, max_context=512)
     assert (got[1:3] == 0).all()
     close(got, attention_reference(case, SCALE))
 
@@ -82,19 +62,19 @@ def test_decode_grid_larger_than_any_context_and_workspace_reuse() -> None:
     workspace.lse.fill_(float("nan"))
     for lens in ([300, 2, 130], [1, 64, 65], [0, 512, 0]):
         case = paged_case([1] * 3, lens, 4, 2, 32, 64, seed=sum(lens))
-        close(run_split(case, workspace, max_context=512, chunk=64), attention_reference(case, SCALE))
+        close(split(case, workspace, max_context=512, chunk=64), attention_reference(case, SCALE))
 
 
 @pytest.mark.parametrize("window", [0, 9, 100])
 def test_split_of_several_rows(window: int) -> None:
     """Verification of drafts: up to `tokens` rows a sequence, each seeing only what is before it."""
     case = paged_case([5, 1, 3, 4], [140, 1, 66, 4], 6, 3, 16, 16)
-    close(run_split(case, tokens=5, window=window, chunk=64), attention_reference(case, SCALE, window))
+    close(split(case, tokens=5, window=window, chunk=64), attention_reference(case, SCALE, window))
 
 
 def test_decode_half_precision() -> None:
     case = paged_case([1] * 2, [100, 40], 4, 2, 32, 16, dtype=torch.float16)
-    torch.testing.assert_close(run_split(case, chunk=64).double(), attention_reference(case, SCALE), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(split(case, chunk=64).double(), attention_reference(case, SCALE), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("seqs", [1, 8, 32, 256, 1024])
@@ -122,20 +102,20 @@ def test_prefill_mixed(query_lens, context_lens, heads, kv_heads, head_dim, bloc
     if tma and block == 16:
         pytest.skip("a block must hold whole tiles")
     case = paged_case(query_lens, context_lens, heads, kv_heads, head_dim, block)
-    close(run_varlen(case, tma=tma), attention_reference(case, SCALE))
+    close(varlen(case, tma=tma), attention_reference(case, SCALE))
 
 
 @pytest.mark.parametrize("window, softcap", [(1, 0.0), (16, 0.0), (50, 4.0), (1000, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("tma", [False, True])
 def test_prefill_window_and_softcap(window: int, softcap: float, tma: bool) -> None:
     case = paged_case([60, 1, 50], [60, 40, 210], 2, 1, 32, 64)
-    close(run_varlen(case, window=window, softcap=softcap, tma=tma), attention_reference(case, SCALE, window, softcap))
+    close(varlen(case, window=window, softcap=softcap, tma=tma), attention_reference(case, SCALE, window, softcap))
 
 
 def test_prefill_of_a_part_of_the_sequences() -> None:
     """Rows outside of the named sequences, and the skipped ones, stay untouched."""
     case = paged_case([1, 50, 44, 20], [9, 80, 44, 20], 4, 2, 32, 16)
-    got, want = run_varlen(case, first=1, seqs=2, skip=40), attention_reference(case, SCALE)
+    got, want = varlen(case, first=1, seqs=2, skip=40), attention_reference(case, SCALE)
     done = torch.zeros(got.shape[0], dtype=torch.bool)
     done[1 + 40 : 51] = done[51 + 40 : 95] = True
     close(got[done], want[done])
@@ -147,5 +127,5 @@ def test_prefill_of_many_sequences_and_padding() -> None:
     lens = [(i * 7) % 3 + 1 for i in range(131)]
     contexts = [0 if i % 11 == 3 else n + i % 4 for i, n in enumerate(lens)]
     case = paged_case(lens, contexts, 1, 1, 16, 16)
-    got = run_varlen(case)
+    got = varlen(case)
     close(got, attention_reference(case, SCALE))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -17,9 +15,10 @@ from headrace.kernels.norm import (
     rms_norm_reference,
     rms_norm_triton,
 )
-from headrace.kernels.qkv import qkv_rope_write_reference, qkv_rope_write_triton
+from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.model import decoder
 from headrace.model.linear import MatrixLinear, make_linear
+from kernel_cases import check_qkv, flat_cache
 from model_harness import Sequences, load_tiny
 from tiny_models import write_tiny
 
@@ -75,51 +74,19 @@ def test_act_mul(kind, width: int) -> None:
     close(act_mul_triton(gate_up, kind), act_mul_reference(gate_up, kind))
 
 
-def cache(num_blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torch.float32) -> SimpleNamespace:
-    """Like KVCache, filled with a number that no kernel writes."""
-    k, v = (torch.full((num_blocks, block, kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2))
-    kv = SimpleNamespace(k=[k], v=[v])
-
-    def write(layer, k, v, slots):
-        kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v
-
-    kv.write = write
-    return kv
-
-
 @pytest.mark.parametrize("heads, kv_heads, head_dim, rot", [
     (4, 2, 32, 32), (9, 3, 64, 64), (6, 6, 80, 80), (4, 1, 80, 32), (16, 2, 128, 96), (3, 3, 96, 96), (20, 4, 16, 8),
 ])  # fmt: skip
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("keep", [False, True])
 def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep: bool) -> None:
-    rows, block = 6, 16
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_dim)
-    positions = torch.tensor([0, 5, 99, 31, 7, 40], dtype=torch.int32)
-    angle = torch.rand(100, rot // 2) * 6
-    slots = torch.tensor([3, 47, 16, 0, 31, 20])
-    sizes = {"none": (0, 0), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
-    q_norm, k_norm = (torch.randn(n) if n else None for n in sizes)
-    got_kv, want_kv = cache(3, block, kv_heads, head_dim), cache(3, block, kv_heads, head_dim)
-    options = {
-        "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
-        "q_norm": q_norm, "k_norm": k_norm, "eps": 1e-6, "norm_offset": 0.5,
-    }  # fmt: skip
-    got, own = qkv_rope_write_triton(qkv.clone(), positions, angle.cos(), angle.sin(), got_kv, 0, slots, keep=keep, **options)
-    want, _ = qkv_rope_write_reference(qkv, positions, angle.cos(), angle.sin(), want_kv, 0, slots, **options)
-    close(got, want)
-    close(got_kv.k[0], want_kv.k[0])
-    close(got_kv.v[0], want_kv.v[0])
-    assert (own is not None) == keep
-    if own is not None:
-        for kept, cached in zip(own, (got_kv.k[0], got_kv.v[0]), strict=True):
-            assert torch.equal(kept, cached.flatten(0, 1)[slots])
+    check_qkv(qkv_rope_write_triton, close, heads, kv_heads, head_dim, rot, norm, rows=6, block=16, keep=keep)
 
 
 def test_qkv_padded_rows_write_nothing() -> None:
     heads, kv_heads, head_dim = 4, 2, 32
     qkv, angle = torch.randn(4, (heads + 2 * kv_heads) * head_dim), torch.rand(10, 16)
-    kv = cache(2, 16, kv_heads, head_dim)
+    kv = flat_cache(2, 16, kv_heads, head_dim)
     slots = torch.tensor([5, -1, -1, 20])
     qkv_rope_write_triton(
         qkv, torch.tensor([1, 0, 0, 2], dtype=torch.int32), angle.cos(), angle.sin(), kv, 0, slots,

@@ -31,23 +31,18 @@ PROMPTS = ["The quick brown fox", "Where the water ends,", "日本語 🙂", "01
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(write_tiny("llama", tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def llm(path):
-    with LLM(path, **OPTIONS) as llm:
+def llm(model):
+    with LLM(model, **OPTIONS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def witness(path):
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+def witness(model):
+    return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
-def test_greedy_text_equals_transformers(llm, path, witness):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+def test_greedy_text_equals_transformers(llm, model, witness):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20, **GREEDY), use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -113,7 +108,7 @@ def test_streamed_pieces_joined_are_the_text(llm):
                 assert sample.text.endswith(sample.stop_reason) is (i % 2 == 0)
 
 
-def test_end_tokens(llm, path):
+def test_end_tokens(llm, model):
     """EOS ends a request and is not in its text; ignore_eos and min_tokens hold it off; stop ids name themselves."""
     prompt = [7, 8, 9]
     free = llm.generate([prompt], SamplingParams(max_tokens=12, **GREEDY), use_tqdm=False)[0].outputs[0]
@@ -284,8 +279,8 @@ def test_a_max_tokens_that_nobody_asked_for_is_what_fits(llm):
         llm.generate([[5] * 120], SamplingParams(max_tokens=16), use_tqdm=False)
 
 
-def test_the_command_line_refuses_what_does_not_fit(path, capsys):
-    command = ["generate", "--model", path, "--device", "cpu", "--max-model-len", "64", "--prompt", "a b"]
+def test_the_command_line_refuses_what_does_not_fit(model, capsys):
+    command = ["generate", "--model", model, "--device", "cpu", "--max-model-len", "64", "--prompt", "a b"]
     assert main([*command, "--max-tokens", "64"]) == 1
     written = capsys.readouterr()
     assert not written.out and "--max-tokens: got 64" in written.err and "context of 64" in written.err
@@ -326,13 +321,13 @@ def test_two_engines_live_in_one_process_and_die(tmp_path, llm):
         other.generate([[5]], params)
 
 
-def test_unknown_options_are_refused(path):
+def test_unknown_options_are_refused(model):
     with pytest.raises(ParameterError, match="frobnicate"):
-        LLM(path, frobnicate=1)
+        LLM(model, frobnicate=1)
     with pytest.raises(ParameterError, match="max_num_seqs"):
-        LLM(path, max_num_seqs=0)
+        LLM(model, max_num_seqs=0)
     with pytest.raises(ParameterError, match="max_model_len"):
-        LLM(path, **OPTIONS | {"max_model_len": 100000})
+        LLM(model, **OPTIONS | {"max_model_len": 100000})
 
 
 def test_nan_logits_fail_their_request_alone(llm):
@@ -383,18 +378,18 @@ WAYS_IN = {
 }
 
 
-def test_ids_without_a_token_are_refused_wherever_they_come_in(path, tmp_path):
+def test_ids_without_a_token_are_refused_wherever_they_come_in(model, tmp_path):
     """Without a tokenizer only the model's rows count; bad words of a tokenizer larger than the model are none."""
     write_tokenizer(tmp_path / "few", 400)
-    with LLM(path, tokenizer=str(tmp_path / "few"), **OPTIONS) as llm:
+    with LLM(model, tokenizer=str(tmp_path / "few"), **OPTIONS) as llm:
         for way, use in WAYS_IN.items():
             with pytest.raises(ParameterError, match=rf"got {NOWHERE}, allowed: token ids in \[0, 399\]") as caught:
                 use(llm)
             assert caught.value.field == (way if "_" in way else "prompt")
-    with LLM(path, skip_tokenizer_init=True, **OPTIONS) as llm:
+    with LLM(model, skip_tokenizer_init=True, **OPTIONS) as llm:
         assert llm.generate([[NOWHERE]], SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
     write_tokenizer(tmp_path / "many", 520)
-    with LLM(path, tokenizer=str(tmp_path / "many"), **OPTIONS) as llm:
+    with LLM(model, tokenizer=str(tmp_path / "many"), **OPTIONS) as llm:
         word = llm.tokenizer.id_to_piece(515)
         params = SamplingParams(max_tokens=2, bad_words=[word])
         assert llm.generate("a", params, use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
@@ -402,12 +397,12 @@ def test_ids_without_a_token_are_refused_wherever_they_come_in(path, tmp_path):
             llm.generate(word, SamplingParams(max_tokens=1))
 
 
-def test_a_fork_of_a_process_that_made_an_engine_is_told_so(llm, path):
+def test_a_fork_of_a_process_that_made_an_engine_is_told_so(llm, model):
     """In a child neither the parent's LLM nor one of its own can run, and nothing hangs."""
     stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=8, **GREEDY))
     next(stream)
     uses = [
-        lambda: LLM(path, **OPTIONS), lambda: llm.generate("a", use_tqdm=False), lambda: next(stream), lambda: llm.score("a b"),
+        lambda: LLM(model, **OPTIONS), lambda: llm.generate("a", use_tqdm=False), lambda: next(stream), lambda: llm.score("a b"),
         lambda: llm.beam_search("a", BeamSearchParams(beam_width=2)), llm.reset_prefix_cache,
     ]  # fmt: skip
 
@@ -455,23 +450,23 @@ print(*sizes)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_closed_engines_leave_no_memory_behind(tmp_path, dtype):
+def test_closed_engines_leave_no_memory_behind(tmp_path):
     """Weights of 160 MiB in float32 in matrices of 2 to 8 MiB; bfloat16 is packed anew, and what it is packed from must go."""
     shape = {"hidden_size": 480, "intermediate_size": 1920, "num_hidden_layers": 12}
-    path = write_tiny("llama", tmp_path / "tiny", **shape)
-    run = subprocess.run([sys.executable, "-c", LOADS, str(path), dtype], capture_output=True, text=True, check=True)
-    sizes = list(map(int, run.stdout.split()))
-    loaded, closed = sizes[::2], sizes[1::2]
-    assert loaded[0] - closed[0] > 60, "there was nothing to give back"
-    assert max(closed) - closed[0] < 40 and max(loaded) - loaded[0] < 60, sizes
+    model = str(write_tiny("llama", tmp_path / "tiny", **shape))
+    for dtype in ("float32", "bfloat16"):
+        run = subprocess.run([sys.executable, "-c", LOADS, model, dtype], capture_output=True, text=True, check=True)
+        sizes = list(map(int, run.stdout.split()))
+        loaded, closed = sizes[::2], sizes[1::2]
+        assert loaded[0] - closed[0] > 60, "there was nothing to give back"
+        assert max(closed) - closed[0] < 40 and max(loaded) - loaded[0] < 60, sizes
 
 
-def test_the_first_word_of_a_completion_keeps_its_space(path, tmp_path):
+def test_the_first_word_of_a_completion_keeps_its_space(model, tmp_path):
     """With a SentencePiece-like tokenizer, whole, streamed, with logprobs and in beams: the text is what it adds to the
     prompt's."""
     write_metaspace_tokenizer(tmp_path / "spm")
-    with LLM(path, tokenizer=str(tmp_path / "spm"), **OPTIONS) as llm:
+    with LLM(model, tokenizer=str(tmp_path / "spm"), **OPTIONS) as llm:
         world = llm.tokenizer.encode(" world", add_special_tokens=False)[-1]
         forced = {"allowed_token_ids": [world], "max_tokens": 2, "ignore_eos": True}
         for params in (SamplingParams(**forced, n=2), SamplingParams(**forced, logprobs=1), SamplingParams(**forced, stop="x")):

@@ -20,7 +20,6 @@ from headrace.engine.sharing import Reader
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.checks import packed
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 128}
 LONG = SamplingParams(temperature=0.9, seed=5, max_tokens=24, ignore_eos=True)
@@ -29,14 +28,9 @@ A, B = [5, 6, 7], [40, 41, 42, 43]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return str(write_tiny("llama", tmp_path_factory.mktemp("tiny")))
-
-
-@pytest.fixture(scope="module")
-def llm(path):
+def llm(model):
     """Few slots, small steps and a small cache: readers wait for each other, prompts are cut, requests are preempted."""
-    with LLM(path, **OPTIONS, num_kv_blocks=24, block_size=8, debug_checks=True) as llm:
+    with LLM(model, **OPTIONS, num_kv_blocks=24, block_size=8, debug_checks=True) as llm:
         yield llm
 
 
@@ -335,8 +329,8 @@ def test_tokens_come_one_by_one_unless_they_are_to_be_held_and_all_are_counted(l
 # ---- the end
 
 
-def test_a_closed_llm_ends_its_streams(path):
-    llm = LLM(path, **OPTIONS)
+def test_a_closed_llm_ends_its_streams(model):
+    llm = LLM(model, **OPTIONS)
     longer = SamplingParams(temperature=0.9, seed=5, max_tokens=100, ignore_eos=True)
     want = alone(llm, A, longer)
     stream, late = llm.stream(A, longer), llm.stream(A, LONG)
@@ -353,8 +347,8 @@ def test_a_closed_llm_ends_its_streams(path):
             use()
 
 
-def test_a_closed_llm_ends_what_runs_in_other_threads(path):
-    llm, ends, began = LLM(path, **OPTIONS), [], threading.Event()
+def test_a_closed_llm_ends_what_runs_in_other_threads(model):
+    llm, ends, began = LLM(model, **OPTIONS), [], threading.Event()
 
     def run() -> None:
         try:

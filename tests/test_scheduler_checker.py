@@ -6,15 +6,15 @@ import pytest
 
 from headrace.scheduler.config import Limits
 from headrace.scheduler.request import Status
-from scheduler_fake import FakeEngine
+from scheduler_driver import SchedulerDriver
 
 
-def busy() -> FakeEngine:
+def busy() -> SchedulerDriver:
     """Two that decode and share a prefix, one with drafts in flight, one in its prefill, one on its way out, two that wait."""
     limits = Limits(
         max_num_seqs=5, max_num_batched_tokens=24, max_model_len=64, block_size=4, num_blocks=64, max_draft_rows=8
     )
-    engine = FakeEngine(limits, depth=1)
+    engine = SchedulerDriver(limits, depth=1)
     shared = list(range(10, 18))
     for name in ("a", "b"):
         engine.add(name, [*shared, ord(name)], max_tokens=40, ignore_eos=True)
@@ -38,7 +38,7 @@ def busy() -> FakeEngine:
     return engine
 
 
-def request(engine: FakeEngine, name: str):
+def request(engine: SchedulerDriver, name: str):
     blocks = engine.scheduler._blocks
     return blocks.live.get(name) or next(r for r in blocks.leaving if r.id == name)
 
@@ -46,7 +46,7 @@ def request(engine: FakeEngine, name: str):
 def spoiler(name: str, field: str, value):
     """Sets a field of a request; `value` may be a function of what it was."""
 
-    def spoil(engine: FakeEngine) -> None:
+    def spoil(engine: SchedulerDriver) -> None:
         found = request(engine, name)
         setattr(found, field, value(getattr(found, field)) if callable(value) else value)
 
@@ -56,7 +56,7 @@ def spoiler(name: str, field: str, value):
 def replace_block(name: str, index: int, other: str, other_index: int):
     """A block of one table stands in another too, properly counted."""
 
-    def spoil(engine: FakeEngine) -> None:
+    def spoil(engine: SchedulerDriver) -> None:
         blocks, pool = request(engine, name).block_ids, engine.scheduler.pool
         old, blocks[index] = blocks[index], request(engine, other).block_ids[other_index]
         pool.refs[blocks[index]] += 1
@@ -65,18 +65,18 @@ def replace_block(name: str, index: int, other: str, other_index: int):
     return spoil
 
 
-def due_never(engine: FakeEngine) -> None:
+def due_never(engine: SchedulerDriver) -> None:
     for due in engine.scheduler._blocks.batch._events.values():
         due.clear()
 
 
-def due_late(engine: FakeEngine) -> None:
+def due_late(engine: SchedulerDriver) -> None:
     late = request(engine, "a")
     late.next_event += 1
     engine.scheduler._blocks.batch._events[late.next_event] = [late]
 
 
-def off_batch(engine: FakeEngine) -> None:
+def off_batch(engine: SchedulerDriver) -> None:
     """Leaves the decodes that move on, as it should, but with tokens that nobody computes."""
     found = request(engine, "a")
     engine.scheduler._blocks.batch.leave(found)
@@ -87,7 +87,7 @@ def of_blocks(spoil):
     return lambda engine: spoil(engine.scheduler._blocks, lambda name: request(engine, name))
 
 
-def spoil_refs(engine: FakeEngine) -> None:
+def spoil_refs(engine: SchedulerDriver) -> None:
     engine.scheduler.pool.refs[request(engine, "long").block_ids[0]] += 1
 
 

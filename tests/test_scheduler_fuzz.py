@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.scheduler.config import Limits
 from headrace.scheduler.request import Request, Status
-from scheduler_fake import EOS, VOCAB, FakeEngine, reference
+from scheduler_driver import EOS, VOCAB, SchedulerDriver, reference
 
 
 def random_config(rng: random.Random) -> Limits:
@@ -34,7 +34,7 @@ class Fuzz:
     def __init__(self, seed: int, aborts: bool = True):
         self.rng = rng = random.Random(seed)
         self.config = random_config(rng)
-        self.engine = FakeEngine(self.config, depth=rng.choice([0, 1, 1]))
+        self.engine = SchedulerDriver(self.config, depth=rng.choice([0, 1, 1]))
         if rng.random() < 0.6:
             self.engine.admit_greedily()
         self.requests: list[Request] = []

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_driver import assert_same, complete, make_core, make_requests, run
+from engine_driver import assert_all_same, complete, make_core, make_requests, run
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.config import Limits
 from headrace.scheduler.prefill_budget import PrefillBudget
-from scheduler_fake import FakeEngine
-from tiny_models import write_tiny
+from scheduler_driver import SchedulerDriver
 
 BLOCK, MOST = 16, 8192
 
@@ -73,7 +72,7 @@ def test_prompts_get_on_beside_decodes_and_have_the_whole_budget_without(depth):
     config = Limits(
         max_num_seqs=8, max_num_batched_tokens=256, max_model_len=1024, block_size=8, num_blocks=1024, max_itl=0.030
     )
-    engine, rng = FakeEngine(config, depth), random.Random(depth)
+    engine, rng = SchedulerDriver(config, depth), random.Random(depth)
     flight, mixed = [], []
     for i in range(24):
         engine.add(f"r{i}", [rng.randrange(50) for _ in range(rng.choice([3, 700]))], seed=i, max_tokens=60, ignore_eos=True)
@@ -97,19 +96,13 @@ def test_prompts_get_on_beside_decodes_and_have_the_whole_budget_without(depth):
     engine.assert_idle()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(write_tiny("llama", tmp_path_factory.mktemp("tiny")))
-
-
 @pytest.mark.parametrize("milliseconds", [0.001, 5, 1e6])
 def test_the_bound_changes_no_token(model, milliseconds):
     plain, paced = make_core(model), make_core(model, max_itl_ms=milliseconds)
     requests = make_requests(3, 12, plain.vocab_size)
     arrivals = [2 * i for i in range(12)]
     wanted = run(plain, requests, arrivals=arrivals)
-    for name, got in run(paced, requests, arrivals=arrivals).items():
-        assert_same(got, wanted[name], name)
+    assert_all_same(run(paced, requests, arrivals=arrivals), wanted)
 
 
 def test_a_long_prompt_comes_in_pieces_that_fit(model):

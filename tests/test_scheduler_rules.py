@@ -13,7 +13,7 @@ from headrace.scheduler.admission import Demand, LengthEstimate, PeakForecast
 from headrace.scheduler.config import Limits
 from headrace.scheduler.request import Request, Status
 from headrace.scheduler.scheduler import Scheduler
-from scheduler_fake import EOS, FakeEngine, reference, settle
+from scheduler_driver import EOS, SchedulerDriver, reference, settle
 
 
 def config(**changes) -> Limits:
@@ -21,7 +21,7 @@ def config(**changes) -> Limits:
     return Limits(**(fields | changes))
 
 
-def finish_alone(engine: FakeEngine, prompt: list[int], id: str = "warm", **kwargs) -> Request:
+def finish_alone(engine: SchedulerDriver, prompt: list[int], id: str = "warm", **kwargs) -> Request:
     request = engine.add(id, prompt, **kwargs)
     engine.run()
     return request
@@ -37,7 +37,7 @@ def expect(request: Request, max_len: int = 64) -> None:
 
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 12, 13])
 def test_last_token_of_a_fully_cached_prompt_is_always_computed(length):
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     prompt = list(range(10, 10 + length))
     finish_alone(engine, prompt, max_tokens=6, ignore_eos=True)
     request = engine.add("again", prompt, max_tokens=6, ignore_eos=True)
@@ -50,7 +50,7 @@ def test_last_token_of_a_fully_cached_prompt_is_always_computed(length):
 
 
 def test_output_of_a_finished_request_is_found_by_the_next_turn():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     first = finish_alone(engine, [1, 2, 3, 4, 5], max_tokens=10, ignore_eos=True)
     # the KV of all 15 tokens but the last is there: 3 full blocks
     second = engine.add("turn 2", [*first.prompt_ids, *first.output_ids, 9, 9], max_tokens=2, ignore_eos=True)
@@ -61,7 +61,7 @@ def test_output_of_a_finished_request_is_found_by_the_next_turn():
 
 @pytest.mark.parametrize("length, full", [(3, 0), (4, 1), (10, 2), (12, 3)])
 def test_blocks_are_found_only_after_the_launch_of_the_forward_that_fills_them(length, full):
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     engine.add("a", list(range(10, 10 + length)), max_tokens=3)
     plan = engine.schedule()
     assert engine.scheduler.tree.num_nodes == 0
@@ -70,7 +70,7 @@ def test_blocks_are_found_only_after_the_launch_of_the_forward_that_fills_them(l
 
 
 def test_a_block_of_pending_tokens_is_indexed_when_their_ids_are_known():
-    engine = FakeEngine(config(), depth=1)
+    engine = SchedulerDriver(config(), depth=1)
     request = engine.add("a", [1, 2, 3], max_tokens=10, ignore_eos=True)
     engine.step()  # prompt
     engine.step()  # computes token 3, which is not on the host: block 0 is full
@@ -82,7 +82,7 @@ def test_a_block_of_pending_tokens_is_indexed_when_their_ids_are_known():
 
 def test_token_counts_are_taken_after_the_prefix_lookup():
     """Preempted, then resumed on a hit: the chunk starts behind the hit and the budget pays for the rest only."""
-    engine = FakeEngine(config(num_blocks=8, max_model_len=30, max_num_batched_tokens=16)).admit_greedily()
+    engine = SchedulerDriver(config(num_blocks=8, max_model_len=30, max_num_batched_tokens=16)).admit_greedily()
     a = engine.add("a", list(range(10, 18)), max_tokens=20, ignore_eos=True)
     b = engine.add("b", list(range(20, 28)), max_tokens=20, ignore_eos=True)
     resumed = []
@@ -97,7 +97,7 @@ def test_token_counts_are_taken_after_the_prefix_lookup():
 
 
 def test_no_prefix_is_read_for_prompt_logprobs_but_it_is_left_to_others():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     prompt = list(range(10, 22))
     finish_alone(engine, prompt, max_tokens=1)
     scored = engine.add("scored", prompt, max_tokens=1, prompt_logprobs=0)
@@ -107,7 +107,7 @@ def test_no_prefix_is_read_for_prompt_logprobs_but_it_is_left_to_others():
 
 
 def test_salted_requests_share_with_their_own_kind_only():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     prompt = list(range(10, 22))
     cached = []
     for i, salt in enumerate(["a", "b", "", "a"]):
@@ -116,14 +116,14 @@ def test_salted_requests_share_with_their_own_kind_only():
 
 
 def test_without_prefix_caching_nothing_is_shared_or_kept():
-    engine = FakeEngine(config(enable_prefix_caching=False))
+    engine = SchedulerDriver(config(enable_prefix_caching=False))
     for i in range(2):
         request = finish_alone(engine, list(range(10, 22)), id=str(i), max_tokens=3)
         assert request.num_cached == 0 and engine.scheduler.pool.num_free == 32
 
 
 def test_siblings_wait_one_step_and_then_share():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     prompt = list(range(10, 23))
     siblings = [engine.add(str(i), prompt, seed=i, max_tokens=4) for i in range(4)]
     stranger = engine.add("stranger", [1, 2, 3], max_tokens=4)
@@ -137,7 +137,7 @@ def test_siblings_wait_one_step_and_then_share():
 
 
 def test_nobody_waits_for_a_block_that_must_be_computed_anyway():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     for i in range(2):
         engine.add(str(i), [1, 2, 3, 4], max_tokens=2)
     assert len(engine.step().chunks) == 2
@@ -145,7 +145,7 @@ def test_nobody_waits_for_a_block_that_must_be_computed_anyway():
 
 
 def test_nobody_waits_twice_for_what_others_compute():
-    engine = FakeEngine(config(policy="priority"))
+    engine = SchedulerDriver(config(policy="priority"))
     stem = list(range(10, 18))
     engine.add("a", stem, priority=1, max_tokens=4)
     waiting = engine.add("b", [*stem, *range(20, 29)], priority=2, max_tokens=4)
@@ -159,7 +159,7 @@ def test_nobody_waits_twice_for_what_others_compute():
 
 
 def test_a_long_prompt_is_shared_to_its_end():
-    engine = FakeEngine(config(max_num_batched_tokens=8))
+    engine = SchedulerDriver(config(max_num_batched_tokens=8))
     engine.add("first", list(range(10, 32)), max_tokens=4)
     second = engine.add("second", list(range(10, 32)), max_tokens=4)
     while second.status is Status.WAITING:
@@ -172,7 +172,7 @@ def test_a_long_prompt_is_shared_to_its_end():
 
 
 def test_a_block_is_taken_exactly_when_the_last_one_is_full():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     request = engine.add("a", list(range(10, 17)), max_tokens=12, ignore_eos=True)
     seen = []
     while engine.scheduler.has_unfinished:
@@ -186,7 +186,7 @@ def test_a_block_is_taken_exactly_when_the_last_one_is_full():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_step_is_wasted_on_a_request_known_to_end(depth):
-    engine = FakeEngine(config(max_model_len=16), depth=depth)
+    engine = SchedulerDriver(config(max_model_len=16), depth=depth)
     by_tokens = engine.add("tokens", [1, 2, 3], max_tokens=5, ignore_eos=True)
     by_context = engine.add("context", [1, 2, 3, 4], max_tokens=None, ignore_eos=True)
     rows = {by_tokens: 0, by_context: 0}
@@ -200,7 +200,7 @@ def test_no_step_is_wasted_on_a_request_known_to_end(depth):
 
 
 def test_chunks_of_an_unfinished_prompt_do_not_sample():
-    engine = FakeEngine(config(max_num_batched_tokens=4))
+    engine = SchedulerDriver(config(max_num_batched_tokens=4))
     request = engine.add("a", list(range(10, 20)), max_tokens=2)
     samples = []
     while request.num_pending + len(request.output_ids) == 0:
@@ -212,7 +212,7 @@ def test_chunks_of_an_unfinished_prompt_do_not_sample():
 
 
 def test_running_decodes_come_before_prefills_and_these_before_admissions():
-    engine = FakeEngine(config(max_num_batched_tokens=8))
+    engine = SchedulerDriver(config(max_num_batched_tokens=8))
     decoding = engine.add("decoding", [1, 2], max_tokens=20, ignore_eos=True)
     engine.step()
     prefilling = engine.add("prefilling", list(range(10, 24)), max_tokens=2)
@@ -261,7 +261,7 @@ def test_ends(params, expected, together):
 
 
 def test_a_failed_row_ends_its_request_alone_and_its_path_leaves_the_index():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     prompt = list(range(10, 22))
     bad = engine.add("bad", [*prompt, 1], max_tokens=9, ignore_eos=True)
     good = engine.add("good", [30, 31, 32, 33, 34], max_tokens=9, ignore_eos=True)
@@ -275,7 +275,7 @@ def test_a_failed_row_ends_its_request_alone_and_its_path_leaves_the_index():
 
 
 def test_a_request_ends_with_length_when_it_outgrows_the_whole_cache():
-    engine = FakeEngine(config(num_blocks=4))
+    engine = SchedulerDriver(config(num_blocks=4))
     request = finish_alone(engine, [1, 2, 3], max_tokens=50, ignore_eos=True)
     assert request.finish_reason == "length" and len(request.output_ids) == 14  # KV of 16 tokens, and one more
     expect(request, 17)
@@ -301,7 +301,7 @@ def test_prompts_that_are_embedded_end_after_their_prefill():
 
 @pytest.mark.parametrize("ended_by", ["abort", "stop"])
 def test_slot_and_blocks_outlive_the_launched_step(ended_by):
-    engine = FakeEngine(config(max_num_seqs=1), depth=1)
+    engine = SchedulerDriver(config(max_num_seqs=1), depth=1)
     first = engine.add("first", [1, 2, 3], max_tokens=30, stop_token_ids=list(range(50)))
     second = engine.add("second", [4, 5, 6], max_tokens=2, ignore_eos=True)
     engine.launch(engine.schedule())
@@ -322,7 +322,7 @@ def test_slot_and_blocks_outlive_the_launched_step(ended_by):
 
 @pytest.mark.parametrize("phase", ["waiting", "scheduled", "launched", "settled", "overlapped", "finished"])
 def test_abort_in_every_phase_frees_once(phase):
-    engine = FakeEngine(config(), depth=1)
+    engine = SchedulerDriver(config(), depth=1)
     request = engine.add("a", list(range(10, 19)), max_tokens=3, ignore_eos=True)
     if phase == "finished":
         engine.run()
@@ -348,7 +348,7 @@ def test_abort_in_every_phase_frees_once(phase):
 
 
 def test_aborts_do_not_pile_up_behind_a_waiting_head():
-    engine = FakeEngine(config(max_num_seqs=1))
+    engine = SchedulerDriver(config(max_num_seqs=1))
     engine.add("running", [1, 2, 3], max_tokens=60, ignore_eos=True)
     engine.step()
     engine.add("head", [1, 2, 3], max_tokens=2)
@@ -364,7 +364,7 @@ def test_aborts_do_not_pile_up_behind_a_waiting_head():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_youngest_is_preempted_and_says_the_same(depth):
-    engine = FakeEngine(config(num_blocks=9, max_model_len=37), depth=depth).admit_greedily()
+    engine = SchedulerDriver(config(num_blocks=9, max_model_len=37), depth=depth).admit_greedily()
     requests = [engine.add(str(i), [10 + i, 20, 30], seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
     engine.run()
     preempted = [r.num_preemptions for r in requests]
@@ -375,7 +375,7 @@ def test_the_youngest_is_preempted_and_says_the_same(depth):
 
 
 def test_lower_priority_goes_first_and_is_served_last():
-    engine = FakeEngine(config(num_blocks=9, max_model_len=37, policy="priority")).admit_greedily()
+    engine = SchedulerDriver(config(num_blocks=9, max_model_len=37, policy="priority")).admit_greedily()
     late = [2, 0, 1]
     requests = [engine.add(f"p{p}", [10 + p, 20, 30], priority=p, max_tokens=30, ignore_eos=True) for p in late]
     assert [c.request.priority for c in engine.step().chunks] == [0, 1, 2]
@@ -389,7 +389,7 @@ def test_lower_priority_goes_first_and_is_served_last():
 
 def test_nobody_preempts_those_ahead_or_itself():
     """The last in rank lacks a block while others run: it waits, and keeps what it has."""
-    engine = FakeEngine(config(num_blocks=3, max_model_len=13)).admit_greedily()
+    engine = SchedulerDriver(config(num_blocks=3, max_model_len=13)).admit_greedily()
     first = engine.add("first", [1, 2, 3, 4, 5], max_tokens=3, ignore_eos=True)  # blocks: 2, and no more
     second = engine.add("second", [6, 7, 8], max_tokens=5, ignore_eos=True)  # 1, soon 2
     engine.step()
@@ -402,7 +402,7 @@ def test_nobody_preempts_those_ahead_or_itself():
 
 
 def test_a_preempted_request_in_flight_keeps_its_sampled_token():
-    engine = FakeEngine(config(num_blocks=5, max_model_len=17), depth=1).admit_greedily()
+    engine = SchedulerDriver(config(num_blocks=5, max_model_len=17), depth=1).admit_greedily()
     first = engine.add("first", list(range(20, 31)), max_tokens=6, ignore_eos=True)
     second = engine.add("second", [11, 12, 13, 14, 15], max_tokens=8, ignore_eos=True)
     engine.launch(engine.schedule())
@@ -423,7 +423,7 @@ def test_a_preempted_request_in_flight_keeps_its_sampled_token():
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_preempted_request_comes_back_when_another_has_ended_and_finds_its_blocks(depth, caching):
     sizes = config(num_blocks=8, max_model_len=33, enable_prefix_caching=caching)
-    engine = FakeEngine(sizes, depth=depth).admit_greedily()
+    engine = SchedulerDriver(sizes, depth=depth).admit_greedily()
     first = engine.add("first", list(range(20, 28)), max_tokens=12, ignore_eos=True)
     second = engine.add("second", list(range(30, 35)), max_tokens=14, ignore_eos=True)
     comebacks = []
@@ -438,7 +438,7 @@ def test_a_preempted_request_comes_back_when_another_has_ended_and_finds_its_blo
 
 
 def test_nobody_is_preempted_for_blocks_that_come_back_anyway():
-    engine = FakeEngine(config(num_blocks=3, max_model_len=13), depth=1).admit_greedily()
+    engine = SchedulerDriver(config(num_blocks=3, max_model_len=13), depth=1).admit_greedily()
     engine.add("ends", [1, 2, 3], max_tokens=1)
     grows = engine.add("grows", [4, 5, 6, 7], max_tokens=3, ignore_eos=True)
     youngest = engine.add("youngest", [8, 9], max_tokens=3, ignore_eos=True)
@@ -453,7 +453,7 @@ def test_nobody_is_preempted_for_blocks_that_come_back_anyway():
 
 
 def test_one_client_with_a_huge_max_tokens_does_not_starve_all():
-    engine = FakeEngine(config(max_num_seqs=8, num_blocks=64, max_model_len=200, max_num_batched_tokens=256))
+    engine = SchedulerDriver(config(max_num_seqs=8, num_blocks=64, max_model_len=200, max_num_batched_tokens=256))
     engine.scheduler._admission.estimate.mean = 8.0  # what is usual here
     for i in range(8):
         engine.add(str(i), [i, 1, 2, 3], max_tokens=190)
@@ -462,14 +462,14 @@ def test_one_client_with_a_huge_max_tokens_does_not_starve_all():
 
 
 def test_a_cache_full_of_expected_output_admits_no_more():
-    engine = FakeEngine(config(max_num_seqs=8, num_blocks=8, max_model_len=33))
+    engine = SchedulerDriver(config(max_num_seqs=8, num_blocks=8, max_model_len=33))
     requests = [engine.add(str(i), [i, 1, 2, 3], max_tokens=12, ignore_eos=True) for i in range(8)]
     engine.run()
     assert sum(r.num_preemptions for r in requests) == 0, "the forecast knew: all get their 12 tokens"
 
 
 def test_a_long_prompt_does_not_promise_a_long_output():
-    engine = FakeEngine(config(num_blocks=30))
+    engine = SchedulerDriver(config(num_blocks=30))
     engine.scheduler._admission.estimate.mean = 4.0
     for i in range(2):
         engine.add(f"{i}", [i] * 44, max_tokens=20, ignore_eos=True)
@@ -478,7 +478,7 @@ def test_a_long_prompt_does_not_promise_a_long_output():
 
 
 def test_a_head_without_room_is_not_overtaken():
-    engine = FakeEngine(config(num_blocks=8, max_model_len=33))
+    engine = SchedulerDriver(config(num_blocks=8, max_model_len=33))
     engine.add("running", list(range(10, 26)), max_tokens=12, ignore_eos=True)
     engine.step()
     head = engine.add("head", list(range(30, 50)), max_tokens=4, ignore_eos=True)
@@ -531,13 +531,13 @@ def test_what_can_never_run_is_refused_and_leaves_no_trace(changes, error, numbe
 
 
 def test_the_largest_request_that_fits_runs():
-    engine = FakeEngine(config(num_blocks=8))
+    engine = SchedulerDriver(config(num_blocks=8))
     request = finish_alone(engine, [1] * 32, max_tokens=30, ignore_eos=True)
     assert len(request.output_ids) == 1 and request.finish_reason == "length"
 
 
 def test_a_broken_stream_goes_on_where_it_stopped():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     whole = finish_alone(engine, [1, 2, 3], max_tokens=12, ignore_eos=True)
     rest = engine.add("rest", [1, 2, 3], output_ids=whole.output_ids[:5], max_tokens=12, ignore_eos=True)
     plan = engine.step()
@@ -558,7 +558,7 @@ def test_sizes_are_checked(field):
 
 
 def test_gauges_and_counters():
-    engine = FakeEngine(config(max_num_seqs=1))
+    engine = SchedulerDriver(config(max_num_seqs=1))
     request = engine.add("a", list(range(10, 22)), max_tokens=4, ignore_eos=True)
     engine.add("b", list(range(10, 22)), max_tokens=4, ignore_eos=True)
     engine.step()
@@ -572,7 +572,7 @@ def test_gauges_and_counters():
 
 
 def test_a_plan_settles_once():
-    engine = FakeEngine(config())
+    engine = SchedulerDriver(config())
     engine.add("a", [1, 2], max_tokens=4)
     plan = engine.schedule()
     engine.launch(plan)

@@ -6,15 +6,13 @@ from pathlib import Path
 
 from chaos import Chaos
 from server_driver import ServerProcess
-from tiny_models import write_tiny
 
 
-def test_chaos(tmp_path: Path):
-    model = write_tiny("llama", tmp_path / "model")
+def test_chaos(model, tmp_path: Path):
     options = ("--served-model-name", "tiny", "--heartbeat-timeout", "3", "--max-restarts", "1000")
     with ServerProcess(model, *options, tmp=tmp_path) as server:
         server.wait_ready()
-        report = Chaos(server, seed=1, clients=16, pool=40, seconds=25, kill_every=2.5).run()
+        report = Chaos(server, seed=1, clients=16, pool=40, seconds=18, kill_every=2.5).run()
         assert not report.faults, "\n".join(report.faults)
         assert report.tokens_lost == 0 and report.tokens_checked > 300, report
         assert report.restarts >= 2 and report.counts["plain"] > 10, report

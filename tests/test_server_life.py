@@ -16,17 +16,11 @@ import pytest
 
 from headrace.engine.core_process import PREFIX, STALE_SECONDS, remove_stale_directories
 from server_driver import SRC, ServerProcess, alive, until
-from tiny_models import write_tiny
 
 LONG = {"model": "tiny", "prompt": "The water", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("model"))
-
-
-def start(model: Path, tmp: Path, *options: str, **more) -> ServerProcess:
+def start(model: str, tmp: Path, *options: str, **more) -> ServerProcess:
     return ServerProcess(model, "--served-model-name", "tiny", *options, tmp=tmp, **more)
 
 
@@ -217,18 +211,9 @@ def test_a_busy_port_is_an_error_at_once(model):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "headrace.cli", "serve", str(model), "--port", port]
+        command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", port]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=20)
     assert done.returncode == 1 and port in done.stderr and "Address already in use" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--metrics-prefix", "a b"), ("--stats-interval", "-1"), ("--trace", "/no/such/dir/t"), ("--heartbeat-timeout", "0")]
-)  # fmt: skip
-def test_bad_options_are_refused(model, option, value):
-    command = [sys.executable, "-m", "headrace.cli", "serve", str(model), "--port", "0", option, value]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 1 and option.lstrip("-").replace("-", "_") in done.stderr.replace("-", "_")
 
 
 def test_directories_of_the_dead_are_cleaned(tmp_path, monkeypatch):

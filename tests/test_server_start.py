@@ -37,11 +37,6 @@ from tiny_models import VOCAB, write_tiny
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory) -> Path:
     """Of another vocabulary."""
     return write_tiny("llama", tmp_path_factory.mktemp("other"), vocab_size=VOCAB + 2000)
@@ -78,23 +73,31 @@ WRONG = [  # options, what the error begins with, the same for the library
 def test_options_that_cannot_work_are_refused_before_it_listens(model, other, never_starts, capsys, caplog, options, message, fields):
     options = [str(other) if o == "OTHER" else o for o in options]
     with caplog.at_level(logging.INFO):
-        assert main(["serve", str(model), "--port", "0", *options]) == 1
+        assert main(["serve", model, "--port", "0", *options]) == 1
     assert capsys.readouterr().err.startswith(f"headrace: {message}")
     assert "listening" not in caplog.text
     # and the library says the same
     fields = {k: str(other) if v == "OTHER" else v for k, v in fields.items()}
     with pytest.raises((ParameterError, CapacityError, CheckpointError)):
-        build_engine(EngineConfig(model=str(model), **fields))
+        build_engine(EngineConfig(model=model, **fields))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--metrics-prefix", "a b"), ("--stats-interval", "-1"), ("--trace", "/no/such/dir/t"), ("--heartbeat-timeout", "0")]
+)  # fmt: skip
+def test_bad_options_of_the_server_alone_are_refused(model, never_starts, capsys, option, value):
+    assert main(["serve", model, "--port", "0", option, value]) == 1
+    assert option.lstrip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
 
 
 def test_a_card_that_is_not_there_is_refused(model, never_starts, capsys, monkeypatch):
     monkeypatch.setattr("headrace.engine.options._has_cuda_driver", lambda: False)
-    assert main(["serve", str(model), "--port", "0", "--device", "cuda"]) == 1
+    assert main(["serve", model, "--port", "0", "--device", "cuda"]) == 1
     assert capsys.readouterr().err.startswith("headrace: --device: got 'cuda', allowed: auto or cpu here")
 
 
 def test_a_card_may_be_asked_for_where_there_is_a_driver(model, monkeypatch):
-    config = EngineConfig(model=str(model), device="cuda", attention_backend="triton")
+    config = EngineConfig(model=model, device="cuda", attention_backend="triton")
     checkpoint = resolve_checkpoint(config)
     options = config, checkpoint, model_config_from_hf(checkpoint.config)
 
@@ -184,7 +187,7 @@ def test_a_certificate_that_cannot_serve_is_refused_at_once(model, tls, never_st
     given = ["--ssl-certfile", str(tls / certificate)] if certificate is not None else []
     given += ["--ssl-keyfile", str(tls / key)] if key is not None else []
     with caplog.at_level(logging.INFO):
-        assert main(["serve", str(model), "--port", "0", *given]) == 1
+        assert main(["serve", model, "--port", "0", *given]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"headrace: {option}: got ") and words in error and error.count("\n") == 1
     assert "listening" not in caplog.text
@@ -283,7 +286,7 @@ def test_one_form_of_lines_and_probes_only_when_debugging(model, tmp_path):
     with ServerProcess(model, "--log-level", "info", tmp=tmp_path) as server:
         server.wait_ready()
         server.http.get("/metrics")
-        body = {"model": str(model), "prompt": "x", "max_tokens": 2}
+        body = {"model": model, "prompt": "x", "max_tokens": 2}
         assert server.http.post("/v1/completions", json=body).status_code == 200
         assert server.terminate() == 0
         lines = server.log().splitlines()

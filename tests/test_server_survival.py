@@ -17,12 +17,6 @@ import pytest
 from answers import Ask, Failed, Said, ask, random_ask
 from core_builders import POISON, POISON_HANG, POISON_NAN
 from server_driver import ServerProcess, processes_of, until
-from tiny_models import write_tiny
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return write_tiny("llama", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from engine_driver import assert_same, complete, make_core, run
+from engine_driver import assert_all_same, complete, make_core, run
 from gguf_reference import load_llama
 from headrace import LLM, SamplingParams
 from headrace.engine.messages import EngineRequest
@@ -54,8 +54,7 @@ def test_any_schedule_gives_the_same_tokens(llm):
     ]
     alone, *others = (run(core, requests) for core in cores)
     for results in others:
-        for request in requests:
-            assert_same(results[request.id], alone[request.id], request.id)
+        assert_all_same(results, alone)
 
 
 def test_the_command_line_generates(tmp_path):
@@ -76,7 +75,5 @@ def test_the_command_line_generates(tmp_path):
     rows = [json.loads(line) for line in listed.stdout.splitlines()]
     assert [row["prompt"] for row in rows] == PROMPTS
     assert rows[0]["outputs"][0]["text"] == plain.stdout.removesuffix("\n")
-    bad = subprocess.run([*command, "--prompt", "x", "--temperature", "nan"], capture_output=True, text=True, check=False)
-    assert bad.returncode == 1 and "temperature" in bad.stderr and "Traceback" not in bad.stderr
     lost = subprocess.run([*command, "--prompt", "x", "--model", "./nowhere"], capture_output=True, text=True, check=False)
     assert lost.returncode == 1 and "nowhere does not exist" in lost.stderr and "Traceback" not in lost.stderr

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drafting import drafting_core, write_eagle
+from drafting import drafting_core
 from engine_driver import complete, make_core, run
 from headrace.engine.messages import EngineRequest
 from headrace.errors import CheckpointError
 from headrace.sampling.params import SamplingParams
 from headrace.speculative.eagle import tapped_layers
-from tiny_models import write_tiny
+from tiny_models import write_eagle, write_tiny
 
 DRAFTS = 4
 

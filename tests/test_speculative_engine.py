@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from drafting import Guesser, UncapturedGraphs, capture_nothing, count_overlaps, draft_always, drafting_core, write_eagle
-from engine_driver import BLOCK, Result, assert_same, complete, make_core, make_requests, run
+from drafting import Guesser, UncapturedGraphs, capture_nothing, count_overlaps, draft_always, drafting_core
+from engine_driver import BLOCK, Result, assert_all_same, assert_same, complete, make_core, make_requests, run
 from headrace import LLM
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
-from scheduler_fake import NoForecast
-from tiny_models import write_tiny
+from scheduler_driver import admit_greedily
+from tiny_models import write_eagle, write_tiny
 
 SEEDS, COUNT = (1, 2), 8
 
@@ -85,15 +85,14 @@ def test_any_proposer_and_schedule_give_the_same_tokens(model, drafts, vocab, al
     core = drafting_core(model, **SCHEDULES[schedule], **drafts.get(proposer, {}))
     overlaps = count_overlaps(core)
     if "tiny pool" in schedule:  # whoever finds a block is admitted: preemption all the time
-        core.scheduler._admission._forecast = lambda running: NoForecast()
+        admit_greedily(core.scheduler)
     for seed in SEEDS if schedule in HARD or "pool" in schedule else SEEDS[:1]:
         expected = alone(seed)
         p_right = PROPOSERS[proposer]
         if p_right is not None:
             core.speculator.proposer = Guesser({name: r.ids for name, r in expected.items()}, vocab, p_right)
         results = run(core, make_requests(seed, COUNT, vocab))
-        for name, want in expected.items():
-            assert_same(results[name], want, f"{schedule}, {proposer}, seed {seed}, {name}")
+        assert_all_same(results, expected, f"{schedule}, {proposer}, seed {seed}")
     stats = core.speculator.stats
     if SCHEDULES[schedule].get("max_num_batched_tokens") != 1:
         assert stats.num_draft_tokens >= stats.num_drafts > 0
@@ -128,8 +127,7 @@ def test_captured_steps_with_drafts_give_the_same_tokens(model, drafts, vocab, a
         right = {name: r.ids for name, r in expected.items()}
         core.speculator.proposer = Guesser(right, vocab, PROPOSERS[proposer])
     results = run(core, make_requests(1, COUNT, vocab))
-    for name, want in expected.items():
-        assert_same(results[name], want, name)
+    assert_all_same(results, expected)
     params = complete(SamplingParams(temperature=0.9, max_tokens=40, ignore_eos=True))
     plain = EngineRequest("a", [4, 5, 6], params, 7)
     want = run(make_core(model), [plain])["a"]

@@ -8,11 +8,11 @@ import random
 import pytest
 
 from headrace.scheduler.config import Limits
-from scheduler_fake import VOCAB, FakeEngine, PlanView, reference
+from scheduler_driver import VOCAB, PlanView, SchedulerDriver, reference
 from test_scheduler_fuzz import Fuzz
 
 
-class DraftingEngine(FakeEngine):
+class DraftingEngine(SchedulerDriver):
     """Before each step some requests get drafts: a right beginning of random length, then garbage."""
 
     def __init__(self, limits: Limits, depth: int = 0, *, seed: int = 0, p_right: float = 0.7, most: int = 9):

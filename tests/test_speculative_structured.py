@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drafting import Guesser, capture_nothing, count_overlaps, drafting_core
-from engine_driver import BLOCK, Result, assert_same, complete, make_core, run
+from engine_driver import BLOCK, Result, assert_all_same, assert_same, complete, make_core, run
 from headrace import LLM
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
@@ -107,8 +107,7 @@ def test_constrained_output_is_the_same(model, alone, options, p_right):
     if p_right is not None:
         core.speculator.proposer = Guesser({name: r.ids for name, r in alone.items()}, core.vocab_size, p_right)
     results = run(core, mixed())
-    for name, want in alone.items():
-        assert_same(results[name], want, name)
+    assert_all_same(results, alone)
     assert core.speculator.stats.num_accepted_tokens > 20
     core.close()
 
@@ -116,8 +115,7 @@ def test_constrained_output_is_the_same(model, alone, options, p_right):
 def test_a_draft_model_leaves_constrained_requests_to_the_grammar(model, alone):
     core = drafting_core(model, overlap=True, max_model_len=200, speculative_method="draft_model", speculative_model=model)
     results = run(core, mixed())
-    for name, want in alone.items():
-        assert_same(results[name], want, name)
+    assert_all_same(results, alone)
     core.close()
 
 
@@ -132,8 +130,7 @@ def test_masks_of_drafts_in_captured_steps(model, alone, p_right):
     masks = core.structured.masks
     core.structured.masks = lambda rows: masked.append(sum(len(drafts) for _, _, drafts in rows)) or masks(rows)
     results = run(core, mixed())
-    for name, want in alone.items():
-        assert_same(results[name], want, name)
+    assert_all_same(results, alone)
     assert graphs.replays > 20 and sum(masked) > 20
     core.close()
 
@@ -149,8 +146,7 @@ def test_masks_of_drafts_in_captured_steps(model, alone, p_right):
 def test_forced_drafts_change_nothing(model, alone, options, overlap, multiple):
     core = forcing(make_core(model, max_model_len=200, **options), overlap=overlap, multiple=multiple)
     results = run(core, mixed())
-    for name, want in alone.items():
-        assert_same(results[name], want, name)
+    assert_all_same(results, alone)
     stats = core.speculator.stats
     assert multiple == 1 or stats.num_accepted_tokens > 5
     assert not core.speculator._rates and not core.speculator._free and not core.speculator._broken
@@ -188,8 +184,7 @@ def test_what_a_grammar_forces_is_taken_at_once(model, count, overlap):
     want = run(plain, requests)
     core = forcing(make_core(model, speculative_max_rows=64), overlap=overlap)
     results = run(core, requests)
-    for name in want:
-        assert_same(results[name], want[name], name)
+    assert_all_same(results, want)
     stats = core.speculator.stats
     assert stats.num_accepted_tokens > 0.7 * sum(len(r.ids) for r in want.values())
     assert stats.num_accepted_tokens == stats.num_draft_tokens
@@ -205,8 +200,7 @@ def test_required_keys_save_steps(model, overlap):
     requests = [constrained(f"r{i}", i, temperature=1.0, wish={"json": schema}, max_tokens=200) for i in range(2)]
     plain, core = undrafted(make_core(model, max_model_len=256)), forcing(make_core(model, max_model_len=256), overlap=overlap)
     want, got = run(plain, requests), run(core, requests)
-    for name in want:
-        assert_same(got[name], want[name], name)
+    assert_all_same(got, want)
     assert core.steps < 0.75 * plain.steps
     for each in (plain, core):
         each.close()
@@ -223,8 +217,7 @@ def test_neighbours_pay_nothing(model, padding, async_scheduling):
     run(core, [constrained("first", 0, 1.0, wish=LONG)])  # the grammar is there: else the neighbours may be done before it is
     seen = watch(core)
     got = run(core, requests)
-    for name in want:
-        assert_same(got[name], want[name], name)
+    assert_all_same(got, want)
     drafted = 0
     for i, (plan, in_flight) in enumerate(seen):
         decoding = [name for name, new in zip(plan.ids, new_of(plan), strict=True) if not new]
@@ -257,8 +250,7 @@ def test_limits_that_forbid_what_is_forced(model, overlap):
     requests = [constrained(f"r{i}", i, wish=LONG, **(limits if i % 2 else {})) for i in range(4)]
     plain, core = undrafted(make_core(model)), forcing(make_core(model), overlap=overlap)
     want, got = run(plain, requests), run(core, requests)
-    for name in want:
-        assert_same(got[name], want[name], name)
+    assert_all_same(got, want)
     assert [r.finish_reason for r in want.values()] == ["stop", "error"] * 2 and all(len(r.ids) > 5 for r in want.values())
     assert core.speculator.stats.num_accepted_tokens > 20
     for each in (plain, core):
@@ -283,8 +275,7 @@ def test_wrong_drafts_do_no_harm(model, alone, monkeypatch, kind, overlap):
     broken: list[str] = []
     core.speculator.settled = lambda *args: settled(*args) or broken.extend(core.speculator._broken)
     results = run(core, mixed())
-    for name, want in alone.items():
-        assert_same(results[name], want, name)
+    assert_all_same(results, alone)
     assert not broken and core.speculator.stats.num_drafts > 10
     core.close()
 

@@ -10,23 +10,17 @@ import msgspec
 import pytest
 
 from drafting import draft_always, drafting_core
-from engine_driver import BLOCK, assert_same, complete, make_core, make_requests, run
+from engine_driver import BLOCK, assert_all_same, assert_same, complete, make_core, make_requests, run
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.engine.wire import step_from_wire, step_to_wire
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.scheduler.plan import StepPlan, StepResult
-from tiny_models import write_tiny
 
 encode = msgspec.msgpack.Encoder(enc_hook=step_to_wire).encode
 decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=step_from_wire).decode
 decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=step_from_wire).decode
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(write_tiny("llama", tmp_path_factory.mktemp("tiny")))
 
 
 class Handle:
@@ -116,8 +110,7 @@ def test_a_drafting_model_needs_only_messages(model):
     send_everything(core)
     requests = make_requests(6, 8, plain.vocab_size)
     wanted = run(plain, requests)
-    for name, got in run(core, requests).items():
-        assert_same(got, wanted[name], name)
+    assert_all_same(run(core, requests), wanted)
     assert core.speculator.stats.num_accepted_tokens > 20
 
 
@@ -153,8 +146,7 @@ def test_the_runner_can_live_in_another_process(model):
     requests = make_requests(7, 10, plain.vocab_size)
     wanted = run(plain, requests)
     core.runner = Remote(ours)  # type: ignore[assignment]
-    for name, got in run(core, requests).items():
-        assert_same(got, wanted[name], name)
+    assert_all_same(run(core, requests), wanted)
     ours.send_bytes(b"")
     process.join(30)
     assert process.exitcode == 0

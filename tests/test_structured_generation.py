@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine_driver import BLOCK, Result, assert_same, complete, make_core, make_requests, run
+from engine_driver import BLOCK, Result, assert_all_same, assert_same, complete, make_core, make_requests, run
 from headrace import LLM
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
@@ -162,8 +162,7 @@ def test_any_schedule_gives_the_same_tokens(model, alone, schedule):
         run(core, [EngineRequest(f"short {i}", [i], short, i) for i in range(150)])
     for _ in range(5):  # when a grammar has been compiled is chance, and so is who runs beside whom
         results = run(core, mixed_requests())
-        for name, want in alone.items():
-            assert_same(results[name], want, f"{schedule}, {name}")
+        assert_all_same(results, alone, f"{schedule}")
         if "tiny pool" not in schedule or core.scheduler.stats.num_preemptions:
             break
     if "tiny pool" in schedule:

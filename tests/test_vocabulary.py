@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from drafting import drafting_core, write_eagle
+from drafting import drafting_core
 from engine_driver import complete, make_core, run
 from headrace import LLM, SamplingParams
 from headrace.beam_search import BeamSearchParams
 from headrace.engine.messages import EngineRequest
 from headrace.model.vocabulary import TokenlessIds
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from tiny_models import VOCAB, write_tiny, write_tokenizer
+from tiny_models import VOCAB, write_eagle, write_tiny, write_tokenizer
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "debug_checks": True, "max_model_len": 128}
 WILD = {"temperature": 2.0, "ignore_eos": True, "max_tokens": 60, "seed": 5}

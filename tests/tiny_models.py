@@ -110,6 +110,34 @@ def write_shape(directory: Path, **changes: Any) -> str:
     return str(directory)
 
 
+def write_eagle(path: Path, target: str, width: int = 96, guesses: int = 300) -> str:
+    """A random EAGLE-3 head in the published layout, for a tiny target."""
+    hidden = json.loads((Path(target) / "config.json").read_text())["hidden_size"]
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(5)
+    shapes = {
+        "fc": (width, 3 * hidden), "midlayer.self_attn.q_proj": (4 * 16, 2 * width), "midlayer.self_attn.k_proj": (2 * 16, 2 * width),
+        "midlayer.self_attn.v_proj": (2 * 16, 2 * width), "midlayer.self_attn.o_proj": (width, 4 * 16),
+        "midlayer.mlp.gate_proj": (128, width), "midlayer.mlp.up_proj": (128, width), "midlayer.mlp.down_proj": (width, 128),
+        "midlayer.input_layernorm": (width,), "midlayer.hidden_norm": (width,), "midlayer.post_attention_layernorm": (width,),
+        "norm": (width,), "lm_head": (guesses, width),
+    }  # fmt: skip
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    ids = torch.randperm(512)[:guesses].sort().values
+    tensors |= {"d2t": ids - torch.arange(guesses), "t2d": torch.isin(torch.arange(512), ids)}
+    save_file(tensors, path / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": width, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1, "vocab_size": 512,
+        "draft_vocab_size": guesses, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "eos_token_id": 2, "bos_token_id": 1,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
 def write_tokenizer(path: str | Path, size: int = VOCAB) -> None:
     """A byte-level BPE of `size` tokens: tokenizer.json and tokenizer_config.json with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

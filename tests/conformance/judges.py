@@ -59,7 +59,6 @@ class Verdict:
     why: str = ""  # of a failure
 
 
-
 def client(name: str, package: str, script: str) -> Judge:
     return Judge(name, (package,), ("{bin}/python", str(CLIENTS / script), "{url}/v1", "{model}"))
 
@@ -143,36 +142,8 @@ def server(kind: str, folder: Path) -> Iterator[dict[str, str]]:
     else:
         # llm-comply sends no temperature and wants answers that come to an end; no max_tokens, and does not wait for ever
         command = [*headrace, "--max-model-len", "1024", "--override-generation-config", '{"temperature": 0}']
-    log = folder / f"server-{kind}.log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=file)
-    try:
-        url = ""
-        for _ in range(1200):
-            if not url and (found := re.search(r"(?:listening|running) on (http://[\w.:]+)", log.read_text())):
-                url = found.group(1)
-            if url and reached(url + "/ready"):
-                break
-            if process.poll() is not None:
-                raise RuntimeError(f"the {kind} server did not start: see {log.name}")
-            time.sleep(0.1)
-        else:
-            raise RuntimeError(f"the {kind} server did not become ready: see {log.name}")
-        with urllib.request.urlopen(url + "/v1/models") as answer:
-            yield {"url": url, "model": json.load(answer)["data"][0]["id"]}
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-
-
-def reached(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(url, timeout=5).status == 200
-    except OSError:
-        return False
+    with real_tokenizers.listening(command, folder / f"server-{kind}.log") as url, urllib.request.urlopen(url + "/v1/models") as answer:
+        yield {"url": url, "model": json.load(answer)["data"][0]["id"]}
 
 
 def write_tiny(path: Path) -> None:

@@ -124,24 +124,41 @@ def check_ids_and_templates(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(path: Path, log: Path, *options: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "headrace.cli", "serve", str(path), "--port", "0", "--dtype", "float32", "--device", "cpu"]
-    command += ["--stats-interval", "0", "--served-model-name", "m", *options]
+def listening(command: list[str], log: Path) -> Iterator[str]:
+    """A server that writes to `log`: its URL when it is ready. RuntimeError if it does not become so."""
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file)
     try:
         for _ in range(1800):
-            if found := re.search(r"listening on (http://[\w.:]+)", log.read_text()):
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(found[1] + "/ready", timeout=5)
-                    break
-            assert process.poll() is None, log.read_text()
+            found = re.search(r"(?:listening|running) on (http://[\w.:]+)", log.read_text())
+            if found and reached(found[1] + "/ready"):
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"the server did not start: see {log.name}")
             time.sleep(0.1)
-        assert found is not None, log.read_text()
+        else:
+            raise RuntimeError(f"the server did not become ready: see {log.name}")
         yield found[1]
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def reached(url: str) -> bool:
+    try:
+        return urllib.request.urlopen(url, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def served(path: Path, log: Path, *options: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "headrace.cli", "serve", str(path), "--port", "0", "--dtype", "float32", "--device", "cpu"]
+    with listening([*command, "--stats-interval", "0", "--served-model-name", "m", *options], log) as url:
+        yield url
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

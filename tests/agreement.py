@@ -1,4 +1,4 @@
-"""Whole rows of logprobs out of an engine, and when two engines agree up to rounding: for bfloat16, and for cards."""
+"""When two engines agree up to rounding, over whole rows of logprobs: for bfloat16, and for cards."""
 
 from __future__ import annotations
 
@@ -7,49 +7,18 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headrace.engine.core import EngineCore
-from headrace.engine.messages import EngineRequest, TokenLogprobs
+from engine_driver import Result, dense
+from headrace.engine.messages import EngineRequest
 
 # Of the norm of a row of logprobs around its mean. The CPU's own bfloat16 is off its float32 by at most 0.018 to 0.054 of it,
 # by family, on the tiny models of these tests. A wrong key, mask or position gives 0.3 and more.
 BF16_TOLERANCE = 0.1
 
 
-@dataclass
-class Trace:
-    """What a request generated, and the logprobs [vocab] that each token was drawn from (before edits and temperature)."""
-
-    ids: list[int] = field(default_factory=list)
-    rows: list[np.ndarray] = field(default_factory=list)
-    prompt_rows: list[np.ndarray] = field(default_factory=list)  # of requests with prompt_logprobs = vocab_size
-    end: tuple = ()
-
-
-def traces(core: EngineCore, requests: list[EngineRequest]) -> dict[str, Trace]:
-    """Run the requests together to the end. They need not ask for logprobs; those that say so get all of the vocabulary's."""
-    found = {r.id: Trace() for r in requests}
-    for request in requests:
-        core.add(request)
-    while core.has_work:
-        for news in core.step():
-            trace = found[news.id]
-            trace.ids += news.token_ids
-            trace.rows += [dense(entry, core.vocab_size) for entry in news.logprobs or []]
-            trace.prompt_rows += [dense(entry, core.vocab_size) for entry in (news.prompt_logprobs or [])[1:]]
-            trace.end = (news.finish_reason, news.stop_reason)
-    return found
-
-
 def with_rows(requests: list[EngineRequest]) -> list[EngineRequest]:
     """The same requests, asking for the logprobs of the whole vocabulary at every step."""
     replace = msgspec.structs.replace
     return [replace(r, params=replace(r.params, logprobs=-1)) for r in requests]
-
-
-def dense(entry: TokenLogprobs, vocab: int) -> np.ndarray:
-    row = np.full(vocab, np.nan)
-    row[entry.ids[1:]] = entry.logprobs[1:]
-    return row
 
 
 def row_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -78,7 +47,7 @@ class Agreement:
         )
 
 
-def compare(got: dict[str, Trace], want: dict[str, Trace], tolerance: float, what: str = "") -> Agreement:
+def compare(got: dict[str, Result], want: dict[str, Result], tolerance: float, what: str = "") -> Agreement:
     """Equal until the first near-tie: rows within `tolerance` up to and with the place of the first other token.
 
     There the logits before the choice are the same but for rounding, so the choice lay within rounding too: the random number
@@ -87,20 +56,23 @@ def compare(got: dict[str, Trace], want: dict[str, Trace], tolerance: float, wha
     seen = Agreement()
     for name, b in want.items():
         a = got[name]
+        rows = a.rows, b.rows
         first = next((i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=False)) if x != y), None)
         stop = min(len(a.ids), len(b.ids)) if first is None else first + 1
-        errors = [row_error(x, y) for x, y in zip(a.rows[:stop], b.rows[:stop], strict=True)]
-        errors += [row_error(x, y) for x, y in zip(a.prompt_rows, b.prompt_rows, strict=True)]
+        errors = [row_error(x, y) for x, y in zip(*(part[:stop] for part in rows), strict=True)]
+        prompts = ((r.prompt_logprobs or [])[1:] for r in (a, b))
+        errors += [row_error(dense(x), dense(y)) for x, y in zip(*prompts, strict=True)]
         seen.compared += len(errors)
         seen.worst, seen.total = max([seen.worst, *errors]), seen.total + sum(errors)
-        if len(a.rows) < stop:
-            seen.problems.append(f"{what} {name}: {len(a.rows)} rows of logprobs for {stop} tokens")
+        if len(rows[0]) < stop:
+            seen.problems.append(f"{what} {name}: {len(rows[0])} rows of logprobs for {stop} tokens")
         if errors and max(errors) > tolerance:
             at = int(np.argmax(errors))
             where = f"row {at}" if at < stop else f"row {at - stop} of the prompt"
             seen.problems.append(f"{what} {name}: {where} is off by {errors[at]:.4f}, allowed {tolerance}")
         if first is None:
             seen.same += 1
-            if (len(a.ids), a.end) != (len(b.ids), b.end):
-                seen.problems.append(f"{what} {name}: {len(a.ids)} tokens, {a.end}; wanted {len(b.ids)}, {b.end}")
+            ends = [(len(r.ids), r.finish_reason, r.stop_reason) for r in (a, b)]
+            if ends[0] != ends[1]:
+                seen.problems.append(f"{what} {name}: tokens and end {ends[0]}, wanted {ends[1]}")
     return seen

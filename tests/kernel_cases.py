@@ -1,13 +1,19 @@
-"""Random paged batches and the attention they must give, shared by the kernel tests on the CPU and on a card."""
+"""What the tests of the kernels share, in Triton's interpreter and on a card: random paged batches, how a kernel is called on them,
+and what it must give."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from headrace.kernels.attention_decode import split_attention, split_space
+from headrace.kernels.attention_prefill import varlen_attention
+from headrace.kernels.qkv import qkv_rope_write_reference
+from headrace.kernels.split import SplitSpace
 from headrace.model.batch import ForwardBatch
 
 
@@ -108,3 +114,72 @@ def cache_of(case: PagedCase) -> SimpleNamespace:
     index = torch.cat(rows)
     kept = (case.k_cache.flatten(0, 1)[index], case.v_cache.flatten(0, 1)[index])
     return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], rows=kept)
+
+
+def run_split(
+    case: PagedCase, workspace: SplitSpace | None = None, *, scale: float | None = None, tokens: int = 1,
+    max_context: int | None = None, out: Tensor | None = None, **options,
+) -> Tensor:  # fmt: skip
+    """The attention of few rows a sequence, through the workspace."""
+    seqs, (rows, heads, head_dim), device = len(case.query_lens), case.q.shape, case.q.device
+    workspace = workspace or split_space(seqs, heads, case.k_cache.shape[2], head_dim, device)
+    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=device) if out is None else out
+    split_attention(
+        case.q, case.k_cache, case.v_cache, out, *case.tensors(), workspace, first_seq=0, num_seqs=seqs, tokens=tokens,
+        max_context=max_context or max(case.context_lens), scale=scale or head_dim**-0.5, **options,
+    )  # fmt: skip
+    if device.type == "cpu":  # on a card it may be captured here
+        assert not workspace.tickets.any(), "the counters are left as they were found"
+    return out
+
+
+def run_varlen(case: PagedCase, first: int = 0, seqs: int | None = None, *, scale: float | None = None, **options) -> Tensor:
+    """The attention of any number of rows a sequence."""
+    rows, heads, head_dim = case.q.shape
+    lens = case.query_lens[first:] if seqs is None else case.query_lens[first : first + seqs]
+    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=case.q.device)
+    varlen_attention(
+        case.q, case.k_cache, case.v_cache, out, *case.tensors(), first_seq=first, num_seqs=len(lens), num_rows=sum(lens),
+        max_tokens=max(lens), scale=scale or head_dim**-0.5, **options,
+    )  # fmt: skip
+    return out
+
+
+def flat_cache(blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torch.float32, device="cpu") -> SimpleNamespace:
+    """Like KVCache, filled with a number that no kernel writes."""
+    k, v = (torch.full((blocks, block, kv_heads, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
+    kv = SimpleNamespace(k=[k], v=[v])
+
+    def write(layer, k, v, slots):
+        kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v
+
+    kv.write = write
+    return kv
+
+
+def check_qkv(
+    write: Callable, close: Callable, heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, *,
+    rows: int, block: int, keep: bool, dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> None:  # fmt: skip
+    """What `write` makes of random rows, writes to a cache of three blocks and keeps, against the reference in float32."""
+    qkv = torch.randn((rows, (heads + 2 * kv_heads) * head_dim), device=device).to(dtype)
+    angle = torch.rand((100, rot // 2), device=device) * 6
+    where = torch.randint(0, 100, (rows,), dtype=torch.int32, device=device), angle.cos(), angle.sin()
+    slots = torch.randperm(3 * block, device=device)[:rows]
+    sizes = {"none": (0, 0), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
+    weights = [torch.randn(n, device=device).to(dtype) if n else None for n in sizes]
+    got_kv, want_kv = (flat_cache(3, block, kv_heads, head_dim, kind, device) for kind in (dtype, torch.float32))
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "norm_offset": 0.5}
+
+    def norms(given: list[Tensor | None]) -> dict[str, Tensor | None]:
+        return dict(zip(("q_norm", "k_norm"), given, strict=True))
+
+    got, own = write(qkv.clone(), *where, got_kv, 0, slots, keep=keep, **norms(weights), **options)
+    wide = norms([None if w is None else w.float() for w in weights])
+    want, _ = qkv_rope_write_reference(qkv.float(), *where, want_kv, 0, slots, **wide, **options)
+    close(got, want)
+    close(got_kv.k[0].flatten(0, 1), want_kv.k[0].flatten(0, 1))
+    assert torch.equal(got_kv.v[0].float(), want_kv.v[0])
+    assert (own is not None) == keep
+    for kept, cached in zip(own or (), (got_kv.k[0], got_kv.v[0]), strict=False):
+        assert torch.equal(kept, cached.flatten(0, 1)[slots])

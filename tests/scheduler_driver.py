@@ -1,4 +1,4 @@
-"""A device without a model, for tests of the scheduler: it remembers what a real one would, and checks every read.
+"""Drives the scheduler without a model, over a device that remembers what a real one would and checks every read.
 
 The KV of a token is a hash of all tokens up to it, as a transformer's is a function of them. A step reads the KV of its
 whole context and compares each with what it must be at that moment; so a block that was reused, indexed or shared too
@@ -228,7 +228,12 @@ class NoForecast:
         pass
 
 
-class FakeEngine:
+def admit_greedily(scheduler: Scheduler) -> None:
+    """Whoever finds a block now is admitted: for tests that want preemption all the time."""
+    scheduler._admission._forecast = lambda running: NoForecast()  # type: ignore[assignment, return-value]
+
+
+class SchedulerDriver:
     """Scheduler and fake device in the order of the real loop; `depth` launched steps may be unsettled at schedule()."""
 
     def __init__(self, limits: Limits, depth: int = 0, check: bool = True):
@@ -236,9 +241,8 @@ class FakeEngine:
         self.depth, self.checks = depth, check
         self.requests: dict[str, Request] = {}
 
-    def admit_greedily(self) -> FakeEngine:
-        """Whoever finds a block now is admitted: for tests that want preemption all the time."""
-        self.scheduler._admission._forecast = lambda running: NoForecast()  # type: ignore[assignment, return-value]
+    def admit_greedily(self) -> SchedulerDriver:
+        admit_greedily(self.scheduler)
         return self
 
     def add(self, id: str, prompt: list[int], seed: int = 0, **kwargs) -> Request:
