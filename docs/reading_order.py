@@ -5,8 +5,8 @@ be read to understand the engine. SETUP is what has been done by then, from a ch
 one chat request over HTTP, from the route to the kernel that reads its keys and back to the last event.
 
 Whatever is in none of them is a wing or a leaf: it attaches at one place and can be read alone. Leaves that every request meets
-are the tokenizer, the automaton of stop strings (text/markers.py), and the kernels with their references in torch (of which
-kernels/prepare.py makes a step's rows from its plan).
+are the tokenizer, the automaton of stop strings (text/markers.py), Ctrl-C put off to the end of a step (engine/interrupts.py),
+and the kernels with their references in torch (of which kernels/prepare.py makes a step's rows from its plan).
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def spoil_refs(engine: SchedulerDriver) -> None:
         (spoiler("a", "capacity", 100), "blocks beyond its last token"),
         (of_blocks(lambda r, e: setattr(r, "starved", e("gone"))), "kept for nobody"),
         (spoiler("long", "num_unverified", 1), "drafts in flight miscounted"),
-        (of_blocks(lambda r, e: setattr(r, "num_drafting", 0)), "sequences with drafts miscounted"),
+        (lambda engine: setattr(engine.scheduler._drafting, "num_rows", 0), "sequences with drafts miscounted"),
         (of_blocks(lambda r, e: [r.leaving.clear(), r.free_slots.append(3)]), "row of a request that has left"),
         (spoiler("gone", "retired", False), "retires, or does not"),
         (spoiler("long", "last_step", lambda n: n + 1), "its last row is not in step"),

@@ -11,18 +11,16 @@ all that his requests can have, which their `max_tokens` bounds.
 
 from __future__ import annotations
 
-import _signal  # what `signal` wraps: that turns each handler into an enumeration's member, in vain, for 10 us a token
 import itertools
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.fork import refuse_fork_of
+from headrace.engine.interrupts import uninterrupted
 from headrace.engine.messages import EngineOutput, EngineRequest, Outputs
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 
@@ -242,33 +240,3 @@ class _Sink:
             news.token_ids = self._held.copy()
             self._held.clear()
         self._queue.append((self._tag, news))
-
-
-_SIGINT = int(signal.SIGINT)
-
-
-class uninterrupted:
-    """Ctrl-C waits for the end of the block: inside a step it would tear books that all requests share. A second does not."""
-
-    def __init__(self) -> None:
-        self.pending = False
-        self._before: Any = None
-
-    def __enter__(self) -> uninterrupted:
-        if threading.current_thread() is threading.main_thread():
-            before = _signal.getsignal(_SIGINT)
-            if callable(before):  # somebody in Python: the default one raises KeyboardInterrupt
-                self._before = before
-                _signal.signal(_SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            _signal.signal(_SIGINT, self._before)
-            if self.pending:
-                self._before(signal.SIGINT, None)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.pending:
-            self._before(number, frame)
-        self.pending = True

@@ -40,7 +40,6 @@ class BlockManager:
         self.starved: Request | None = None  # the first in rank of those who run and found no block
         self.free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self.num_settled = 0  # the number of the last step that has settled
-        self.num_drafting = 0  # sequences with drafts in flight
         self.stats = SchedulerStats()
 
     # ---- from the queue to the decodes
@@ -96,19 +95,6 @@ class BlockManager:
             self.starved = request
         return granted
 
-    def verifiable(self, request: Request, most: int) -> int:
-        """How many tokens, its own and drafts, a decoding request can compute in this step, at most `most`.
-
-        Behind drafts that have not settled there must be room as if all of them were right. Drafts never take a block that
-        others need.
-        """
-        start, capacity = request.num_scheduled + request.num_unverified, request.capacity
-        count = min(1 + request.num_drafts, most, request.limit - start - 1)
-        if start + count > capacity:
-            spare = max(0, self.tree.num_available - len(self.decoding)) if self.starved is None else 0
-            count = min(count, capacity + spare * self.block_size - start)
-        return max(0, count)
-
     def _about_to_return(self) -> int:
         """Blocks that only requests on their way out hold."""
         refs = self.pool.refs
@@ -139,19 +125,6 @@ class BlockManager:
             request.cursor, request.num_indexed = node, index + 1
 
     # ---- what was sampled
-
-    def settle_drafts(self, request: Request, drafts: int, count: int) -> None:
-        """Of so many drafts `count` - 1 were right; none came to nothing, which is as if the row had not been."""
-        request.num_unverified -= drafts
-        self.num_drafting -= 1
-        if request.finished:
-            return
-        request.num_scheduled += count - 1
-        if not count and request.cursor is not None:
-            self.tree.drop_path(request.cursor)  # as if the request had failed
-        step, request.ahead = request.ahead, None
-        if step is not None and not request.num_scheduled % self.block_size:
-            step.filled.append((request, request.num_scheduled))
 
     def take(self, request: Request, ids: list[int]) -> list[int]:
         """Append the ids that a request's last row brought, up to the one that ends it; the ids that it took."""

@@ -10,10 +10,11 @@ from itertools import pairwise
 from headrace.scheduler.block_manager import BlockManager
 from headrace.scheduler.config import Limits
 from headrace.scheduler.decode_batch import Scheduled
+from headrace.scheduler.drafting import Drafting
 from headrace.scheduler.request import Request, Status
 
 
-def check_scheduler(limits: Limits, blocks: BlockManager, flight: Collection[Scheduled]) -> None:
+def check_scheduler(limits: Limits, blocks: BlockManager, drafting: Drafting, flight: Collection[Scheduled]) -> None:
     """Raise AssertionError, naming what does not add up; valid between any two calls of the scheduler's methods.
 
     `flight`: the steps that are scheduled and not settled.
@@ -22,7 +23,7 @@ def check_scheduler(limits: Limits, blocks: BlockManager, flight: Collection[Sch
     waiting = blocks.admission.waiting()
     _check_lists(blocks, resident, waiting)
     _check_flights(blocks, resident, flight)
-    _check_drafts(blocks, resident, flight)
+    _check_drafts(drafting, resident, flight)
     _check_batch(blocks, resident)
     slots = [request.slot for request in resident] + blocks.free_slots
     assert sorted(slots) == list(range(limits.max_num_seqs)), f"slots used or free: {sorted(slots)}"
@@ -56,7 +57,7 @@ def _check_lists(blocks: BlockManager, resident: list[Request], waiting: list[Re
     assert starved is None or starved in blocks.decoding or starved in blocks.prefilling, "blocks are kept for nobody"
 
 
-def _check_drafts(blocks: BlockManager, resident: list[Request], flight: Collection[Scheduled]) -> None:
+def _check_drafts(drafting: Drafting, resident: list[Request], flight: Collection[Scheduled]) -> None:
     drafts = Counter[Request]()
     for step in flight:
         for row in step.others:
@@ -65,8 +66,8 @@ def _check_drafts(blocks: BlockManager, resident: list[Request], flight: Collect
             drafts[row.request] += row.drafts
     for request in resident:
         assert request.num_unverified == drafts[request], f"{request.id}: drafts in flight miscounted"
-    drafting = sum(row.drafts > 0 for step in flight for row in step.others)
-    assert drafting == blocks.num_drafting, "sequences with drafts miscounted"
+    in_flight = sum(row.drafts > 0 for step in flight for row in step.others)
+    assert in_flight == drafting.num_rows, "sequences with drafts miscounted"
 
 
 def _check_flights(blocks: BlockManager, resident: list[Request], flight: Collection[Scheduled]) -> None:

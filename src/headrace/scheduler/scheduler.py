@@ -18,6 +18,7 @@ from headrace.scheduler.admission import token_limit
 from headrace.scheduler.block_manager import BlockManager
 from headrace.scheduler.config import Limits
 from headrace.scheduler.decode_batch import RANK, Row, Scheduled
+from headrace.scheduler.drafting import Drafting
 from headrace.scheduler.invariants import check_scheduler
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.prefill_budget import PrefillBudget
@@ -52,6 +53,7 @@ class Scheduler:
     def __init__(self, limits: Limits):
         self.limits = limits
         self._blocks = BlockManager(limits)
+        self._drafting = Drafting(self._blocks)
         self.pool, self.tree, self._admission = self._blocks.pool, self._blocks.tree, self._blocks.admission
         self.live, self.stats = self._blocks.live, self._blocks.stats  # by id: all requests that are not finished
         bound, most = limits.max_itl, limits.max_num_batched_tokens
@@ -127,7 +129,7 @@ class Scheduler:
             batch.leave(members[-1])
         # half of what the decodes leave: drafts must not starve the prefills
         most_drafts = min(self.limits.max_draft_rows - len(decoding), (budget - len(decoding)) // 2) if drafting else 0
-        speculating = most_drafts > 0 or blocks.num_drafting > 0
+        speculating = most_drafts > 0 or self._drafting.num_rows > 0
         due = batch.due()
         everyone = speculating or len(members) < len(decoding)
         for request in decoding if everyone else due:  # may lose its tail to preemption on the way, never what was visited
@@ -136,7 +138,7 @@ class Scheduler:
                 continue
             if speculating and (request.num_drafts or request.num_unverified):
                 most = 1 + max(0, most_drafts - step.num_drafts) if len(decoding) <= budget else 0
-                if self._speculate(request, step, most):
+                if self._drafting.row(request, step, most):
                     continue
             if not member or request.next_event == now:
                 self._advance(request, step)
@@ -145,37 +147,6 @@ class Scheduler:
         step.budget = budget - len(members) - len(step.others) - step.num_drafts
         for request in step.last:
             blocks.retire(request)
-
-    def _speculate(self, request: Request, step: Scheduled, most: int) -> bool:
-        """Give a decode a row with drafts, or one behind drafts that have not settled, of at most `most` tokens.
-
-        False if it goes on as one without. Such a row counts as one token until its step settles, as if there were no drafts.
-        Behind unsettled ones it waits where there is no room, or what is to be done to its token depends on which one it is.
-        """
-        blocks, unverified, start = self._blocks, request.num_unverified, request.num_scheduled
-        count = blocks.verifiable(request, most)
-        if count <= 1 and not unverified:
-            return False
-        index = start + 1 - len(request.prompt_ids)
-        early = index + unverified + count <= request.min_output  # stop ids are banned in all rows, whatever is accepted
-        if unverified and (not count or request.ahead is not None or not (early or index > request.min_output)):
-            return True
-        if request in blocks.batch:
-            blocks.batch.leave(request)
-        missing = -(-(start + unverified + count - request.capacity) // blocks.block_size)
-        if missing > 0:
-            step.new_blocks.append(blocks.grow(request, missing))
-        step.others.append(Row(request, True, request.slot, start, count, count - 1, unverified, True))
-        request.num_scheduled, request.last_step = start + 1, step.number
-        if unverified:
-            request.ahead = step
-        elif not (start + 1) % blocks.block_size:
-            step.filled.append((request, start + 1))
-        if count > 1:
-            request.num_unverified += count - 1
-            blocks.num_drafting += 1
-            step.num_drafts += count - 1
-        return True
 
     def _advance(self, request: Request, step: Scheduled) -> None:
         """See to it that a decode can have its next row in the batch. Who finds no block waits outside of it."""
@@ -266,7 +237,7 @@ class Scheduler:
             request, taken = row.request, result.token_ids[begin : begin + count]
             begin += count
             if row.drafts:
-                blocks.settle_drafts(request, row.drafts, count)
+                self._drafting.settle(request, row.drafts, count)
             if row.completes:
                 self._gain(request, taken, gains)
             if row.drafts and request.num_tokens >= request.limit and not request.retired:
@@ -323,7 +294,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Law 5 and all counters; AssertionError with a description. Costs a walk over everything."""
-        check_scheduler(self.limits, self._blocks, self._flight.values())
+        check_scheduler(self.limits, self._blocks, self._drafting, self._flight.values())
 
     @property
     def has_unfinished(self) -> bool:
