@@ -185,11 +185,11 @@ def test_nor_over_several_parts_of_the_context(heads, kv_heads, head_dim, window
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_all_instruction_sets_give_the_same_bits(cache):
+    """But for those that multiply pairs of bfloat16 where the cache holds them."""
     config, weights = random_model(6, 2, 40, windows=(100, 0), activation="gelu", attn_softcap=5.0, logit_softcap=3.0)
     ids = token_ids(280, config.vocab_size)
-    found = [
-        NativeSequences(config, weights, path, max_len=288, cache=cache).step([(0, ids)])[0] for path in LIBRARIES.values()
-    ]
+    paths = [path for name, path in LIBRARIES.items() if cache != "BF16" or name != "avx512bf16"]
+    found = [NativeSequences(config, weights, path, max_len=288, cache=cache).step([(0, ids)])[0] for path in paths]
     for logits in found[1:]:
         assert torch.equal(logits, found[0])
 

@@ -15,7 +15,7 @@ namespace headrace::cpu {
 struct AttentionScratch {
   explicit AttentionScratch(AttentionShape shape) {
     const size_t queries = std::max(TILE_QUERIES, shape.block_rows() * shape.group());
-    const size_t dim = shape.head_dim;
+    const size_t dim = round_up(shape.head_dim, LANES);
     head.resize(dim);
     turned.resize(dim);
     packed.resize(dim * queries);
@@ -26,7 +26,7 @@ struct AttentionScratch {
     sums.resize(queries);
     merged.resize(queries);
   }
-  std::vector<float> head, turned;  // [dim]
+  std::vector<float> head, turned;  // [dim], room for whole vectors
   std::vector<float> packed;        // [dim][queries]
   std::vector<float> scores;
   std::vector<float> part_values, merged_values;  // [queries][dim]
@@ -108,14 +108,23 @@ struct LayerAttention {
     rope.rotate(x, position, dim, scratch.turned.data());
   }
 
+  template <CacheFormat F>
   void pack_queries(AttentionPlan::Block block, int kv_head, AttentionScratch& scratch) const {
     const int group = shape.group();
     const int count = block.rows * group;
     for (int q = 0; q < count; q++) {
       const Query& query = queries[block.first + q / group];
-      const int head = kv_head * group + q % group;
-      make_head(qkv + query.row * qkv_stride, shape.num_heads, head, q_norm, query.position, scratch);
-      for (int d = 0; d < shape.head_dim; d++) scratch.packed[d * count + q] = scratch.turned[d] * scale;
+      make_head(qkv + query.row * qkv_stride, shape.num_heads, kv_head * group + q % group, q_norm, query.position, scratch);
+      float* x = scratch.turned.data();
+      for (int d = 0; d < shape.head_dim; d++) x[d] *= scale;
+      float* out = scratch.packed.data() + q;
+      if constexpr (PAIRED<F>) {
+        uint16_t* pairs = reinterpret_cast<uint16_t*>(scratch.head.data());
+        for (int d = 0; d < shape.head_dim; d += LANES) store_bf16(pairs + d, load(x + d));
+        for (int i = 0; i < shape.head_dim / 2; i++) std::memcpy(out + i * count, pairs + 2 * i, sizeof(float));
+      } else {
+        for (int d = 0; d < shape.head_dim; d++) out[d * count] = x[d];
+      }
     }
   }
 
@@ -140,7 +149,7 @@ struct LayerAttention {
 
   template <CacheFormat F>
   void run_as(const AttentionPlan::Item& item, AttentionPlan::Block block, AttentionScratch& scratch) const {
-    pack_queries(block, item.kv_head, scratch);
+    pack_queries<F>(block, item.kv_head, scratch);
     if (item.part != AttentionPlan::ALL_PARTS) {
       part<F>(item, block, item.part, scratch);
       keep_part(item, block, scratch);

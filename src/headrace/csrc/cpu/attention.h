@@ -34,6 +34,18 @@ constexpr int key_pages(int queries) { return queries <= 1 ? 4 : queries <= 3 ? 
 inline constexpr int MAX_KEY_PAGES = 4;
 inline constexpr int SCORES = PART + (MAX_KEY_PAGES - 1) * PAGE;  // of a query: a tile may look at pages past the last
 
+#if defined(__AVX512BF16__)
+inline constexpr bool BF16_DOTS = true;
+#else
+inline constexpr bool BF16_DOTS = false;
+HEADRACE_INLINE Vec dot_bf16_pairs(Vec, float, Vec sums) { return sums; }
+HEADRACE_INLINE void store_bf16(uint16_t*, Vec) {}
+#endif
+
+// Queries and weights are pairs of bfloat16, each in the place of a float32.
+template <CacheFormat F>
+inline constexpr bool PAIRED = F == CacheFormat::BF16 && BF16_DOTS;
+
 struct Head {
   int dim;
   float softcap;  // 0: none
@@ -54,29 +66,40 @@ struct Span {
   bool empty() const { return first >= last; }
 };
 
-// scores[q * SCORES + 16 p ..] = queries . keys of P pages. queries: [dim][stride].
+// scores[q * SCORES + 16 p ..] = queries . keys of P pages. queries: [dim][stride], or [dim / 2][stride] pairs.
 template <CacheFormat F, int Q, int P>
 void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const float* queries, int stride, int dim, float* scores) {
   Vec sums[P][Q];
   HEADRACE_UNROLL for (int p = 0; p < P; p++) {
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) sums[p][q] = zero();
   }
-  const size_t ahead = Page<F>::bytes(dim) / dim;
-  for (int d = 0; d < dim; d += 2, queries += 2 * stride) {
+  const size_t dim_bytes = Page<F>::bytes(dim) / dim;
+  for (int d = 0; d < dim; d += 2) {
     Vec first[P], second[P];
     HEADRACE_UNROLL for (int p = 0; p < P; p++) {
-      prefetch(next[p] + d * ahead);
-      if (F == CacheFormat::F32) prefetch(next[p] + (d + 1) * ahead);
-      Page<F>::keys(pages[p], d, first[p], second[p]);
+      prefetch(next[p] + d * dim_bytes);
+      if constexpr (F == CacheFormat::F32) prefetch(next[p] + (d + 1) * dim_bytes);
+      if constexpr (PAIRED<F>) {
+        first[p] = load(reinterpret_cast<const float*>(Page<F>::key_pairs(pages[p], d)));
+      } else {
+        Page<F>::keys(pages[p], d, first[p], second[p]);
+      }
     }
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
-      const Vec x = set1(queries[q]);
-      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(first[p], x, sums[p][q]);
+      HEADRACE_UNROLL for (int p = 0; p < P; p++) {
+        if constexpr (PAIRED<F>) {
+          sums[p][q] = dot_bf16_pairs(first[p], queries[q], sums[p][q]);
+        } else {
+          sums[p][q] = fma(first[p], set1(queries[q]), sums[p][q]);
+        }
+      }
     }
+    queries += stride;
+    if constexpr (PAIRED<F>) continue;
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
-      const Vec x = set1(queries[stride + q]);
-      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(second[p], x, sums[p][q]);
+      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(second[p], set1(queries[q]), sums[p][q]);
     }
+    queries += stride;
   }
   HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
     HEADRACE_UNROLL for (int p = 0; p < P; p++) store(scores + q * SCORES + p * PAGE, sums[p][q]);
@@ -92,28 +115,87 @@ void score_pages(const PartPages& pages, const float* queries, int stride, int d
   }
 }
 
-// out[q * dim + 16 v ..] += sum over the span's positions of weights[q * SCORES + position] * values
+// Sums of a tile: Q queries, V vectors of dimensions.
 template <CacheFormat F, int Q, int V>
-void value_tile(const PartPages& pages, Span span, const float* weights, int dim, int d, float* out) {
+struct ValueTile {
+  const PartPages& pages;
+  const float* weights;
+  int dim;
+  int d;
   Vec sums[Q][V];
-  HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
-    HEADRACE_UNROLL for (int v = 0; v < V; v++) sums[q][v] = load(out + q * dim + d + v * LANES);
-  }
-  constexpr size_t SIZE = F == CacheFormat::F32 ? 4 : F == CacheFormat::BF16 ? 2 : 1;
-  for (int i = span.first; i < span.last; i++) {
-    const int index = i % PAGE * dim + d;
-    const uint8_t* page = pages.values[i / PAGE];
-    const uint8_t* next = pages.values[i / PAGE + 1] + index * SIZE;
-    HEADRACE_UNROLL for (size_t byte = 0; byte < V * LANES * SIZE; byte += 64) prefetch(next + byte);
-    Vec values[V];
-    HEADRACE_UNROLL for (int v = 0; v < V; v++) values[v] = Page<F>::values(page, index + v * LANES);
+
+  HEADRACE_INLINE void add(const Vec (&values)[V], int weight) {
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
-      const Vec w = set1(weights[q * SCORES + i]);
+      const Vec w = set1(weights[q * SCORES + weight]);
       HEADRACE_UNROLL for (int v = 0; v < V; v++) sums[q][v] = fma(values[v], w, sums[q][v]);
     }
   }
+
+  HEADRACE_INLINE void position(int i) {
+    Vec values[V];
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) values[v] = Page<F>::values(pages.values[i / PAGE], i % PAGE, dim, d + v * LANES);
+    add(values, i);
+  }
+
+  // Positions 2 i and 2 i + 1.
+  HEADRACE_INLINE void pair(int i) {
+    const uint16_t* at = Page<F>::value_pairs(pages.values[i / (PAGE / 2)], i % (PAGE / 2), dim, d);
+    Vec first[V], second[V];
+    if constexpr (PAIRED<F>) {
+      HEADRACE_UNROLL for (int v = 0; v < V; v++) first[v] = load(reinterpret_cast<const float*>(at) + v * LANES);
+      HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+        HEADRACE_UNROLL for (int v = 0; v < V; v++) sums[q][v] = dot_bf16_pairs(first[v], weights[q * SCORES + i], sums[q][v]);
+      }
+    } else {
+      HEADRACE_UNROLL for (int v = 0; v < V; v++) load_bf16_pairs(at + 2 * v * LANES, first[v], second[v]);
+      add(first, 2 * i);
+      add(second, 2 * i + 1);
+    }
+  }
+
+  // One position of a pair whose other one is not seen, and may be anything.
+  HEADRACE_INLINE void half(int i) {
+    const uint16_t* at = Page<F>::value_pairs(pages.values[i / PAGE], i % PAGE / 2, dim, d);
+    Vec values[2][V];
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) load_bf16_pairs(at + 2 * v * LANES, values[0][v], values[1][v]);
+    if constexpr (PAIRED<F>) {
+      HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+        const Vec w = set1(bf16_to_float(reinterpret_cast<const uint16_t*>(weights + q * SCORES)[i]));
+        HEADRACE_UNROLL for (int v = 0; v < V; v++) sums[q][v] = fma(i % 2 ? values[1][v] : values[0][v], w, sums[q][v]);
+      }
+    } else {
+      add(values[i % 2], i);
+    }
+  }
+};
+
+// out[q * dim + 16 v ..] += sum over the span's positions of weights[q * SCORES + position] * values
+template <CacheFormat F, int Q, int V>
+void value_tile(const PartPages& pages, Span span, const float* weights, int dim, int d, float* out) {
+  ValueTile<F, Q, V> tile{pages, weights, dim, d};
   HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
-    HEADRACE_UNROLL for (int v = 0; v < V; v++) store(out + q * dim + d + v * LANES, sums[q][v]);
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) tile.sums[q][v] = load(out + q * dim + d + v * LANES);
+  }
+  constexpr int STEP = F == CacheFormat::BF16 ? 2 : 1;
+  constexpr size_t BYTES = (F == CacheFormat::F32 ? 4 : F == CacheFormat::BF16 ? 2 : 1) * STEP;  // of a dimension in a step
+  int i = span.first;
+  if constexpr (STEP == 2) {
+    if (i % 2 != 0) tile.half(i++);
+  }
+  for (; i + STEP <= span.last; i += STEP) {
+    const uint8_t* next = pages.values[i / PAGE + 1] + (i % PAGE / STEP * dim + d) * BYTES;
+    HEADRACE_UNROLL for (size_t byte = 0; byte < V * LANES * BYTES; byte += 64) prefetch(next + byte);
+    if constexpr (STEP == 2) {
+      tile.pair(i / 2);
+    } else {
+      tile.position(i);
+    }
+  }
+  if constexpr (STEP == 2) {
+    if (i < span.last) tile.half(i);
+  }
+  HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
+    HEADRACE_UNROLL for (int v = 0; v < V; v++) store(out + q * dim + d + v * LANES, tile.sums[q][v]);
   }
 }
 
@@ -121,10 +203,12 @@ void value_tile(const PartPages& pages, Span span, const float* weights, int dim
 template <CacheFormat F>
 void value_rest(const PartPages& pages, Span span, const float* weights, int queries, int dim, int d, float* out) {
   for (int q = 0; q < queries; q++) {
+    const float* w = weights + q * SCORES;
     for (int e = d; e < dim; e++) {
       float sum = out[q * dim + e];
       for (int i = span.first; i < span.last; i++) {
-        sum = __builtin_fmaf(Page<F>::value(pages.values[i / PAGE], i % PAGE * dim + e), weights[q * SCORES + i], sum);
+        const float weight = PAIRED<F> ? bf16_to_float(reinterpret_cast<const uint16_t*>(w)[i]) : w[i];
+        sum = __builtin_fmaf(Page<F>::value(pages.values[i / PAGE], i % PAGE, dim, e), weight, sum);
       }
       out[q * dim + e] = sum;
     }
@@ -178,7 +262,7 @@ void each_tile(int queries, Function function) {
   }
 }
 
-// Scores of one query to weights e^(score - top) in place, zeros where the span ends within a page; their sum.
+// Scores of one query to weights e^(score - top) in place, in bfloat16 for PAIRED; their sum.
 template <CacheFormat F>
 float softmax_part(const PartPages& pages, Span span, Head head, float* scores, float& top) {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -205,7 +289,11 @@ float softmax_part(const PartPages& pages, Span span, Head head, float* scores, 
     if (begin > 0 || end < PAGE) e = keep_lanes(e, begin, end, zero());
     sum = add(sum, e);
     if constexpr (Page<F>::SCALED) e = mul(e, load(Page<F>::scales(pages.values[page], head.dim)));
-    store(scores + page * PAGE, e);
+    if constexpr (PAIRED<F>) {
+      store_bf16(reinterpret_cast<uint16_t*>(scores) + page * PAGE, e);  // before the scores that are still to be read
+    } else {
+      store(scores + page * PAGE, e);
+    }
   }
   return reduce_add(sum);
 }
@@ -230,6 +318,8 @@ void attend_part(const PartPages& pages, const Span* spans, int rows, int group,
     common.first = std::max(common.first, spans[row].first);
     common.last = std::min(common.last, spans[row].last);
   }
+  common.first = round_up(common.first, 2);  // no pair of positions is taken apart
+  common.last = common.last / 2 * 2;
   const auto row_values = [&](int row, Span span) {  // no row touches a value that it does not see: it may be NaN
     if (span.empty()) return;
     each_tile(group, [&]<int Q>(int first) {

@@ -4,7 +4,7 @@
 // dimension of 16 keys; values lie position by position. Of `dim` dimensions:
 //
 //   F32    keys [dim][16], values [16][dim] float
-//   BF16   keys [dim / 2][16][2], values [16][dim]
+//   BF16   keys [dim / 2][16][2], values [8][dim][2]: pairs of dimensions, pairs of positions
 //   INT8   keys [dim][16], values [16][dim] int8, then [16] float: a position's scale, its largest magnitude / 127
 #pragma once
 
@@ -31,11 +31,13 @@ struct Page<CacheFormat::F32> {
     first = load(p);
     second = load(p + PAGE);
   }
-  // 16 values from `index` on; index = position * dim + dimension.
-  static HEADRACE_INLINE Vec values(const uint8_t* page, int index) {
-    return load(reinterpret_cast<const float*>(page) + index);
+  // 16 dimensions of a position's values.
+  static HEADRACE_INLINE Vec values(const uint8_t* page, int position, int dim, int d) {
+    return load(reinterpret_cast<const float*>(page) + position * dim + d);
   }
-  static float value(const uint8_t* page, int index) { return reinterpret_cast<const float*>(page)[index]; }
+  static float value(const uint8_t* page, int position, int dim, int d) {
+    return reinterpret_cast<const float*>(page)[position * dim + d];
+  }
   static void write_key(uint8_t* page, int dim, int lane, const float* key) {
     float* p = reinterpret_cast<float*>(page) + lane;
     for (int d = 0; d < dim; d++) p[d * PAGE] = key[d];
@@ -49,14 +51,18 @@ template <>
 struct Page<CacheFormat::BF16> {
   static constexpr bool SCALED = false;
   static size_t bytes(int dim) { return static_cast<size_t>(dim) * PAGE * 2; }
+  static HEADRACE_INLINE const uint16_t* key_pairs(const uint8_t* page, int d) {
+    return reinterpret_cast<const uint16_t*>(page) + d * PAGE;
+  }
   static HEADRACE_INLINE void keys(const uint8_t* page, int d, Vec& first, Vec& second) {
-    load_bf16_pairs(reinterpret_cast<const uint16_t*>(page) + d * PAGE, first, second);
+    load_bf16_pairs(key_pairs(page, d), first, second);
   }
-  static HEADRACE_INLINE Vec values(const uint8_t* page, int index) {
-    return load_bf16(reinterpret_cast<const uint16_t*>(page) + index);
+  // 16 dimensions of the positions 2 * pair and 2 * pair + 1.
+  static HEADRACE_INLINE const uint16_t* value_pairs(const uint8_t* page, int pair, int dim, int d) {
+    return reinterpret_cast<const uint16_t*>(page) + 2 * (pair * dim + d);
   }
-  static float value(const uint8_t* page, int index) {
-    return bf16_to_float(reinterpret_cast<const uint16_t*>(page)[index]);
+  static float value(const uint8_t* page, int position, int dim, int d) {
+    return bf16_to_float(value_pairs(page, position / 2, dim, d)[position % 2]);
   }
   static void write_key(uint8_t* page, int dim, int lane, const float* key) {
     uint16_t* p = reinterpret_cast<uint16_t*>(page) + 2 * lane;
@@ -66,8 +72,8 @@ struct Page<CacheFormat::BF16> {
     }
   }
   static void write_value(uint8_t* page, int dim, int lane, const float* value) {
-    uint16_t* p = reinterpret_cast<uint16_t*>(page) + lane * dim;
-    for (int d = 0; d < dim; d++) p[d] = float_to_bf16(value[d]);
+    uint16_t* p = reinterpret_cast<uint16_t*>(page) + lane / 2 * 2 * dim + lane % 2;
+    for (int d = 0; d < dim; d++) p[2 * d] = float_to_bf16(value[d]);
   }
 };
 
@@ -80,10 +86,12 @@ struct Page<CacheFormat::INT8> {
     first = load_int8(p);
     second = load_int8(p + PAGE);
   }
-  static HEADRACE_INLINE Vec values(const uint8_t* page, int index) {
-    return load_int8(reinterpret_cast<const int8_t*>(page) + index);
+  static HEADRACE_INLINE Vec values(const uint8_t* page, int position, int dim, int d) {
+    return load_int8(reinterpret_cast<const int8_t*>(page) + position * dim + d);
   }
-  static float value(const uint8_t* page, int index) { return reinterpret_cast<const int8_t*>(page)[index]; }
+  static float value(const uint8_t* page, int position, int dim, int d) {
+    return reinterpret_cast<const int8_t*>(page)[position * dim + d];
+  }
   static const float* scales(const uint8_t* page, int dim) { return reinterpret_cast<const float*>(page + dim * PAGE); }
   static void write_key(uint8_t* page, int dim, int lane, const float* key) {
     write(page, dim, lane, key, lane, PAGE);

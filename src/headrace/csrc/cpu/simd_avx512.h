@@ -101,6 +101,17 @@ HEADRACE_INLINE void load_bf16_pairs(const uint16_t* p, Vec& first, Vec& second)
   second = _mm512_castsi512_ps(_mm512_and_epi32(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
+#if defined(__AVX512BF16__)
+// sums + both products of each pair; what is too small for a normal float32 counts as zero.
+HEADRACE_INLINE Vec dot_bf16_pairs(Vec pairs, float pair, Vec sums) {
+  const __m512bh x = reinterpret_cast<__m512bh>(_mm512_castps_si512(pairs));
+  return _mm512_dpbf16_ps(sums, x, reinterpret_cast<__m512bh>(_mm512_castps_si512(_mm512_set1_ps(pair))));
+}
+HEADRACE_INLINE void store_bf16(uint16_t* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+#endif
+
 HEADRACE_INLINE Vec load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }

@@ -32,9 +32,11 @@ struct StoreRows {
   size_t stride;
   const float* bias;
   HEADRACE_INLINE void operator()(int row, int first, int count, const float* values) const {
+    float* at = out + row * stride + first;
     Vec v = load(values);
     if (bias != nullptr) v = add(v, load_first(bias + first, count));
-    store_first(out + row * stride + first, v, count);
+    if (count == LANES) return store(at, v);
+    store_first(at, v, count);
   }
 };
 
@@ -47,6 +49,7 @@ struct AddRows {
     float* at = sum + row * stride + first;
     Vec v = load(values);
     if (bias != nullptr) v = add(v, load_first(bias + first, count));
+    if (count == LANES) return store(at, fma(v, set1(scale), load(at)));
     store_first(at, fma(v, set1(scale), load_first(at, count)), count);
   }
 };
@@ -60,7 +63,9 @@ struct StoreLogits {
     Vec v = load(values);
     if (scale != 1.0f) v = mul(v, set1(scale));
     if (softcap != 0.0f) v = soft_cap(v, softcap);
-    store_first(out + row * stride + first, v, count);
+    float* at = out + row * stride + first;
+    if (count == LANES) return store(at, v);
+    store_first(at, v, count);
   }
 };
 
