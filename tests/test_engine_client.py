@@ -148,7 +148,7 @@ class Play:
             return
         core = self.core.core
         grammars, speculator = core.structured, core.speculator
-        assert not core.has_work and not core._outputs._prompt_logprobs and not core._outputs._pooled and not core._news
+        assert not core.has_work and not core._outputs.prompts.logprobs and not core._outputs.prompts.pooled and not core._news
         assert not grammars._matchers and not grammars.waiting
         for table in (speculator._rates, speculator._drafts, speculator._forced, speculator._free, speculator._broken):
             assert not table

@@ -243,7 +243,7 @@ def test_what_fails_within_a_step_leaves_nothing_behind(llm, monkeypatch, error,
         with pytest.raises(error, match="mine"):
             llm.generate([[5, 6, 7], list(range(4, 40))], params, use_tqdm=False)
     core = llm.engine.core
-    assert not core.has_work and core.scheduler.kv_usage == 0 and not core._outputs._prompt_logprobs
+    assert not core.has_work and core.scheduler.kv_usage == 0 and not core._outputs.prompts.logprobs
     core.scheduler.check()
     assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, **GREEDY), use_tqdm=False)[0].outputs[0].token_ids == want
 

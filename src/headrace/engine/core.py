@@ -100,7 +100,7 @@ class EngineCore:
 
     def _forget(self, request_id: str) -> None:
         self._guided.end(request_id)
-        self._outputs.forget(request_id)
+        self._outputs.prompts.forget(request_id)
         if self.speculator is not None:
             self.speculator.end(request_id)
 
@@ -173,7 +173,7 @@ class EngineCore:
         for request, _ in settled.gains:
             if self.speculator is not None:
                 self.speculator.end(request.id)
-            self._outputs.forget(request.id)
+            self._outputs.prompts.forget(request.id)
             self._enter(request.again())
 
     def idle(self) -> bool:
@@ -212,7 +212,7 @@ class EngineCore:
         self.scheduler.took(plan, seconds)
         self._finished = handle.finished
         if result.prompt_logprobs or result.pooled:
-            self._outputs.keep(plan, result)
+            self._outputs.prompts.keep(plan, result)
         settled = self.scheduler.settle(plan, result)
         outputs = self._outputs.of_step(plan, settled, result)
         if self.speculator is not None:
