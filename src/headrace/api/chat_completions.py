@@ -134,7 +134,6 @@ class ChatAnswer(ChoicesAnswer):
             own = for_sample(params, index)
             choice = ChatChoice(self, index, own, policy.reader(prompt_end, structured=params.structured_outputs is not None))
             self.add(ids, own, choice)
-            self.choices.append(choice)
 
     def usage_json(self) -> bytes:
         self.usage.reasoning_tokens = sum(c.reasoning_tokens() for c in self.choices)

@@ -108,7 +108,6 @@ class CompletionAnswer(ChoicesAnswer):
         for index in range(params.n):
             own = for_sample(params, index)
             choice = CompletionChoice(self, len(self.choices), own, ids, echo, spans)
-            self.choices.append(choice)
             choice.sample = self.add(ids, own, choice)
         if body.max_tokens == 0:
             self.usage.scoring = True

@@ -56,19 +56,16 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
 class GenerateAnswer(Answer):
     def __init__(self, ctx: ApiContext, body: GenerateRequest, ids: array, params: SamplingParams):
         super().__init__(ctx, body, new_id("gen-"))
-        self.outputs = []
         self.usage.prompt_tokens = len(ids)
         for index in range(params.n):
             own = for_sample(params, index)
-            output = GenerateOutput(ctx, body, index, own, ids)
-            self.add(ids, own, output)
-            self.outputs.append(output)
+            self.add(ids, own, GenerateOutput(ctx, body, index, own, ids))
 
     def closing(self) -> bytes:
         return event(b'{"id":' + encode(self.id) + b',"usage":' + self.usage.json() + b"}") + DONE
 
     def whole(self) -> bytes:
-        outputs = b",".join(encode(o.fields("".join(o.texts))) for o in self.outputs)
+        outputs = b",".join(encode(o.fields("".join(o.texts))) for o in self.choices)
         return b'{"id":' + encode(self.id) + b',"outputs":[' + outputs + b'],"usage":' + self.usage.json() + b"}"
 
 

@@ -95,12 +95,14 @@ class Answer:
     def __init__(self, ctx: ApiContext, body: Any, answer_id: str):
         self.ctx, self.body, self.id = ctx, body, answer_id
         self.created = int(time.time())
+        self.choices: list[Any] = []
         self.samples: list[Sample] = []
         self.usage = Usage(self.samples, 0)
 
     def add(self, prompt_ids: array, params: SamplingParams, choice: Choice) -> Sample:
-        """One more sample, and the choice that it fills."""
+        """One more choice, and the sample that fills it."""
         sample = Sample(self, prompt_ids, params, choice)
+        self.choices.append(choice)
         self.samples.append(sample)
         return sample
 
@@ -119,7 +121,6 @@ class ChoicesAnswer(Answer):
 
     def __init__(self, ctx: ApiContext, body: GenerationFields, prefix: str, kind: str, model: str):
         super().__init__(ctx, body, response_id(prefix, body.request_id))
-        self.choices: list[Any] = []
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = self.include_usage and bool(options and options.continuous_usage_stats)

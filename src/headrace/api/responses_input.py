@@ -18,18 +18,13 @@ INCLUDABLE = (
 )  # fmt: skip
 
 
-class FlatTool(Body, kw_only=True):
+class FlatTool(FunctionDef, kw_only=True):
     """A function; other kinds of tools are run by their provider and not served here."""
 
-    name: str
     type: Literal["function"] = "function"
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class FlatNamedTool(Body, kw_only=True):
-    name: str
+class FlatNamedTool(FunctionName, kw_only=True):
     type: Literal["function"] = "function"
 
 
@@ -87,10 +82,7 @@ def check_unserved(body: ResponsesRequest) -> None:
 def nested_tools(tools: list[FlatTool] | None) -> list[Tool] | None:
     if tools is None:
         return None
-    return [
-        Tool(function=FunctionDef(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict))
-        for t in tools
-    ]
+    return [Tool(function=FunctionDef(**{f: getattr(t, f) for f in FunctionDef.__struct_fields__})) for t in tools]
 
 
 def nested_choice(choice: str | FlatNamedTool | None) -> str | NamedTool | None:
