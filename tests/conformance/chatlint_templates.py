@@ -63,7 +63,7 @@ def compare(name: str, source: str, shapes, count: collections.Counter, differen
                 if ours == theirs:
                     count["same" if ours is not None else "refused by both"] += 1
                     continue
-                adapted = template._select(bool(shape.tools)).adapt(check_messages(messages))
+                adapted = template._select(bool(shape.tools)).forms.adapt(check_messages(messages))
                 if ours == by_transformers(source, adapted, **options):
                     count["adapted, then same" if theirs is not None else "adapted, only so accepted"] += 1
                 else:
@@ -76,7 +76,7 @@ def compare_continued(place, template, source, shape, count, differences) -> Non
     messages = [*shape.snapshots[-1], {"role": "assistant", "content": "The answer is: "}]
     options = {"tools": shape.tools, "add_generation_prompt": False, "continue_final_message": True}
     try:
-        adapted = template._select(bool(shape.tools)).adapt(check_messages(messages))
+        adapted = template._select(bool(shape.tools)).forms.adapt(check_messages(messages))
     except ParameterError:
         return
     theirs = by_transformers(source, adapted, **options)
