@@ -120,15 +120,15 @@ def dense(entry: TokenLogprobs) -> np.ndarray:
     return row
 
 
-def assert_same(got: Result, want: Result, name: str = "") -> None:
-    """The same tokens, end and logprobs (within 1e-4)."""
+def assert_same(got: Result, want: Result, name: str = "", tolerance: float = 1e-4) -> None:
+    """The same tokens, end and logprobs."""
     assert got.ids == want.ids, f"{name}: {got.ids} != {want.ids}"
     assert (got.finish_reason, got.stop_reason) == (want.finish_reason, want.stop_reason), name
     assert len(got.logprobs) == len(want.logprobs), name
     worst = max((abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)), default=0.0)
-    assert worst <= 1e-4, f"{name}: logprobs differ by {worst}"
+    assert worst <= tolerance, f"{name}: logprobs differ by {worst}"
 
 
-def assert_all_same(got: dict[str, Result], want: dict[str, Result], what: str = "") -> None:
+def assert_all_same(got: dict[str, Result], want: dict[str, Result], what: str = "", tolerance: float = 1e-4) -> None:
     for name, result in want.items():
-        assert_same(got[name], result, f"{what} {name}")
+        assert_same(got[name], result, f"{what} {name}", tolerance)

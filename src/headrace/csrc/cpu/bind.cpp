@@ -123,8 +123,9 @@ class BoundModel {
     step.table_stride = block_tables.stride(0);
     step.keys = keys_.data();
     step.values = values_.data();
+    static const int64_t nothing = 0;  // of no rows an array may have no address, which would mean all
     if (wanted) {
-      step.wanted = wanted->data();
+      step.wanted = wanted->shape(0) ? wanted->data() : &nothing;
       step.num_wanted = static_cast<int>(wanted->shape(0));
     }
     const size_t rows = wanted ? wanted->shape(0) : token_ids.shape(0);
