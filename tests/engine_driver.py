@@ -3,7 +3,9 @@ say the same."""
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -102,6 +104,17 @@ def run(core: EngineCore, requests: list[EngineRequest], *, arrivals=None, abort
     assert core.scheduler.num_running == core.scheduler.num_waiting == 0
     assert core.scheduler.kv_usage == 0.0, f"blocks are still held: {pool}"
     return results
+
+
+def lonely_answers(make: Callable[..., EngineCore]) -> Callable[[int, int], dict[str, Result]]:
+    """What each of make_requests(seed, count) gives by itself: no cache, no chunks, nothing in flight."""
+    core = make(enable_prefix_caching=False, async_scheduling=False)
+
+    @functools.cache
+    def answers(seed: int, count: int) -> dict[str, Result]:
+        return {r.id: run(core, [r])[r.id] for r in make_requests(seed, count, core.vocab_size)}
+
+    return answers
 
 
 def take(result: Result, news) -> None:

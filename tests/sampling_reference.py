@@ -63,6 +63,22 @@ def tokens(logits: np.ndarray, row: Row, slack: float = 3e-6) -> set[int]:
     return found
 
 
+# parameters whose draws over a few ids are compared with what they should be
+DRAWN = [
+    Row(), Row(temperature=0.5), Row(temperature=2.0), Row(top_k=3), Row(top_p=0.7), Row(min_p=0.2),
+    Row(temperature=0.8, top_k=8, top_p=0.9, min_p=0.05),
+]  # fmt: skip
+
+
+def chi_square(ids: Sequence[int], logits: np.ndarray, row: Row) -> float:
+    """Of draws against their distribution; nothing outside the kept set is ever drawn."""
+    counts, keep = np.bincount(ids, minlength=len(logits)), kept(logits, row)
+    assert not counts[~keep].any()
+    p = np.where(keep, np.exp((logits - logits.max()).astype(np.float64) / row.temperature), 0.0)
+    expected = len(ids) * p / p.sum()
+    return float(((counts - expected)[keep] ** 2 / expected[keep]).sum())
+
+
 def uniform_numpy(seed, position, purpose: int = PURPOSE_SAMPLE, sample_index=0) -> np.ndarray:
     """`uniform` as the paper writes it: scalars or arrays of int64, broadcast together -> float32."""
     seed, position, third = (np.asarray(x, dtype=np.int64).view(np.uint64) for x in (seed, position, sample_index))

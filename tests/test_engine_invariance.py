@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafting import drafting_core
-from engine_driver import BLOCK, assert_all_same, assert_same, complete, make_core, make_requests, run
+from engine_driver import BLOCK, assert_all_same, assert_same, complete, lonely_answers, make_core, make_requests, run
 from headrace.engine.messages import EngineRequest
 from headrace.native.forward import NativeDecoder
 from headrace.sampling.params import SamplingParams
-from tiny_models import write_tiny
+from tiny_models import VOCAB, write_tiny
 
 # The native CPU step gives the same bits in every schedule, torch's products of other row counts round otherwise.
 STEPS = {
@@ -60,22 +60,8 @@ def all_same(step):
 
 
 @pytest.fixture(scope="module")
-def vocab(make):
-    return make().vocab_size
-
-
-@pytest.fixture(scope="module")
-def alone(make, vocab):
-    """The reference: each request by itself, no cache, no chunks, nothing in flight."""
-    core = make(enable_prefix_caching=False, async_scheduling=False)
-    known = {}
-
-    def answer(seed: int, count: int):
-        if (seed, count) not in known:
-            known[seed, count] = {r.id: run(core, [r])[r.id] for r in make_requests(seed, count, vocab)}
-        return known[seed, count]
-
-    return answer
+def alone(make):
+    return lonely_answers(make)
 
 
 SCHEDULES = {
@@ -98,7 +84,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_any_schedule_gives_the_same_tokens(step, make, all_same, vocab, alone, schedule):
+def test_any_schedule_gives_the_same_tokens(step, make, all_same, alone, schedule):
     if step == "native" and SCHEDULES[schedule].get("block_size", 16) % 16:
         pytest.skip("its blocks are multiples of 16 tokens")
     core = make(**SCHEDULES[schedule])
@@ -106,7 +92,7 @@ def test_any_schedule_gives_the_same_tokens(step, make, all_same, vocab, alone, 
         short = complete(SamplingParams(max_tokens=1))
         run(core, [EngineRequest(f"short {i}", [i], short, i) for i in range(150)])
     for seed in (1, 2):
-        all_same(run(core, make_requests(seed, 10, vocab)), alone(seed, 10), f"{schedule}, seed {seed}")
+        all_same(run(core, make_requests(seed, 10, VOCAB)), alone(seed, 10), f"{schedule}, seed {seed}")
     if "tiny pool" in schedule:
         assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
 
@@ -127,10 +113,10 @@ def cores(model, make):
 
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_arrivals_and_aborts_change_nobody_else(same, vocab, alone, cores, data):
+def test_arrivals_and_aborts_change_nobody_else(same, alone, cores, data):
     seed = data.draw(st.integers(0, 5), label="requests")
     core = data.draw(st.sampled_from(cores), label="core")
-    requests = make_requests(seed, 8, vocab)
+    requests = make_requests(seed, 8, VOCAB)
     order = data.draw(st.permutations(range(8)), label="order")
     arrivals = data.draw(st.lists(st.integers(0, 12), min_size=8, max_size=8), label="arrivals")
     aborts = data.draw(
@@ -145,13 +131,13 @@ def test_arrivals_and_aborts_change_nobody_else(same, vocab, alone, cores, data)
             same(got, want, name)
 
 
-def test_a_cached_prompt_gives_the_same_tokens(make, same, vocab):
+def test_a_cached_prompt_gives_the_same_tokens(make, same):
     """Cold, warm, and with prompts of whole blocks, where every token but the last comes from the cache."""
     core = make()
     size = core.runner.kv.block_size
     params = complete(SamplingParams(temperature=0.0, max_tokens=6, logprobs=0))
     for length in (size - 1, size, size + 1, 2 * size, 5 * size):
-        prompt = [(7 * i + length) % vocab for i in range(length)]
+        prompt = [(7 * i + length) % VOCAB for i in range(length)]
         cold = run(core, [EngineRequest("a", prompt, params, 1)])["a"]
         warm = run(core, [EngineRequest("a", prompt, params, 1)])["a"]
         assert cold.cached == 0
@@ -160,15 +146,15 @@ def test_a_cached_prompt_gives_the_same_tokens(make, same, vocab):
 
 
 @pytest.mark.parametrize("budget", [5, 23, 2048])
-def test_requests_that_read_other_rows_change_nobody(step, make, all_same, vocab, alone, budget):
+def test_requests_that_read_other_rows_change_nobody(step, make, all_same, alone, budget):
     """Prompt logprobs and embeddings need every row's hidden states, generation only the last one's: mixed in one batch."""
     scoring = complete(SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1))
-    prompts = [[(5 * i * i + n) % vocab for i in range(n)] for n in (40, 17)]
+    prompts = [[(5 * i * i + n) % VOCAB for i in range(n)] for n in (40, 17)]
     readers = [EngineRequest(f"score {len(p)}", p, scoring, 1) for p in prompts]
     plain = complete(SamplingParams())
     readers += [EngineRequest(f"{how} {len(p)}", p, plain, 1, pooling=how) for p in prompts for how in ("mean", "last")]
     mixed = make(max_num_batched_tokens=budget)
-    requests = make_requests(3, 8, vocab)
+    requests = make_requests(3, 8, VOCAB)
     results = run(mixed, [r for pair in zip(requests, readers, strict=False) for r in pair] + requests[len(readers) :])
     all_same(results, alone(3, 8))
     lonely = make(enable_prefix_caching=False)
@@ -183,9 +169,9 @@ def test_requests_that_read_other_rows_change_nobody(step, make, all_same, vocab
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=STEPS[step][1])
 
 
-def test_samples_of_one_request_differ_and_repeat(make, vocab):
+def test_samples_of_one_request_differ_and_repeat(make):
     core = make()
-    prompt = [t % vocab for t in range(20)]
+    prompt = [t % VOCAB for t in range(20)]
 
     def samples():
         requests = [
@@ -200,10 +186,10 @@ def test_samples_of_one_request_differ_and_repeat(make, vocab):
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7])
-def test_a_stream_that_was_cut_off_goes_on(make, vocab, cut):
+def test_a_stream_that_was_cut_off_goes_on(make, cut):
     """What a restarted server does: prompt + tokens so far + the same seed."""
     core, fresh = make(), make(enable_prefix_caching=False)
-    for request in make_requests(3, 8, vocab):
+    for request in make_requests(3, 8, VOCAB):
         whole = run(core, [request])[request.id]
         if len(whole.ids) <= cut:
             continue

@@ -16,7 +16,7 @@ from headrace.kernels.sample import add_mask_reference, add_mask_triton, sample_
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
 from headrace.sampling.sampler import choose
-from sampling_reference import Row, kept, tokens
+from sampling_reference import DRAWN, Row, chi_square, kept, tokens
 from test_sampling_sampler import ROWS, inputs_of
 
 ON_CARD = torch.cuda.is_available()
@@ -220,18 +220,11 @@ def test_replays_of_a_cuda_graph(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", [Row(), Row(top_k=5), Row(top_p=0.8), Row(temperature=0.7, top_k=9, top_p=0.9, min_p=0.05)])
+@pytest.mark.parametrize("row", DRAWN)
 def test_distribution_on_the_card(row):
-    n, vocab = 200_000, 12
-    logits = torch.tensor(np.random.default_rng(1).standard_normal(vocab) * 1.5).float()
-    rows = [Row(**{**row.__dict__, "seed": 99, "output_index": i}) for i in range(n)]
-    counts = np.bincount(run(logits.repeat(n, 1), rows)[0], minlength=vocab)
-    keep = kept(logits.numpy(), row)
-    p = np.where(keep, np.exp(logits.double().numpy() / row.temperature), 0.0)
-    expected = n * p / p.sum()
-    assert not counts[~keep].any()
-    chi_square = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
-    assert chi_square < 40, f"chi-square {chi_square:.1f} of {n} draws from {keep.sum()} ids"  # 1e-4 at 11 degrees of freedom
+    logits = torch.tensor(np.random.default_rng(1).standard_normal(12) * 1.5).float()
+    rows = [Row(**{**row.__dict__, "seed": 99, "output_index": i}) for i in range(200_000)]
+    assert chi_square(run(logits.repeat(len(rows), 1), rows)[0], logits.numpy(), row) < 40  # 1e-4 at 11 degrees of freedom
 
 
 @pytest.mark.gpu

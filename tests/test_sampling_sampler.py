@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.sampler import SampleInputs, sample
-from sampling_reference import Row, kept, sample_inputs, tokens
+from sampling_reference import DRAWN, Row, chi_square, sample_inputs, tokens
 
 INF = float("inf")
 
@@ -76,34 +76,16 @@ def test_a_row_is_the_same_alone_and_among_others(batch):
     assert [together[i] for i in order] == shuffled
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        Row(),
-        Row(temperature=0.5),
-        Row(temperature=2.0),
-        Row(top_k=3),
-        Row(top_p=0.7),
-        Row(min_p=0.2),
-        Row(temperature=0.8, top_k=8, top_p=0.9, min_p=0.05),
-    ],
-)
+@pytest.mark.parametrize("row", DRAWN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_distribution(row, dtype):
-    """Chi-square of 20,000 draws over a small vocabulary; nothing outside the kept set is ever drawn."""
-    n, vocab = 20_000, 12
-    logits = torch.tensor(np.random.default_rng(1).standard_normal(vocab) * 1.5).to(dtype)
+    """20,000 draws over a small vocabulary."""
+    logits = torch.tensor(np.random.default_rng(1).standard_normal(12) * 1.5).to(dtype)
     logits[5] = logits[2]  # a tie
-    rows = [Row(**{**row.__dict__, "seed": 1234, "output_index": i}) for i in range(n)]
-    ids = sample(logits.repeat(n, 1), inputs_of(rows)).token_ids
-    counts = np.bincount(ids.numpy(), minlength=vocab)
-    exact = logits.float().numpy()
-    keep = kept(exact, row)
-    assert not counts[~keep].any()
-    p = np.where(keep, np.exp((exact - exact.max()).astype(np.float64) / row.temperature), 0.0)
-    expected = n * p / p.sum()
-    chi2 = ((counts - expected)[keep] ** 2 / expected[keep]).sum()
-    assert chi2 < 40  # up to 11 degrees of freedom: a fair sampler exceeds it with probability 4e-5; the draws are fixed
+    rows = [Row(**{**row.__dict__, "seed": 1234, "output_index": i}) for i in range(20_000)]
+    ids = sample(logits.repeat(len(rows), 1), inputs_of(rows)).token_ids
+    # up to 11 degrees of freedom: a fair sampler exceeds it with probability 4e-5; the draws are fixed
+    assert chi_square(ids.tolist(), logits.float().numpy(), row) < 40
 
 
 def test_filters_at_their_edges():

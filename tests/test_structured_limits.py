@@ -145,27 +145,11 @@ def test_requests_are_bounded_before_they_are_compiled():
     for _ in range(70):
         deep = {"items": deep}
     for wish in (
-        {"json": deep},
-        {"json": {"enum": ["x" * 300_000]}},
-        {"json": '{"type": "int'},
-        {"json": [1]},
-        {"json": {"maximum": 10**30}},
-        {"json": {"const": "\ud800"}},
-        {"json": {"maximum": float("inf")}},
-        {"regex": ""},
-        {"regex": "\ud800"},
-        {"regex": 5},
-        {"grammar": "x" * 300_000},
-        {"choice": []},
-        {"choice": ["a", 1]},
-        {"choice": [""]},
-        {"choice": ["a"] * 5000},
-        {"choice": ["\ud800"]},
-        {"json_object": "yes"},
-        {"structural_tag": "nothing"},
-        {"json": {}, "regex": "a"},
-        {},
-    ):
+        {"json": deep}, {"json": {"enum": ["x" * 300_000]}}, {"json": '{"type": "int'}, {"json": [1]}, {"json": {"maximum": 10**30}},
+        {"json": {"const": "\ud800"}}, {"json": {"maximum": float("inf")}}, {"regex": ""}, {"regex": "\ud800"}, {"regex": 5},
+        {"grammar": "x" * 300_000}, {"choice": []}, {"choice": ["a", 1]}, {"choice": [""]}, {"choice": ["a"] * 5000},
+        {"choice": ["\ud800"]}, {"json_object": "yes"}, {"structural_tag": "nothing"}, {"json": {}, "regex": "a"}, {},
+    ):  # fmt: skip
         with pytest.raises(ParameterError) as error:
             StructuredOutputsParams(**wish)
         assert error.value.field.startswith("structured_outputs")
