@@ -9,9 +9,11 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headrace.conversation.template import ChatTemplate, check_messages
+from headrace.conversation.message_forms import check_messages
+from headrace.conversation.template import ChatTemplate
 from headrace.conversation.tool_prompt import shown_to, with_tools
 from headrace.errors import ParameterError
 
@@ -365,6 +367,27 @@ def test_hostile_templates_are_ended(name):
     with pytest.raises(ParameterError):
         ChatTemplate(HOSTILE[name], timeout=0.3, max_chars=2_000_000).render([USER])
     assert time.thread_time() - started < 2
+
+
+ORDINARY = (
+    "5000000 * 0.5", "0.5 * 5000000", "2 ** 62 * 7", "2 ** -1", "'ab' * 3", "3 * 'ab'", "'ab' * -1", "[1, 2] * 2", "'a' * true",
+    "'%d %s' % (1700000000, 'x')", "'%5.2f|%-4s|' % (3.14159, 'a')", "'%s'|format(1700000000)", "'%(a)s'|format(a='x')",
+    "'{:>5}|{a}'.format(7, a='b')", "'a\nb\n\nc'|indent", "'a\nb'|indent(2, true)", "'a\nb'|indent(width='> ', blank=true)",
+    "'a b c'|replace(' ', '')", "'aaa'|replace('a', 'bb', 2)", "'aaa'|replace(new='b', old='a')", "''|replace('', 'x')",
+    "'a b'.replace(' ', '--')", "'abc'.replace('', '-')", "[1, 2]|join", "[1, 2]|join(', ')", "'abc'|join('-')",
+    "[{'a': 1}, {'a': 2}]|join('+', attribute='a')", "[1, 2]|map('string')|join(d='/')", "','.join(['a', 'b'])",
+    "', '.join([1, 2]|map('string'))", "''.join({'a': 1})", "[1, 2, 3]|sum", "[{'a': 1}, {'a': 2}]|sum('a')",
+    "[[1], [2]]|sum(start=[])", "nothing|join(',')", "nothing|replace('a', 'b')", "none|string", "1700000000|string",
+    "[1, {'a': none}]|pprint", "'a b c d'|wordwrap(3)", "'a b c d'|wordwrap(3, wrapstring='|')", "'abcdef'|truncate(3, true, '')",
+    "[1, 2, 3]|batch(2, 0)|list", "[1, 2, 3]|slice(2)|list", "'x'|center(5)", "'x'.ljust(3) ~ 'y'.rjust(3) ~ '7'.zfill(3)",
+    "'a\tb'.expandtabs() ~ 'a\tb'.expandtabs(2)", "'a' ~ 1 ~ none ~ [2] ~ nothing", "('a' ~ 'b') ~ ('c' ~ (1 + 1))",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", ORDINARY)
+def test_what_is_small_is_as_in_jinja2(expression):
+    source = "{% for i in range(2) %}{{ " + expression + " }};{% endfor %}"
+    assert ChatTemplate(source).render([USER]) == ImmutableSandboxedEnvironment().from_string(source).render()
 
 
 def test_limits_are_per_render():

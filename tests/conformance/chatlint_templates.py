@@ -26,7 +26,6 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def by_transformers(source: str, messages, **options) -> str | None:
     """None where Transformers refuses or fails."""
-    messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
         rendered, _ = render_jinja_template([messages], chat_template=source, **TOKENS, **options)
         return rendered[0]
@@ -58,7 +57,8 @@ def compare(name: str, source: str, shapes, count: collections.Counter, differen
             place = f"{name} / {shape.name}[{number}]"
             for prompt in (True, False) if number == len(shape.snapshots) - 1 else (True,):
                 options = {"tools": shape.tools, "add_generation_prompt": prompt}
-                theirs = by_transformers(source, messages, **options)
+                said = [{k: v for k, v in m.items() if v is not None} for m in messages]
+                theirs = by_transformers(source, said, **options)
                 ours = by_headrace(template, messages, **options)
                 if ours == theirs:
                     count["same" if ours is not None else "refused by both"] += 1

@@ -199,8 +199,10 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
                 raise TemplateLimitError("the chat template computes a number that is too large")
         elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
             self._check_size(len(left) + len(right))
-        elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
-            self.guard("*", *((right, left) if isinstance(left, int) else (left, right)))
+        elif operator == "*":
+            for sequence, count in ((left, right), (right, left)):
+                if hasattr(sequence, "__len__") and isinstance(count, int):
+                    self.guard("*", sequence, count)
         elif operator == "%" and isinstance(left, str | bytes):
             self.guard("%", left, *(right if isinstance(right, tuple) else (right,)))
         return super().call_binop(context, operator, left, right)
