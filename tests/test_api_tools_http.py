@@ -147,18 +147,6 @@ def constraint(api: Api) -> tuple:
     return wish.kind, json.loads(value) if isinstance(value, str) and wish.kind == "json" else value
 
 
-def test_required_and_named_calls():
-    api = make(f"{CALL}\n{CALL}")
-    api.engine.supports_structured = True
-    choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": "required"})
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    assert [json.loads(c["function"]["arguments"]) for c in choice["message"]["tool_calls"]] == [{"a": "ü😀"}] * 2
-    assert constraint(api)[0] == "grammar" and "<tool_call>" in constraint(api)[1]
-    named = {"type": "function", "function": {"name": "f"}}
-    choice = chat_both_ways(api, {"messages": HI, "tools": TOOLS, "tool_choice": named})
-    assert choice["finish_reason"] == "stop" and json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": "ü😀"}
-
-
 def test_required_and_named_calls_of_a_model_whose_format_is_unknown():
     """They are plain JSON: a list of calls, or the arguments alone."""
     api = make('[{"name": "f", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]', tool_parser=None)

@@ -215,35 +215,25 @@ def test_long_prompts_through_each_attention_backend(wide, backend):
         assert not seen.problems and seen.total / seen.compared < BF16_TOLERANCE / 2, str(seen)
 
 
-def test_padded_graphs_touch_nobody_in_float32(model):
+@pytest.mark.parametrize("dtype, counts", [("float32", (1, 2, 3, 5, 8, 9, 20)), ("bfloat16", (1, 2, 3, 5, 8, 9, 31, 64, 65, 100))])
+def test_padded_graphs_touch_nobody(model, dtype, counts):
     """So many running requests, padded up to the next captured size, say what the CPU says; every kind of sampling."""
-    check_padding(model, "float32", 20, (1, 2, 3, 5, 8, 9, 20))
-
-
-def test_padded_graphs_touch_nobody_in_bfloat16(model):
-    check_padding(model, "bfloat16", 100, (1, 2, 3, 5, 8, 9, 31, 64, 65, 100))
-
-
-def check_padding(model: str, dtype: str, most: int, counts: tuple[int, ...]) -> None:
+    most = counts[-1]
     core = make_core(model, device="cuda", dtype=dtype, max_num_seqs=most, num_kv_blocks=2000)
     cpu = make_core(model, max_num_seqs=most, num_kv_blocks=2000)
     settings = ((0.0, {}), (1.0, {}), (0.9, {"top_k": 9}))
     for tails in (settings[:1], settings[:2], settings):
         params = [complete(SamplingParams(temperature=t, max_tokens=6, **more)) for t, more in tails]
         requests = [EngineRequest(f"r{i}", [3 + i, 5, 7 + i % 13], params[i % len(params)], i) for i in range(most)]
-        if dtype == "float32":
-            want = run(cpu, requests)
-        else:
-            requests = with_rows(requests)
-            want = run(cpu, requests)
+        requests = requests if dtype == "float32" else with_rows(requests)
+        want = run(cpu, requests)
         for count in counts:
-            some = requests[:count]
+            got = run(core, requests[:count])
+            wanted = {name: want[name] for name in got}
             if dtype == "float32":
-                got = run(core, some)
-                for request in some:
-                    assert_same(got[request.id], want[request.id], f"{count} of {most}, {request.id}")
+                assert_all_same(got, wanted, f"{count} of {most}")
             else:
-                seen = compare(run(core, some), {r.id: want[r.id] for r in some}, BF16_TOLERANCE, f"{count} of {most}")
+                seen = compare(got, wanted, BF16_TOLERANCE, f"{count} of {most}")
                 assert not seen.problems, str(seen)
         if dtype != "float32":
             break  # with logprobs the tails of the graphs are one

@@ -170,12 +170,11 @@ def test_any_schedule_gives_the_same_tokens(model, alone, schedule):
     core.close()
 
 
-@pytest.mark.parametrize("cut", [1, 4, 9])
-def test_a_stream_that_was_cut_off_goes_on(core, cut):
+def test_a_stream_that_was_cut_off_goes_on(core):
     for i, wish in enumerate(WISHES):
         request = constrained("r", wish, seed=i, max_tokens=30)
         whole = run(core, [request])["r"]
-        if len(whole.ids) > cut:
+        for cut in (c for c in (1, 4, 9) if c < len(whole.ids)):
             rest = EngineRequest("r", request.prompt_ids, request.params, request.seed, output_ids=whole.ids[:cut])
             got = run(core, [rest])["r"]
             assert (whole.ids[:cut] + got.ids, got.finish_reason) == (whole.ids, whole.finish_reason)
