@@ -128,7 +128,7 @@ struct LayerAttention {
     }
   }
 
-  // The pages of a part that positions [first, last) of a sequence are in.
+  // The pages of a part that its positions [first, last) are in.
   PartPages part_pages(const int32_t* table, int kv_head, int part, int first, int last) const {
     PartPages pages;
     pages.first = first / PAGE;
@@ -150,13 +150,14 @@ struct LayerAttention {
   template <CacheFormat F>
   void run_as(const AttentionPlan::Item& item, AttentionPlan::Block block, AttentionScratch& scratch) const {
     pack_queries<F>(block, item.kv_head, scratch);
-    if (item.part != AttentionPlan::ALL_PARTS) {
-      part<F>(item, block, item.part, scratch);
-      keep_part(item, block, scratch);
-      return;
-    }
     const int first = plan.first_part(queries[block.first].position);
     const int last = queries[block.first + block.rows - 1].position / PART;
+    if (item.part != AttentionPlan::ALL_PARTS || first == last) {
+      const int only = item.part != AttentionPlan::ALL_PARTS ? item.part : first;
+      part<F>(item, block, only, scratch);
+      keep_part(item.kv_head, block, only, scratch);
+      return;
+    }
     const int count = block.rows * shape.group();
     for (int q = 0; q < count; q++) scratch.merged[q] = {-std::numeric_limits<float>::infinity(), 0.0f};
     std::fill_n(scratch.merged_values.data(), count * shape.head_dim, 0.0f);
@@ -184,21 +185,21 @@ struct LayerAttention {
   }
 
   // An only part is the query's result, another goes where `outputs` finds it.
-  void keep_part(const AttentionPlan::Item& item, AttentionPlan::Block block, const AttentionScratch& scratch) const {
+  void keep_part(int kv_head, AttentionPlan::Block block, int index, const AttentionScratch& scratch) const {
     const int dim = shape.head_dim;
     const int group = shape.group();
     for (int q = 0; q < block.rows * group; q++) {
       const int query = block.first + q / group;
       const int position = queries[query].position;
-      const int head = item.kv_head * group + q % group;
+      const int head = kv_head * group + q % group;
       const float* values = scratch.part_values.data() + q * dim;
-      if (plan.span(position, item.part).empty()) continue;
+      if (plan.span(position, index).empty()) continue;
       const int parts = plan.num_parts(position);
       if (parts == 1) {
         store_result(query, head, values, scratch.sums[q]);
         continue;
       }
-      float* out = partials + plan.partial(query, head, item.part - plan.first_part(position), parts);
+      float* out = partials + plan.partial(query, head, index - plan.first_part(position), parts);
       std::memcpy(out, values, dim * sizeof(float));
       out[dim] = scratch.tops[q];
       out[dim + 1] = scratch.sums[q];

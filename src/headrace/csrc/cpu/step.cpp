@@ -10,6 +10,8 @@
 #include "activation.h"
 #include "attend.h"
 #include "embed.h"
+#include "epilogues.h"
+#include "job.h"
 #include "norm.h"
 #include "pool.h"
 #include "product.h"
@@ -26,59 +28,8 @@ namespace {
 
 constexpr int SHORT_STEP = 64;  // rows: longer phases wait for each other long without any stall
 
-// What products do with what they give: store it, or add it to the residual stream; with a bias or without.
-struct StoreRows {
-  float* out;
-  size_t stride;
-  const float* bias;
-  HEADRACE_INLINE void operator()(int row, int first, int count, const float* values) const {
-    float* at = out + row * stride + first;
-    Vec v = load(values);
-    if (bias != nullptr) v = add(v, load_first(bias + first, count));
-    if (count == LANES) return store(at, v);
-    store_first(at, v, count);
-  }
-};
-
-struct AddRows {
-  float* sum;
-  size_t stride;
-  const float* bias;
-  float scale;
-  HEADRACE_INLINE void operator()(int row, int first, int count, const float* values) const {
-    float* at = sum + row * stride + first;
-    Vec v = load(values);
-    if (bias != nullptr) v = add(v, load_first(bias + first, count));
-    if (count == LANES) return store(at, fma(v, set1(scale), load(at)));
-    store_first(at, fma(v, set1(scale), load_first(at, count)), count);
-  }
-};
-
-struct StoreLogits {
-  float* out;
-  size_t stride;
-  float scale;
-  float softcap;
-  HEADRACE_INLINE void operator()(int row, int first, int count, const float* values) const {
-    Vec v = load(values);
-    if (scale != 1.0f) v = mul(v, set1(scale));
-    if (softcap != 0.0f) v = soft_cap(v, softcap);
-    float* at = out + row * stride + first;
-    if (count == LANES) return store(at, v);
-    store_first(at, v, count);
-  }
-};
-
 const float* data_or_null(const std::vector<float>& vector) {
   return vector.empty() ? nullptr : vector.data();
-}
-
-// The wanted rows, or null where they are all rows in order.
-const int64_t* some_rows(const Step& step) {
-  if (step.wanted == nullptr) return nullptr;
-  bool all = step.num_wanted == step.num_rows;
-  for (int i = 0; all && i < step.num_wanted; i++) all = step.wanted[i] == i;
-  return all ? nullptr : step.wanted;
 }
 
 }  // namespace
@@ -106,19 +57,7 @@ class NativeModel final : public Model {
   const char* describe() const override { return HEADRACE_SET; }
 
  private:
-  // The step that runs: what all threads read.
-  struct Job {
-    const Step* step = nullptr;
-    const int64_t* wanted = nullptr;  // some_rows
-    int num_outputs = 0;
-    bool unrelated = false;  // no two rows are of one slot
-    std::vector<Query> queries, wanted_queries;
-    std::vector<AttentionPlan> plans;  // one for each window, and for the last layer's queries
-    std::vector<int> layer_plan;
-  };
-
   void prepare(const Step& step);
-  void plan_attention();
   void make_rooms();
 
   void run_rows(Worker& worker);
@@ -172,43 +111,9 @@ void NativeModel::make_rooms() {
 
 void NativeModel::prepare(const Step& step) {
   if (rooms_.empty()) make_rooms();
-  job_.step = &step;
-  job_.wanted = some_rows(step);
-  job_.num_outputs = job_.wanted == nullptr ? step.num_rows : step.num_wanted;
-  job_.queries.clear();
-  job_.wanted_queries.clear();
-  std::vector<int32_t> slots(step.seq_slots, step.seq_slots + step.num_seqs);
-  std::sort(slots.begin(), slots.end());
-  job_.unrelated = step.num_seqs == step.num_rows && std::adjacent_find(slots.begin(), slots.end()) == slots.end();
-  for (int seq = 0; seq < step.num_seqs; seq++) {
-    const int32_t* table = step.block_tables + step.seq_slots[seq] * step.table_stride;
-    for (int row = step.query_start[seq]; row < step.query_start[seq + 1]; row++) {
-      job_.queries.push_back({row, step.positions[row], table});
-    }
-  }
-  if (job_.wanted != nullptr) {
-    for (int i = 0; i < step.num_wanted; i++) job_.wanted_queries.push_back(job_.queries[step.wanted[i]]);
-  }
-  plan_attention();
-  int64_t partials = 0;
-  for (const AttentionPlan& plan : job_.plans) partials = std::max(partials, plan.num_partials());
-  space_.grow(step.num_rows, job_.wanted == nullptr ? 0 : job_.num_outputs, partials,
+  job_ = Job(step, weights_.layers(), shape_);
+  space_.grow(step.num_rows, job_.wanted == nullptr ? 0 : job_.num_outputs, job_.num_partials(),
               rows_bytes(weights_, config_.rounding, step.num_rows, job_.num_outputs));
-}
-
-void NativeModel::plan_attention() {
-  job_.plans.clear();
-  job_.layer_plan.clear();
-  for (const Layer& layer : weights_.layers()) {
-    const auto same = [&](const AttentionPlan& plan) { return plan.window() == layer.window; };
-    const auto found = std::find_if(job_.plans.begin(), job_.plans.end(), same);
-    job_.layer_plan.push_back(static_cast<int>(found - job_.plans.begin()));
-    if (found == job_.plans.end()) job_.plans.emplace_back(job_.queries, shape_, layer.window);
-  }
-  if (job_.wanted != nullptr) {
-    job_.layer_plan.back() = static_cast<int>(job_.plans.size());
-    job_.plans.emplace_back(job_.wanted_queries, shape_, weights_.layers().back().window);
-  }
 }
 
 void NativeModel::run(const Step& step) {
