@@ -1,0 +1,94 @@
+"""A GGUF file of a shape with random Q4_1 weights, for engines that read nothing else: speed does not depend on their values.
+
+    python benchmarks/random_gguf.py benchmarks/shapes/qwen3-8b.json OUT.gguf [--tokenizer-of FILE.gguf]
+
+Qwen3's shapes (a config.json of that family). Written tensor by tensor: memory stays small. Norms are ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+
+BLOCK, BLOCK_BYTES = 32, 20  # of Q4_1: scale, minimum, 32 times 4 bits
+Shape = tuple[int, ...]
+
+
+def tensors(c: dict[str, Any]) -> dict[str, Shape]:
+    """Name and shape of all tensors, matrices as [outputs, inputs]."""
+    hidden, width, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    queries, keys = head * c["num_attention_heads"], head * c["num_key_value_heads"]
+    found: dict[str, Shape] = {"token_embd": (c["vocab_size"], hidden), "output_norm": (hidden,)}
+    if not c["tie_word_embeddings"]:
+        found["output"] = (c["vocab_size"], hidden)
+    for i in range(c["num_hidden_layers"]):
+        parts: dict[str, Shape] = {
+            "attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q_norm": (head,), "attn_k_norm": (head,),
+            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden), "attn_output": (hidden, queries),
+            "ffn_gate": (width, hidden), "ffn_up": (width, hidden), "ffn_down": (hidden, width),
+        }  # fmt: skip
+        found |= {f"blk.{i}.{name}": shape for name, shape in parts.items()}
+    return {f"{name}.weight": shape for name, shape in found.items()}
+
+
+def describe(writer: GGUFWriter, c: dict[str, Any], tokenizer_of: str | None) -> None:
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_key_length(c["head_dim"])
+    writer.add_value_length(c["head_dim"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_rope_freq_base(c["rope_theta"])
+    writer.add_vocab_size(c["vocab_size"])
+    if tokenizer_of is None:
+        writer.add_tokenizer_model("none")
+        return
+    for name, field in GGUFReader(tokenizer_of).fields.items():
+        if name.startswith("tokenizer."):
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
+
+
+def values(shape: Shape, random: np.random.Generator) -> np.ndarray:
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    blocks = random.integers(0, 256, (shape[0], shape[1] // BLOCK, BLOCK_BYTES), np.uint8)
+    scale = np.float16(0.25 / np.sqrt(shape[1]))
+    blocks[:, :, :4] = np.array([scale, -7.5 * scale], np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("out")
+    parser.add_argument("--tokenizer-of", help="take the tokenizer of this GGUF file; without it the file has none")
+    args = parser.parse_args()
+    with open(args.config, encoding="utf-8") as file:
+        config = json.load(file)
+    writer, random = GGUFWriter(args.out, config["model_type"]), np.random.default_rng(0)
+    describe(writer, config, args.tokenizer_of)
+    found = tensors(config)
+    for name, shape in found.items():
+        if len(shape) == 1:
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * shape[0])
+        else:
+            stored = (shape[0], shape[1] // BLOCK * BLOCK_BYTES)
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), stored[0] * stored[1], GGMLQuantizationType.Q4_1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for shape in found.values():
+        writer.write_tensor_data(values(shape, random))
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()
