@@ -48,7 +48,7 @@ def chat_both_ways(api: Api, body: dict) -> dict:
 PIECES = ["text ", "\n", CALL, EMPTY, "<tool_call>", "{", "</think>", "<think>", "é😀", "<", "<tool_"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=6), with_tools=st.booleans(), most=st.integers(1, 200))
 def test_streamed_equals_whole(pieces, with_tools, most):
     api = make("".join(pieces))

@@ -54,7 +54,7 @@ def batches(draw):
     return rows, logits.astype(np.float32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(batches())
 def test_equals_the_reference(batch):
     rows, logits = batch

@@ -26,10 +26,10 @@ def llm():
 
 def test_text_equals_transformers(llm):
     model = load_llama(embedded_model_path())
-    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
     for output in outputs:
         ids = torch.tensor([output.prompt_token_ids])
-        want = model.generate(ids, do_sample=False, max_new_tokens=24, pad_token_id=0)[0, ids.shape[1] :]
+        want = model.generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=0)[0, ids.shape[1] :]
         assert output.outputs[0].token_ids == want.tolist()
     assert outputs[0].outputs[0].text.startswith(" Paris.")
 
@@ -44,7 +44,7 @@ def test_chat_answers(llm):
 def test_any_schedule_gives_the_same_tokens(llm):
     prompts = [llm.tokenizer.encode(p) * n for p, n in zip(PROMPTS, (1, 2, 3), strict=True)]
     requests = [
-        EngineRequest(f"r{i}", ids, complete(SamplingParams(temperature=t, max_tokens=10, logprobs=0), eos_token_ids=[2]), 7)
+        EngineRequest(f"r{i}", ids, complete(SamplingParams(temperature=t, max_tokens=6, logprobs=0), eos_token_ids=[2]), 7)
         for i, (ids, t) in enumerate((p, t) for p in prompts for t in (0.0, 0.8))
     ]
     cores = [
