@@ -221,3 +221,41 @@ def test_a_broken_row_breaks_what_sees_it_and_nothing_else(cache, value):
     assert torch.equal(broken[0][:20], whole[0][:20])
     assert broken[0][20:].isnan().all()
     assert torch.equal(broken[1], whole[1]) and torch.equal(broken[2], whole[2])
+
+
+# -- threads and memory
+
+
+def test_models_come_and_go_beside_each_other(tiny):
+    config, weights = tiny("llama")
+    ids = token_ids(24, config.vocab_size)
+
+    def make(threads: int) -> NativeSequences:
+        return NativeSequences(config, weights, LIBRARIES[BEST], max_len=32, threads=threads)
+
+    kept = make(2)
+    wanted = kept.step([(0, ids)])[0]
+    for threads in (1, 2, 16):
+        make(threads)  # never runs
+        passing = make(threads)
+        assert torch.equal(passing.step([(0, ids)])[0], wanted)
+        del passing
+        assert torch.equal(kept.step([(1, ids)])[0], wanted)
+        kept.lengths[1] = 0
+
+
+def test_buffers_do_not_depend_on_what_came_before(tiny):
+    config, weights = tiny("gemma3")
+    sequences = NativeSequences(config, weights, LIBRARIES[BEST], max_len=64)
+    ids = token_ids(50, config.vocab_size)
+    first = sequences.step([(0, ids[:1])])[0]
+    sequences.step([(1, ids)])
+    sequences.lengths = [0] * 4
+    assert torch.equal(sequences.step([(2, ids[:1])])[0], first)
+
+
+def test_a_larger_step_needs_no_less_memory(tiny):
+    config, weights = tiny("qwen3")
+    model = NativeSequences(config, weights, LIBRARIES[BEST], max_len=64).decoder.model
+    sizes = [model.workspace_bytes(rows, rows, positions) for rows, positions in [(1, 64), (8, 64), (8, 1024), (64, 1024)]]
+    assert sizes[0] > 0 and sizes == sorted(sizes)
