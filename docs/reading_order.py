@@ -29,9 +29,9 @@ text/stream.py  text/detokenizer.py  text/output.py
 """
 
 SETUP = """
-config.py  engine/build.py  engine/options.py
-model/checkpoint.py  model/hf_config.py  model/families.py  model/weight_names.py  model/loader.py  model/rope.py
-worker/memory_plan.py  attention/select.py
+config.py  engine/build.py  engine/forwards.py  engine/options.py
+model/checkpoint.py  model/hf_config.py  model/families.py  model/weight_names.py  model/loader.py  model/streaming.py
+model/rope.py  worker/memory_plan.py  attention/select.py
 """
 
 CHAT = """
