@@ -10,7 +10,7 @@
 
 namespace headrace::cpu {
 
-Matrix::Matrix(const Part* parts, int num_parts, int inputs) : inputs_(inputs) {
+Matrix::Matrix(const Part* parts, int num_parts, int inputs, Arena& arena) : inputs_(inputs) {
   for (int i = 0; i < num_parts; i++) {
     const Part& part = parts[i];
     if (part.rows <= 0 || inputs <= 0) {
@@ -19,54 +19,46 @@ Matrix::Matrix(const Part* parts, int num_parts, int inputs) : inputs_(inputs) {
     if (raw_block(part.format).inputs == SUPER && inputs % SUPER != 0) {
       throw std::invalid_argument("rows of this format have a multiple of 256 inputs, not " + std::to_string(inputs));
     }
-    if (regions_.empty() || regions_.back().format != part.format) {
-      regions_.emplace_back();
-      regions_.back().format = part.format;
-      regions_.back().strip_bytes = strip_bytes(part.format, inputs);
+    // A part that fills no whole strips ends its region.
+    if (regions_.empty() || regions_.back().format != part.format || regions_.back().outputs % STRIP != 0) {
+      regions_.push_back({part.format, outputs_, 0, strip_bytes(part.format, inputs), nullptr});
     }
-    Region& region = regions_.back();
-    places_.push_back({part, outputs_, static_cast<int>(regions_.size()) - 1, region.strips});
-    for (int row = 0; row < part.rows; row += STRIP) {
-      region.first_output.push_back(outputs_ + row);
-      region.outputs.push_back(std::min(STRIP, part.rows - row));
-      region.strips++;
-    }
+    regions_.back().outputs += part.rows;
     outputs_ += part.rows;
+    part_ends_.push_back(outputs_);
   }
   for (Region& region : regions_) {
-    region.memory = Memory(region.strips * region.strip_bytes);
+    region.data = arena.take(region.bytes());
   }
 }
 
-const Matrix::Place& Matrix::place_of(int row) const {
-  for (const Place& place : places_) {
-    if (row >= place.first_row && row < place.first_row + place.part.rows) {
-      return place;
+const Region& Matrix::region_of(int row) const {
+  for (const Region& region : regions_) {
+    if (row >= region.first_output && row < region.first_output + region.outputs) {
+      return region;
     }
   }
   throw std::invalid_argument("the matrix has no row " + std::to_string(row));
 }
 
 void Matrix::fill(int first_row, int num_rows, const uint8_t* raw) {
-  const Place& place = place_of(first_row);
-  const Region& region = regions_[place.region];
-  const int from = first_row - place.first_row;
+  const Region& region = region_of(first_row);
+  const int from = first_row - region.first_output;
   const int to = from + num_rows;
-  if (from % STRIP != 0 || num_rows < 0 || to > place.part.rows || (to % STRIP != 0 && to != place.part.rows)) {
+  const bool ends_part = std::find(part_ends_.begin(), part_ends_.end(), first_row + num_rows) != part_ends_.end();
+  if (from % STRIP != 0 || num_rows < 0 || to > region.outputs || (to % STRIP != 0 && !ends_part)) {
     throw std::invalid_argument("rows are filled in strips of 16 of a part, or to its end");
   }
   const size_t row_bytes = raw_row_bytes(region.format, inputs_);
   for (int row = from; row < to; row += STRIP) {
-    uint8_t* strip = region.memory.data() + (place.first_strip + row / STRIP) * region.strip_bytes;
-    pack_strip(region.format, raw + (row - from) * row_bytes, std::min(STRIP, to - row), inputs_, strip);
+    pack_strip(region.format, raw + (row - from) * row_bytes, std::min(STRIP, to - row), inputs_, region.strip(row / STRIP));
   }
 }
 
 void Matrix::row(int index, float* out) const {
-  const Place& place = place_of(index);
-  const Region& region = regions_[place.region];
-  const int row = index - place.first_row;
-  const uint8_t* strip = region.strip(place.first_strip + row / STRIP);
+  const Region& region = region_of(index);
+  const int row = index - region.first_output;
+  const uint8_t* strip = region.strip(row / STRIP);
   if (inputs_ % GROUP == 0) {
     unpack_row(region.format, strip, row % STRIP, inputs_, out);
     return;
@@ -79,7 +71,7 @@ void Matrix::row(int index, float* out) const {
 size_t Matrix::bytes() const {
   size_t total = 0;
   for (const Region& region : regions_) {
-    total += region.memory.size();
+    total += region.bytes();
   }
   return total;
 }

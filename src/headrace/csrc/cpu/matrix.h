@@ -9,23 +9,25 @@
 
 namespace headrace::cpu {
 
-// Neighbouring parts of one format: strips of one size.
+// Neighbouring parts of one format. Where each strip's outputs are is computed, not looked up: at one row a table would be a cache
+// miss for every tile.
 struct Region {
   Format format;
-  int strips = 0;
+  int first_output = 0;
+  int outputs = 0;
   size_t strip_bytes = 0;
-  Memory memory;
-  std::vector<int> first_output;  // [strips]
-  std::vector<int> outputs;       // [strips]: 16, or what is left of the part
+  uint8_t* data = nullptr;
 
-  const uint8_t* strip(int index) const { return memory.data() + index * strip_bytes; }
+  int strips() const { return (outputs + STRIP - 1) / STRIP; }
+  size_t bytes() const { return strips() * strip_bytes; }
+  uint8_t* strip(int index) const { return data + index * strip_bytes; }
 };
 
 class Matrix {
  public:
   Matrix() = default;
-  // Throws std::invalid_argument if `inputs` rows of a format cannot be.
-  Matrix(const Part* parts, int num_parts, int inputs);
+  // Throws std::invalid_argument if rows of a format cannot have as many inputs. The weights live in the arena.
+  Matrix(const Part* parts, int num_parts, int inputs, Arena& arena);
 
   // Rows as the file has them; from a multiple of 16 within a part, to a multiple of 16 or the part's end. Calls for other rows
   // may run at the same time.
@@ -43,18 +45,12 @@ class Matrix {
   const std::vector<Region>& regions() const { return regions_; }
 
  private:
-  struct Place {
-    Part part;
-    int first_row;
-    int region;
-    int first_strip;
-  };
-  const Place& place_of(int row) const;
+  const Region& region_of(int row) const;
 
   int inputs_ = 0;
   int outputs_ = 0;
   std::vector<Region> regions_;
-  std::vector<Place> places_;
+  std::vector<int> part_ends_;
 };
 
 }  // namespace headrace::cpu

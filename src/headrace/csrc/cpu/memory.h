@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -88,6 +89,28 @@ class Memory {
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
   size_t mapped_ = 0;
+};
+
+// Gives out pieces of large Memories, so that small matrices lie in huge pages too. Pieces live as long as the arena.
+class Arena {
+ public:
+  uint8_t* take(size_t size) {
+    size = (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    if (chunks_.empty() || chunks_.back().size() - used_ < size) {
+      chunks_.emplace_back(size < CHUNK ? CHUNK : size);
+      used_ = 0;
+    }
+    uint8_t* piece = chunks_.back().data() + used_;
+    used_ += size;
+    return piece;
+  }
+
+ private:
+  static constexpr size_t ALIGNMENT = 4096;
+  static constexpr size_t CHUNK = 32 << 20;
+
+  std::vector<Memory> chunks_;
+  size_t used_ = 0;  // of the last chunk
 };
 
 }  // namespace headrace::cpu

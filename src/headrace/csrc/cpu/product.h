@@ -13,7 +13,7 @@ namespace headrace::cpu {
 // A unit is a tile's strips with all panels. They lie a tile's share of the region apart: a thread reads a few long streams, which
 // at one row is what the memory is fastest at.
 inline int region_units(const Region& region, const Tile& tile) {
-  return (region.strips + tile.strips - 1) / tile.strips;
+  return (region.strips() + tile.strips - 1) / tile.strips;
 }
 
 inline int num_units(const Matrix& matrix, const Rows& rows) {
@@ -36,26 +36,27 @@ inline int units_per_bite(const Matrix& matrix, const Rows& rows, int threads) {
 template <class Epilogue>
 void multiply_region(const Region& region, const Tile& tile, const Rows& rows, int first, int last, Epilogue& epilogue) {
   constexpr size_t CACHE = 384 << 10;
+  const int strips = region.strips();
   const int apart = region_units(region, tile);
   const int block = static_cast<int>(std::max<size_t>(1, CACHE / std::max<size_t>(1, rows.panel_bytes())));
   alignas(LINE) float out[MAX_TILE_VECTORS * STRIP];
   for (int first_panel = 0; first_panel < rows.panels(); first_panel += block) {
     const int end_panel = std::min(rows.panels(), first_panel + block);
     for (int unit = first; unit < last; unit++) {
-      const uint8_t* strips[MAX_TILE_STRIPS];
+      const uint8_t* tiled[MAX_TILE_STRIPS];
       int count = 0;  // the last units may have less: the tile then repeats one
       for (int n = 0; n < tile.strips; n++) {
         const int strip = unit + n * apart;
-        count += strip < region.strips;
-        strips[n] = region.strip(strip < region.strips ? strip : unit);
+        count += strip < strips;
+        tiled[n] = region.strip(strip < strips ? strip : unit);
       }
       for (int index = first_panel; index < end_panel; index++) {
-        tile.run(strips, rows.panel(index), out);
+        tile.run(tiled, rows.panel(index), out);
         const float* values = out;
         for (int row = rows.first_row(index); row < rows.end_row(index); row++, values += tile.strips * STRIP) {
           for (int n = 0; n < count; n++) {
-            const int strip = unit + n * apart;
-            epilogue(row, region.first_output[strip], region.outputs[strip], values + n * STRIP);
+            const int output = (unit + n * apart) * STRIP;
+            epilogue(row, region.first_output + output, std::min(STRIP, region.outputs - output), values + n * STRIP);
           }
         }
       }

@@ -12,8 +12,8 @@ namespace headrace::cpu {
 
 namespace {
 
-Matrix packed(const Part* parts, int num_parts, int inputs, const uint8_t* raw) {
-  Matrix matrix(parts, num_parts, inputs);
+Matrix packed(const Part* parts, int num_parts, int inputs, const uint8_t* raw, Arena& arena) {
+  Matrix matrix(parts, num_parts, inputs, arena);
   int first_row = 0;
   for (int i = 0; i < num_parts; i++) {
     matrix.fill(first_row, parts[i].rows, raw);
@@ -35,7 +35,8 @@ void headrace_quantize_rows(Format from, const uint8_t* raw, int rows, int input
 
 void headrace_product(const Part* parts, int num_parts, int inputs, const uint8_t* raw, Rounding rounding, const float* x, int rows,
                       float* out) {
-  const Matrix matrix = packed(parts, num_parts, inputs, raw);
+  Arena arena;
+  const Matrix matrix = packed(parts, num_parts, inputs, raw, arena);
   const unsigned kinds = matrix.row_kinds(rounding);
   const Memory memory(Rows::bytes(rows, inputs, kinds, rounding));
   Rows panels(memory.data(), rows, inputs, kinds, rounding);
@@ -52,7 +53,8 @@ void headrace_product(const Part* parts, int num_parts, int inputs, const uint8_
 }
 
 void headrace_packed_rows(const Part* parts, int num_parts, int inputs, const uint8_t* raw, float* out) {
-  const Matrix matrix = packed(parts, num_parts, inputs, raw);
+  Arena arena;
+  const Matrix matrix = packed(parts, num_parts, inputs, raw, arena);
   for (int row = 0; row < matrix.outputs(); row++) {
     matrix.row(row, out + static_cast<size_t>(row) * inputs);
   }

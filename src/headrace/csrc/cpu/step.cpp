@@ -39,7 +39,7 @@ class NativeModel final : public Model {
   explicit NativeModel(const Config& config);
 
   void add_matrix(int layer, MatrixName name, const Part* parts, int num_parts, int inputs) override {
-    weights_.matrix(layer, name) = Matrix(parts, num_parts, inputs);
+    weights_.matrix(layer, name) = Matrix(parts, num_parts, inputs, weights_.arena());
   }
   void fill(int layer, MatrixName name, int first_row, int num_rows, const uint8_t* raw) override {
     weights_.matrix(layer, name).fill(first_row, num_rows, raw);

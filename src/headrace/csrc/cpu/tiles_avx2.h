@@ -14,14 +14,13 @@
 
 namespace headrace::cpu {
 
-// How far ahead of its loads a tile fetches each of its streams: near a page, since the hardware's own fetching ends with one.
-inline constexpr int FETCH_AHEAD = 3072;
+// Bytes that a tile has on their way, of all its streams together: each stream is fetched its share ahead of the loads, into the
+// second-level cache. Into the first, or much further ahead, the streams drive each other out; nearer, one stream alone waits.
+inline constexpr int FETCH_AHEAD = 6144;
 
-template <int BYTES>
+template <int STREAMS>
 HEADRACE_INLINE void fetch_ahead(const uint8_t* p) {
-  HEADRACE_UNROLL for (int i = 0; i < BYTES; i += LINE) {
-    prefetch(p + FETCH_AHEAD + i);
-  }
+  _mm_prefetch(reinterpret_cast<const char*>(p + FETCH_AHEAD / STREAMS), _MM_HINT_T1);
 }
 
 HEADRACE_INLINE __m256i inputs_at(const int8_t* p) {
@@ -211,7 +210,9 @@ struct IntegerTile {
       for (int g = 0; g < panel.groups; g += W::BLOCK) {
         if (half == 0) {
           HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-            fetch_ahead<W::BLOCK_BYTES>(strips[n] + at.quants);
+            HEADRACE_UNROLL for (int line = 0; line < W::BLOCK_BYTES; line += LINE) {
+              fetch_ahead<NR>(strips[n] + at.quants + line);
+            }
           }
         }
         add_groups<W, 0, R>(strips, at, rows, acc);
@@ -271,7 +272,9 @@ struct FloatTile {
         __m256 even, odd;
         W::load(strips[n / 2] + at, n % 2, even, odd);
         if (n % 2 == 0) {
-          fetch_ahead<2 * W::BYTES>(strips[n / 2] + at);
+          HEADRACE_UNROLL for (int line = 0; line < 2 * W::BYTES; line += LINE) {
+            fetch_ahead<NR>(strips[n / 2] + at + line);
+          }
         }
         HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
           acc[m][n] = _mm256_fmadd_ps(even, _mm256_set1_ps(x[m]), acc[m][n]);

@@ -12,14 +12,13 @@
 
 namespace headrace::cpu {
 
-// How far ahead of its loads a tile fetches each of its streams: near a page, since the hardware's own fetching ends with one.
-inline constexpr int FETCH_AHEAD = 3072;
+// Bytes that a tile has on their way, of all its streams together: each stream is fetched its share ahead of the loads, into the
+// second-level cache. Into the first, or much further ahead, the streams drive each other out; nearer, one stream alone waits.
+inline constexpr int FETCH_AHEAD = 6144;
 
-template <int BYTES>
+template <int STREAMS>
 HEADRACE_INLINE void fetch_ahead(const uint8_t* p) {
-  HEADRACE_UNROLL for (int i = 0; i < BYTES; i += LINE) {
-    prefetch(p + FETCH_AHEAD + i);
-  }
+  _mm_prefetch(reinterpret_cast<const char*>(p + FETCH_AHEAD / STREAMS), _MM_HINT_T1);
 }
 
 HEADRACE_INLINE __m512i four_inputs(const int8_t* p) {
@@ -29,30 +28,6 @@ HEADRACE_INLINE __m512i four_inputs(const int8_t* p) {
 }
 
 // -- integer products
-
-template <int MR, int NR>
-struct Sums {
-  __m512i at[MR][NR];
-
-  HEADRACE_INLINE void start(const int32_t* offsets) {
-    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-        at[m][n] = offsets == nullptr ? _mm512_setzero_si512() : _mm512_set1_epi32(offsets[m]);
-      }
-    }
-  }
-  // The high bytes are done.
-  HEADRACE_INLINE void shift(const int32_t* offsets) {
-    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-        at[m][n] = _mm512_slli_epi32(at[m][n], 8);
-        if (offsets != nullptr) {
-          at[m][n] = _mm512_add_epi32(at[m][n], _mm512_set1_epi32(offsets[m]));
-        }
-      }
-    }
-  }
-};
 
 // One panel's pointers, which go along with the groups.
 template <int MR>
@@ -81,14 +56,75 @@ struct IntegerRows {
   }
 };
 
-template <class W, int PART, int HALF, int MR, int NR>
-HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, Sums<MR, NR>& sums) {
-  constexpr int WORDS = 8 / W::HALVES;
-  HEADRACE_UNROLL for (int i = 0; i < WORDS; i++) {
+template <int MR, int NR>
+HEADRACE_INLINE void start(__m512i (&sums)[MR][NR], const int32_t* offsets) {
+  HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-      const __m512i weights = W::template word<PART>(strips[n], at, HALF * WORDS + i);
-      HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-        sums.at[m][n] = _mm512_dpbusd_epi32(sums.at[m][n], weights, four_inputs(ints + ((HALF * WORDS + i) * MR + m) * 4));
+      sums[m][n] = offsets == nullptr ? _mm512_setzero_si512() : _mm512_set1_epi32(offsets[m]);
+    }
+  }
+}
+
+// sums[plane] += the products with the bytes at ints + plane * apart. Fetches as much of the streams as it reads, if FIRST.
+template <class W, int PART, int HALF, bool FIRST, int MR, int NR, int PLANES>
+HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, size_t apart,
+                               __m512i (&sums)[PLANES][MR][NR]) {
+  constexpr int WORDS = 8 / W::HALVES;
+  constexpr int BYTES = W::BLOCK_BYTES / W::BLOCK;  // of a group
+  HEADRACE_UNROLL for (int step = 0; step < WORDS; step++) {
+    const int i = W::NIBBLES_APART ? step / 2 + step % 2 * 4 : HALF * WORDS + step;
+    const int line = (HALF * WORDS + step) * LINE;
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      if (FIRST && line < BYTES) {
+        fetch_ahead<NR>(strips[n] + at.quants + PART * BYTES + line);
+      }
+      const __m512i weights = W::template word<PART>(strips[n], at, i);
+      HEADRACE_UNROLL for (int plane = 0; plane < PLANES; plane++) {
+        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+          const __m512i inputs = four_inputs(ints + plane * apart + (i * MR + m) * 4);
+          sums[plane][m][n] = _mm512_dpbusd_epi32(sums[plane][m][n], weights, inputs);
+        }
+      }
+    }
+  }
+}
+
+// The integer sums of a group, or of half of one.
+template <class W, int PART, int HALF, int PLANES, int MR, int NR>
+HEADRACE_INLINE void sum_group(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR>& rows, __m512i (&sum)[MR][NR]) {
+  constexpr bool SIDE_BY_SIDE = PLANES == 2 && 3 * MR * NR <= 26;  // both planes' sums and the results fit the registers
+  const int32_t* offsets = !W::OFFSET ? nullptr : W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR;
+  __m512i sums[SIDE_BY_SIDE ? 2 : 1][MR][NR];
+  start(sums[0], PLANES == 1 ? offsets : nullptr);
+  if constexpr (SIDE_BY_SIDE) {
+    start(sums[1], offsets);
+  }
+  add_words<W, PART, HALF, true>(strips, at, rows.ints, rows.plane, sums);
+  HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      sum[m][n] = PLANES == 1 ? sums[0][m][n] : _mm512_slli_epi32(sums[0][m][n], 8);
+      if constexpr (SIDE_BY_SIDE) {
+        sum[m][n] = _mm512_add_epi32(sum[m][n], sums[1][m][n]);
+      } else if constexpr (PLANES == 2 && W::OFFSET) {
+        sum[m][n] = _mm512_add_epi32(sum[m][n], _mm512_set1_epi32(offsets[m]));
+      }
+    }
+  }
+  if constexpr (PLANES == 2 && !SIDE_BY_SIDE) {
+    const uint8_t* again[NR];
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      again[n] = strips[n];
+      asm("" : "+r"(again[n]));  // unpacking the words again is cheaper than keeping them in memory, as the compiler would
+    }
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        sums[0][m][n] = sum[m][n];
+      }
+    }
+    add_words<W, PART, HALF, false>(again, at, rows.ints + rows.plane, 0, sums);
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        sum[m][n] = sums[0][m][n];
       }
     }
   }
@@ -96,18 +132,12 @@ HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typenam
 
 template <class W, int PART, int HALF, int MR, int NR, int PLANES>
 HEADRACE_INLINE void add_half(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR>& rows, __m512 (&acc)[MR][NR]) {
-  const int32_t* offsets = !W::OFFSET ? nullptr : W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR;
-  Sums<MR, NR> sums;
-  sums.start(PLANES == 1 ? offsets : nullptr);
-  add_words<W, PART, HALF>(strips, at, rows.ints, sums);
-  if constexpr (PLANES == 2) {
-    sums.shift(offsets);
-    add_words<W, PART, HALF>(strips, at, rows.ints + rows.plane, sums);
-  }
+  __m512i sum[MR][NR];
+  sum_group<W, PART, HALF, PLANES>(strips, at, rows, sum);
   HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
     const __m512 scale = W::template scale<PART, HALF>(strips[n], at);
     HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums.at[m][n]), _mm512_set1_ps(rows.scale[m]));
+      const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[m][n]), _mm512_set1_ps(rows.scale[m]));
       acc[m][n] = _mm512_fmadd_ps(scaled, scale, acc[m][n]);
     }
   }
@@ -164,9 +194,6 @@ struct IntegerTile {
     IntegerRows<MR> rows(panel);
     typename W::At at(panel.groups);
     for (int g = 0; g < panel.groups; g += W::BLOCK) {
-      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-        fetch_ahead<W::BLOCK_BYTES>(strips[n] + at.quants);
-      }
       add_groups<W, 0, MR, NR, PLANES>(strips, at, rows, acc);
       at.next();
     }
@@ -217,7 +244,9 @@ struct FloatTile {
       HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
         __m512 even, odd;
         W::load(strips[n] + at, even, odd);
-        fetch_ahead<2 * W::BYTES>(strips[n] + at);
+        HEADRACE_UNROLL for (int line = 0; line < 2 * W::BYTES; line += LINE) {
+        fetch_ahead<NR>(strips[n] + at + line);
+      }
         HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
           acc[m][n] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[m]), acc[m][n]);
         }
@@ -249,7 +278,7 @@ struct Bf16Tile {
       HEADRACE_UNROLL for (int i = 0; i < 4; i++) {
         HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
           const __m512bh weights = (__m512bh)words_at(strips[n] + at);
-          fetch_ahead<LINE>(strips[n] + at);
+          fetch_ahead<NR>(strips[n] + at);
           HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
             acc[m][n] = _mm512_dpbf16_ps(acc[m][n], weights, (__m512bh)_mm512_set1_epi32(static_cast<int>(x[m])));
           }

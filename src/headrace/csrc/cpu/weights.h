@@ -36,6 +36,8 @@ class Weights {
   const std::vector<float>& final_norm() const { return final_norm_; }
   const Rope& rope(int kind) const { return ropes_[kind]; }
 
+  Arena& arena() { return arena_; }
+
   Matrix& matrix(int layer, MatrixName name) {
     if (name == MatrixName::HEAD) return head_;
     if (name == MatrixName::EMBEDDING) return embedding_;
@@ -77,6 +79,7 @@ class Weights {
   }
 
  private:
+  Arena arena_;  // where the matrices' weights lie
   std::vector<Layer> layers_;
   Matrix head_, embedding_;
   std::vector<float> final_norm_;

@@ -29,6 +29,7 @@ HEADRACE_INLINE __m512i masked(__m512i x) {
 //
 // A block is the groups whose quants lie in the same words. At::next() goes on to the next block; `word` is 4 inputs of group
 // PART of the block, unsigned; scale and minimum belong to that group (or to half HALF of it).
+// NIBBLES_APART: words i and i + 4 are the nibbles of one.
 
 struct Q8_0Weights {
   static constexpr int BLOCK = 1;
@@ -36,6 +37,7 @@ struct Q8_0Weights {
   static constexpr int BLOCK_BYTES = 512;
   static constexpr bool OFFSET = true;
   static constexpr bool MINIMUM = false;
+  static constexpr bool NIBBLES_APART = false;
 
   struct At {
     size_t quants, scales;
@@ -62,6 +64,7 @@ struct Q4_0Weights {
   static constexpr int BLOCK_BYTES = 256;
   static constexpr bool OFFSET = true;
   static constexpr bool MINIMUM = false;
+  static constexpr bool NIBBLES_APART = true;
 
   struct At {
     size_t quants, scales;
@@ -89,6 +92,7 @@ struct Q4_1Weights {
   static constexpr int BLOCK_BYTES = Q4_1_GROUP_BYTES;
   static constexpr bool OFFSET = false;
   static constexpr bool MINIMUM = true;
+  static constexpr bool NIBBLES_APART = true;
 
   struct At {
     size_t quants = 0;
@@ -121,6 +125,7 @@ struct KWeights {
   static constexpr int BLOCK_BYTES = SUPER_BYTES / 4;
   static constexpr bool OFFSET = false;
   static constexpr bool MINIMUM = true;
+  static constexpr bool NIBBLES_APART = false;
 
   struct At {
     size_t super = 0;
@@ -174,6 +179,7 @@ struct Q6_KWeights {
   static constexpr int BLOCK_BYTES = Q6_K_SUPER_BYTES / 2;
   static constexpr bool OFFSET = true;
   static constexpr bool MINIMUM = false;
+  static constexpr bool NIBBLES_APART = false;
 
   struct At {
     size_t super = 0;
