@@ -17,18 +17,18 @@ MODES = {  # name -> options, largest mean KL
 
 
 @pytest.fixture(scope="module")
-def reference():
+def reference(smollm2):
     """Pieces of text with the logits after each of their tokens."""
-    with LLM(dtype="float32", enforce_eager=True, **SMALL) as llm:
+    with LLM(smollm2, dtype="float32", enforce_eager=True, **SMALL) as llm:
         texts = [llm.tokenizer.encode(text[2000:])[:128] for text in real_texts().values()]
         return [(ids, logits_of(llm, ids)) for ids in texts[:1] + texts[-3:]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_predictions_stay_near_float32(reference, mode):
+def test_predictions_stay_near_float32(smollm2, reference, mode):
     options, most = MODES[mode]
     found = Divergence()
-    with LLM(**SMALL, **options) as llm:
+    with LLM(smollm2, **SMALL, **options) as llm:
         for ids, want in reference:
             found.add(want, logits_of(llm, ids), ids)
     summary = found.summary()
