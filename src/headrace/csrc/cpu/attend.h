@@ -133,14 +133,20 @@ struct LayerAttention {
     PartPages pages;
     pages.first = first / PAGE;
     pages.last = (last + PAGE - 1) / PAGE;
+    const int block_size = cache.shape->block_size;
+    const int position = part * PART + pages.first * PAGE;
+    int block = position / block_size;
+    int place = position % block_size;
     size_t offset = 0;
-    const auto look_up = [&](int page) {
-      const int position = part * PART + page * PAGE;
-      const int block_size = cache.shape->block_size;
-      offset = cache.shape->page_offset(table[position / block_size], kv_head, position % block_size);
-    };
     for (int page = pages.first; page < PART_PAGES + MAX_KEY_PAGES; page++) {
-      if (page < pages.last) look_up(page);
+      if (page < pages.last) {
+        offset = cache.shape->page_offset(table[block], kv_head, place);
+        place += PAGE;
+        if (place == block_size) {
+          place = 0;
+          block++;
+        }
+      }
       pages.keys[page] = cache.keys + offset;
       if (page <= PART_PAGES) pages.values[page] = cache.values + offset;
     }

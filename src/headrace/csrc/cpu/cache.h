@@ -8,20 +8,24 @@
 namespace headrace::cpu {
 
 struct CacheShape {
-  CacheFormat format;
-  int block_size;
-  int num_kv_heads;
-  int head_dim;
-  size_t page_bytes() const {
-    return static_cast<size_t>(block_bytes(format, PAGE, 1, head_dim));
-  }
-  size_t block_bytes_all() const {
-    return static_cast<size_t>(block_bytes(format, block_size, num_kv_heads, head_dim));
-  }
+  CacheShape(CacheFormat format, int block_size, int num_kv_heads, int head_dim)
+      : format(format),
+        block_size(block_size),
+        head_dim(head_dim),
+        page_size(block_bytes(format, PAGE, 1, head_dim)),
+        head_size(page_size * (block_size / PAGE)),
+        block_bytes_all(head_size * num_kv_heads) {}
+
   size_t page_offset(int64_t block, int kv_head, int offset) const {
-    const int pages = block_size / PAGE;
-    return block * block_bytes_all() + (static_cast<size_t>(kv_head) * pages + offset / PAGE) * page_bytes();
+    return block * block_bytes_all + kv_head * head_size + offset / PAGE * page_size;
   }
+
+  const CacheFormat format;
+  const int block_size;
+  const int head_dim;
+  const size_t page_size;  // bytes
+  const size_t head_size;  // of a head's pages in a block
+  const size_t block_bytes_all;
 };
 
 struct LayerCache {
