@@ -85,6 +85,9 @@ class FakeDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits[: len(hidden)]
 
+    def decode(self, batch, kv) -> torch.Tensor:
+        return self._logits[: batch.num_rows]
+
 
 class Parts:
     """The time that a runner takes for a step's two halves."""

@@ -32,6 +32,9 @@ class SensitiveDecoder:
         sick = sick if wanted is None else sick[wanted.index]
         return torch.where(sick[:, None], torch.nan, hidden) if sick.any() else hidden
 
+    def decode(self, batch, kv):
+        return self.decoder.logits(self.forward(batch, kv))
+
 
 def sensitive(config: EngineConfig) -> Engine:
     engine = build_engine(config)

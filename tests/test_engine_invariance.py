@@ -209,5 +209,5 @@ def test_the_last_layer_runs_only_for_rows_that_are_sampled(make):
         return hidden
 
     decoder.forward = forward
-    run(core, [EngineRequest("a", list(range(3, 23)), complete(SamplingParams(max_tokens=2, ignore_eos=True)), 7)])
-    assert rows == [(8, 0), (8, 0), (4, 1), (1, 1)]
+    run(core, [EngineRequest("a", list(range(3, 23)), complete(SamplingParams(max_tokens=1, ignore_eos=True)), 7)])
+    assert rows == [(8, 0), (8, 0), (4, 1)]

@@ -184,20 +184,20 @@ def interrupted_in_a_step(llm):
 
 def failing_in_the_model(llm):
     runner, calls = llm.engine.core.runner, []
-    plain = runner.decoder.forward
+    plain = runner.decoder.decode
 
-    def forward(*args):
+    def decode(*args):
         calls.append(args)
         if len(calls) == 3:
             raise MemoryError("mine")
         return plain(*args)
 
-    runner.decoder.forward = forward
+    runner.decoder.decode = decode
     try:
         with pytest.raises(MemoryError, match="mine"):
             llm.generate([B], LONG, use_tqdm=False)
     finally:
-        del runner.decoder.forward
+        del runner.decoder.decode
 
 
 def refused_half_way(llm):

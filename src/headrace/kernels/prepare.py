@@ -59,7 +59,7 @@ class Rows:
 
     def part(self, start: int, stop: int) -> Rows:
         """Views of some of the rows."""
-        if stop - start == len(self.token_ids):  # thirteen views take as long as a step's row preparation
+        if stop - start == self.token_ids.shape[0]:  # thirteen views take as long as a step's row preparation
             return self
         return Rows(*(getattr(self, name)[start:stop] for name in self.__slots__))
 

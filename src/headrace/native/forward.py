@@ -63,6 +63,7 @@ class NativeDecoder:
         self._formats = self._weights.describe()
         self._model = self._make(model)
         self._cache: KVCache | None = None
+        self._decoded = torch.empty((0, self.vocab_size), dtype=torch.float32)
 
     def _make(self, model: ModelConfig) -> Any:
         """A native Model with its tables of positions, and no weights yet."""
@@ -122,8 +123,10 @@ class NativeDecoder:
         return logits if self.tokenless is None else self.tokenless.mask(logits)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """See Forward."""
-        logits = torch.empty((batch.num_rows, self.vocab_size), dtype=torch.float32)
+        """See Forward. The next call writes to the same memory: new pages for 32 rows would take a millisecond each time."""
+        if len(self._decoded) < batch.num_rows:
+            self._decoded = torch.empty((batch.num_rows, self.vocab_size), dtype=torch.float32)
+        logits = self._decoded[: batch.num_rows]
         self._run(batch, kv, None, None, logits)
         return logits if self.tokenless is None else self.tokenless.mask(logits)
 

@@ -127,8 +127,7 @@ class ModelRunner:
             write_drafts(plan, self.state, self.drafter)
         if plan.is_plain:  # every row is a sequence that samples
             batch, _, rows = self.state.prepare(plan.slots, plan.starts, plan.counts)
-            hidden = self.decoder.forward(batch, self.kv, None)
-            return Pending(plan, self.decoder.logits(hidden), rows)
+            return Pending(plan, self.decoder.decode(batch, self.kv), rows)
         num_sampled, stops = plan.num_sampled, np.cumsum(plan.counts)
         sampled = np.repeat(stops - np.cumsum(num_sampled), num_sampled) + np.arange(num_sampled.sum())
         asking = prompts_that_ask(plan, self.state)
