@@ -128,6 +128,14 @@ struct LayerAttention {
     }
   }
 
+  // What is read once the queries are packed.
+  void prefetch_keys(const int32_t* table, int kv_head, int part) const {
+    const int position = part * PART;
+    const int block_size = cache.shape->block_size;
+    const size_t offset = cache.shape->page_offset(table[position / block_size], kv_head, position % block_size);
+    prefetch_bytes(cache.keys + offset, cache.shape->page_size);
+  }
+
   // The pages of a part that its positions [first, last) are in.
   PartPages part_pages(const int32_t* table, int kv_head, int part, int first, int last) const {
     PartPages pages;
@@ -155,9 +163,10 @@ struct LayerAttention {
 
   template <CacheFormat F>
   void run_as(const AttentionPlan::Item& item, AttentionPlan::Block block, AttentionScratch& scratch) const {
-    pack_queries<F>(block, item.kv_head, scratch);
     const int first = plan.first_part(queries[block.first].position);
     const int last = queries[block.first + block.rows - 1].position / PART;
+    prefetch_keys(queries[block.first].table, item.kv_head, item.part != AttentionPlan::ALL_PARTS ? item.part : first);
+    pack_queries<F>(block, item.kv_head, scratch);
     if (item.part != AttentionPlan::ALL_PARTS || first == last) {
       const int only = item.part != AttentionPlan::ALL_PARTS ? item.part : first;
       part<F>(item, block, only, scratch);

@@ -17,6 +17,11 @@
 namespace headrace::cpu {
 
 inline constexpr int PAGE = 16;  // positions
+inline constexpr int MAX_DIM = 256;
+
+HEADRACE_INLINE void prefetch_bytes(const uint8_t* first, size_t count) {
+  for (size_t byte = 0; byte < count; byte += 64) prefetch(first + byte);
+}
 
 template <CacheFormat F>
 struct Page;
@@ -65,15 +70,16 @@ struct Page<CacheFormat::BF16> {
     return bf16_to_float(value_pairs(page, position / 2, dim, d)[position % 2]);
   }
   static void write_key(uint8_t* page, int dim, int lane, const float* key) {
-    uint16_t* p = reinterpret_cast<uint16_t*>(page) + 2 * lane;
-    for (int d = 0; d < dim; d += 2) {
-      p[d * PAGE] = float_to_bf16(key[d]);
-      p[d * PAGE + 1] = float_to_bf16(key[d + 1]);
-    }
+    uint16_t rounded[MAX_DIM];
+    for (int d = 0; d < dim; d++) rounded[d] = float_to_bf16(key[d]);
+    uint8_t* p = page + lane * 4;
+    for (int d = 0; d < dim; d += 2) std::memcpy(p + d * PAGE * 2, rounded + d, 4);
   }
   static void write_value(uint8_t* page, int dim, int lane, const float* value) {
+    uint16_t rounded[MAX_DIM];
+    for (int d = 0; d < dim; d++) rounded[d] = float_to_bf16(value[d]);
     uint16_t* p = reinterpret_cast<uint16_t*>(page) + lane / 2 * 2 * dim + lane % 2;
-    for (int d = 0; d < dim; d++) p[2 * d] = float_to_bf16(value[d]);
+    for (int d = 0; d < dim; d++) p[2 * d] = rounded[d];
   }
 };
 

@@ -42,8 +42,9 @@ HEADRACE_INLINE float bf16_to_float(uint16_t x) {
 HEADRACE_INLINE uint16_t float_to_bf16(float f) {
   uint32_t bits;
   std::memcpy(&bits, &f, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+  const bool nan = (bits & 0x7fffffff) > 0x7f800000;
+  return static_cast<uint16_t>((nan ? bits | 0x400000 : rounded) >> 16);
 }
 
 // e^x to about 1e-7 of itself; 1.2e-38 below -87.3, and at most 2^127 (above 88.03).

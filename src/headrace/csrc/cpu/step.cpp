@@ -347,7 +347,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) headrace::cpu::Model* headrace_make_model(const headrace::cpu::Config& config) {
   const int dim = config.head_dim;
-  if (dim < 2 || dim > 256 || dim % 2 != 0) {
+  if (dim < 2 || dim > headrace::cpu::MAX_DIM || dim % 2 != 0) {
     throw std::invalid_argument("head_dim " + std::to_string(dim) + ": an even number from 2 to 256");
   }
   if (config.num_kv_heads < 1 || config.num_heads % config.num_kv_heads != 0) {
