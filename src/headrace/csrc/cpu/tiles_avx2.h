@@ -184,7 +184,8 @@ HEADRACE_INLINE void add_groups(const uint8_t* const (&strips)[NR], const typena
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
       const __m256 minimum = W::template minimum<PART>(strips[n], at);
       HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-        acc[m][n] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(rows.scaled_sum[m]), acc[m][n]);
+        const __m256 sum = _mm256_set1_ps(rows.scaled_sum[m]);
+        acc[m][n] = W::SUBTRACTED ? _mm256_fnmadd_ps(minimum, sum, acc[m][n]) : _mm256_fmadd_ps(minimum, sum, acc[m][n]);
       }
     }
   }
@@ -211,7 +212,7 @@ struct IntegerTile {
         if (half == 0) {
           HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
             HEADRACE_UNROLL for (int line = 0; line < W::BLOCK_BYTES; line += LINE) {
-              fetch_ahead<NR>(strips[n] + at.quants + line);
+              fetch_ahead<NR>(strips[n] + at.stream() + line);
             }
           }
         }

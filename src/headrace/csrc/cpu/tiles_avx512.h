@@ -65,6 +65,20 @@ HEADRACE_INLINE void start(__m512i (&sums)[MR][NR], const int32_t* offsets) {
   }
 }
 
+// The same strips, which the compiler does not know to be the same: it would keep what was loaded or unpacked before, and for want of
+// registers keep it in memory. Doing it again is cheaper.
+template <int NR>
+struct Again {
+  const uint8_t* strips[NR];
+
+  HEADRACE_INLINE explicit Again(const uint8_t* const (&same)[NR]) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      strips[n] = same[n];
+      asm("" : "+r"(strips[n]));
+    }
+  }
+};
+
 // sums[plane] += the products with the bytes at ints + plane * apart. Fetches as much of the streams as it reads, if FIRST.
 template <class W, int PART, int HALF, bool FIRST, int MR, int NR, int PLANES>
 HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, size_t apart,
@@ -76,7 +90,7 @@ HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typenam
     const int line = (HALF * WORDS + step) * LINE;
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
       if (FIRST && line < BYTES) {
-        fetch_ahead<NR>(strips[n] + at.quants + PART * BYTES + line);
+        fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + line);
       }
       const __m512i weights = W::template word<PART>(strips[n], at, i);
       HEADRACE_UNROLL for (int plane = 0; plane < PLANES; plane++) {
@@ -111,17 +125,13 @@ HEADRACE_INLINE void sum_group(const uint8_t* const (&strips)[NR], const typenam
     }
   }
   if constexpr (PLANES == 2 && !SIDE_BY_SIDE) {
-    const uint8_t* again[NR];
-    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-      again[n] = strips[n];
-      asm("" : "+r"(again[n]));  // unpacking the words again is cheaper than keeping them in memory, as the compiler would
-    }
+    const Again<NR> again(strips);
     HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
       HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
         sums[0][m][n] = sum[m][n];
       }
     }
-    add_words<W, PART, HALF, false>(again, at, rows.ints + rows.plane, 0, sums);
+    add_words<W, PART, HALF, false>(again.strips, at, rows.ints + rows.plane, 0, sums);
     HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
       HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
         sum[m][n] = sums[0][m][n];
@@ -153,13 +163,15 @@ HEADRACE_INLINE void add_groups(const uint8_t* const (&strips)[NR], const typena
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
       const __m512 minimum = W::template minimum<PART>(strips[n], at);
       HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-        acc[m][n] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(rows.scaled_sum[m]), acc[m][n]);
+        const __m512 sum = _mm512_set1_ps(rows.scaled_sum[m]);
+        acc[m][n] = W::SUBTRACTED ? _mm512_fnmadd_ps(minimum, sum, acc[m][n]) : _mm512_fmadd_ps(minimum, sum, acc[m][n]);
       }
     }
   }
   rows.next();
   if constexpr (PART + 1 < W::BLOCK) {
-    add_groups<W, PART + 1, MR, NR, PLANES>(strips, at, rows, acc);
+    const Again<NR> again(strips);
+    add_groups<W, PART + 1, MR, NR, PLANES>(again.strips, at, rows, acc);
   }
 }
 

@@ -21,8 +21,8 @@ HEADRACE_INLINE __m256i masked(__m256i x) {
   return _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(BITS)));
 }
 
-// A block is the groups whose quants lie in the same words. At begins at one half of a strip and next() goes on to the next
-// block; `word` is 4 inputs of group PART of the block; scale and minimum belong to that group (or to half HALF of it).
+// A block is the groups whose quants lie in the same words. At begins at one half of a strip, next() goes on to the next
+// block, stream() is how far the strip is read; `word` is 4 inputs of group PART of the block; scale and minimum belong to that group (or to half HALF of it).
 //
 // WORDS_16: so many words times inputs of INT8 fit a sum of 16 bits; 0: not even one.
 // SHIFT: the sum counts so many bits more, and OFFSET: it gets Panel::offset then (tiles.h: 16 q - 128, 4 q - 128).
@@ -39,6 +39,7 @@ struct Q8_0Weights {
   struct At {
     size_t quants, scales;
     At(int groups, int half) : quants(scales_bytes(groups) + half * 32), scales(half * 16) {}
+    HEADRACE_INLINE size_t stream() const { return quants; }
     HEADRACE_INLINE void next() {
       quants += 512;
       scales += STRIP * 2;
@@ -67,6 +68,7 @@ struct Q4_0Weights {
   struct At {
     size_t quants, scales;
     At(int groups, int half) : quants(scales_bytes(groups) + half * 32), scales(half * 16) {}
+    HEADRACE_INLINE size_t stream() const { return quants; }
     HEADRACE_INLINE void next() {
       quants += 256;
       scales += STRIP * 2;
@@ -92,10 +94,12 @@ struct Q4_1Weights {
   static constexpr int SHIFT = 0;
   static constexpr bool OFFSET = false;
   static constexpr bool MINIMUM = true;
+  static constexpr bool SUBTRACTED = false;
 
   struct At {
     size_t quants, scales;
     At(int, int half) : quants(half * 32), scales(256 + half * 16) {}
+    HEADRACE_INLINE size_t stream() const { return quants; }
     HEADRACE_INLINE void next() {
       quants += Q4_1_GROUP_BYTES;
       scales += Q4_1_GROUP_BYTES;
@@ -129,12 +133,14 @@ struct KWeights {
   static constexpr int SHIFT = 0;
   static constexpr bool OFFSET = false;
   static constexpr bool MINIMUM = true;
+  static constexpr bool SUBTRACTED = true;  // the minimum
 
   struct At {
     size_t super, quants, scales;
     int half;
     int pair = 0;
     At(int, int half) : super(0), quants(QUANTS + half * 32), scales(64 + half * 8), half(half) {}
+    HEADRACE_INLINE size_t stream() const { return super + pair * BLOCK_BYTES; }
     HEADRACE_INLINE void next() {
       quants += 512;
       scales += 2 * STRIP;
@@ -167,9 +173,7 @@ struct KWeights {
   }
   template <int PART>
   static HEADRACE_INLINE __m256 minimum(const uint8_t* strip, const At& at) {
-    const __m256 minima = bytes_at(strip + at.scales + 128 + PART * STRIP);
-    const __m256 size = _mm256_mul_ps(minima, halves_at(strip + at.super + 32 + at.half * 16));
-    return _mm256_xor_ps(size, _mm256_set1_ps(-0.0f));
+    return _mm256_mul_ps(bytes_at(strip + at.scales + 128 + PART * STRIP), halves_at(strip + at.super + 32 + at.half * 16));
   }
 };
 
@@ -191,6 +195,7 @@ struct Q6_KWeights {
     int half;
     bool second = false;
     At(int, int half) : super(0), quants(K_HEADER_BYTES + half * 32), scales(64 + half * 8), half(half) {}
+    HEADRACE_INLINE size_t stream() const { return super + (second ? BLOCK_BYTES : 0); }
     HEADRACE_INLINE void next() {
       if (!second) {
         quants += Q6_K_HALF_BYTES;

@@ -27,8 +27,9 @@ HEADRACE_INLINE __m512i masked(__m512i x) {
 
 // -- formats
 //
-// A block is the groups whose quants lie in the same words. At::next() goes on to the next block; `word` is 4 inputs of group
-// PART of the block, unsigned; scale and minimum belong to that group (or to half HALF of it).
+// A block is the groups whose quants lie in the same words. At::next() goes on to the next block, At::stream() is how far the
+// strip is read; `word` is 4 inputs of group PART of the block, unsigned; scale and minimum belong to that group (or to half HALF
+// of it).
 // NIBBLES_APART: words i and i + 4 are the nibbles of one.
 
 struct Q8_0Weights {
@@ -42,6 +43,7 @@ struct Q8_0Weights {
   struct At {
     size_t quants, scales;
     explicit At(int groups) : quants(scales_bytes(groups)), scales(0) {}
+    HEADRACE_INLINE size_t stream() const { return quants; }
     HEADRACE_INLINE void next() {
       quants += 512;
       scales += STRIP * 2;
@@ -69,6 +71,7 @@ struct Q4_0Weights {
   struct At {
     size_t quants, scales;
     explicit At(int groups) : quants(scales_bytes(groups)), scales(0) {}
+    HEADRACE_INLINE size_t stream() const { return quants; }
     HEADRACE_INLINE void next() {
       quants += 256;
       scales += STRIP * 2;
@@ -92,11 +95,13 @@ struct Q4_1Weights {
   static constexpr int BLOCK_BYTES = Q4_1_GROUP_BYTES;
   static constexpr bool OFFSET = false;
   static constexpr bool MINIMUM = true;
+  static constexpr bool SUBTRACTED = false;
   static constexpr bool NIBBLES_APART = true;
 
   struct At {
     size_t quants = 0;
     explicit At(int) {}
+    HEADRACE_INLINE size_t stream() const { return quants; }
     HEADRACE_INLINE void next() { quants += Q4_1_GROUP_BYTES; }
   };
 
@@ -125,6 +130,7 @@ struct KWeights {
   static constexpr int BLOCK_BYTES = SUPER_BYTES / 4;
   static constexpr bool OFFSET = false;
   static constexpr bool MINIMUM = true;
+  static constexpr bool SUBTRACTED = true;  // the minimum
   static constexpr bool NIBBLES_APART = false;
 
   struct At {
@@ -133,6 +139,7 @@ struct KWeights {
     size_t scales = 64;
     int pair = 0;
     explicit At(int) {}
+    HEADRACE_INLINE size_t stream() const { return super + pair * BLOCK_BYTES; }
     HEADRACE_INLINE void next() {
       quants += 512;
       scales += 2 * STRIP;
@@ -164,8 +171,7 @@ struct KWeights {
   }
   template <int PART>
   static HEADRACE_INLINE __m512 minimum(const uint8_t* strip, const At& at) {
-    const __m512 size = _mm512_mul_ps(bytes_at(strip + at.scales + 128 + PART * STRIP), halves_at(strip + at.super + 32));
-    return _mm512_xor_ps(size, _mm512_set1_ps(-0.0f));
+    return _mm512_mul_ps(bytes_at(strip + at.scales + 128 + PART * STRIP), halves_at(strip + at.super + 32));
   }
 };
 
@@ -186,6 +192,7 @@ struct Q6_KWeights {
     size_t quants = K_HEADER_BYTES;
     size_t scales = 64;
     explicit At(int) {}
+    HEADRACE_INLINE size_t stream() const { return super + (scales == super + 64 ? 0 : BLOCK_BYTES); }
     HEADRACE_INLINE void next() {
       if (scales == super + 64) {
         quants += Q6_K_HALF_BYTES;
