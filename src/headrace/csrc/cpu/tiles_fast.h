@@ -10,6 +10,9 @@
 #elif defined(__AVX2__)
 #define HEADRACE_FAST_TILES 1
 #include "tiles_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define HEADRACE_FAST_TILES 1
+#include "tiles_neon.h"
 #else
 #define HEADRACE_FAST_TILES 0
 #endif

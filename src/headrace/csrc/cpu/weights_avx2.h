@@ -22,7 +22,8 @@ HEADRACE_INLINE __m256i masked(__m256i x) {
 }
 
 // A block is the groups whose quants lie in the same words. At begins at one half of a strip, next() goes on to the next
-// block, stream() is how far the strip is read; `word` is 4 inputs of group PART of the block; scale and minimum belong to that group (or to half HALF of it).
+// block, stream() is how far the strip is read; `word` is 4 inputs of group PART of the block; scale and minimum belong to that
+// group (or to half HALF of it).
 //
 // WORDS_16: so many words times inputs of INT8 fit a sum of 16 bits; 0: not even one.
 // SHIFT: the sum counts so many bits more, and OFFSET: it gets Panel::offset then (tiles.h: 16 q - 128, 4 q - 128).
