@@ -131,7 +131,7 @@ class Llama(Contender):
             for row in json.loads(self._run("llama-bench", [*common, *wanted, "-r", "1", "-o", "json"]).text):
                 name = f"prefill {row['n_prompt']}" if row["n_prompt"] else f"context {row['n_depth']}"
                 figures[name] = row["avg_ts"]
-        figures["start"] = self._run("llama-completion", [*common, "-p", "The", "-n", "1", "-no-cnv"]).seconds
+        figures["start"] = self._run("llama-completion", [*common, "-p", "The", "-n", "1", "-no-cnv", "--no-warmup"]).seconds
         return figures
 
     def _run(self, tool: str, arguments: list[str]) -> Process:

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
 
 BLOCK, BLOCK_BYTES = 32, 20  # of Q4_1: scale, minimum, 32 times 4 bits
 Shape = tuple[int, ...]
@@ -47,6 +47,8 @@ def describe(writer: GGUFWriter, c: dict[str, Any], tokenizer_of: str | None) ->
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     writer.add_rope_freq_base(c["rope_theta"])
     writer.add_vocab_size(c["vocab_size"])
+    writer.add_file_type(LlamaFileType.MOSTLY_Q4_1)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
     if tokenizer_of is None:
         writer.add_tokenizer_model("none")
         return
