@@ -105,7 +105,7 @@ class NativeDecoder:
     def load(self, progress: bool = False) -> None:
         """Read and pack the weights. Raises CheckpointError."""
         assert self._weights is not None
-        self._weights.load(self._model, progress)
+        self._weights.load(self._model, self.threads, progress)
         self._weights = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:

@@ -94,7 +94,7 @@ class Weights:
                 sizes[format_] = sizes.get(format_, 0) + entry.num_rows * spec.shape[1]
         return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
-    def load(self, model: Any, progress: bool = False) -> None:
+    def load(self, model: Any, threads: int, progress: bool = False) -> None:
         """Add every matrix to `model`, a native Model, and fill it."""
         extension = self.library.extension
         unknown = set()
@@ -115,8 +115,7 @@ class Weights:
             return
         queue = ChunkQueue(chunks_of(self.matrices, self.entries, _CHUNK, STRIP))
         formats_of = {entry.name: format_ for spec in self.matrices for entry, format_ in self._formats(spec)}
-        num_workers = min(torch.get_num_threads(), 8)
-        load_chunks(queue, lambda: _Packer(model, self, formats_of, queue.size), num_workers, progress)
+        load_chunks(queue, lambda: _Packer(model, self, formats_of, queue.size), min(threads, 8), progress)
         vectors = load_tensors(self.vectors, self.entries, torch.float32, torch.device("cpu"))
         self._set_vectors(model, vectors.items())
 
