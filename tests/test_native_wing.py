@@ -196,6 +196,19 @@ def test_the_cache_is_as_large_as_the_step_takes_it_to_be(dtype):
     assert KVCache.bytes_per_block(shape, 32, dtype) == 2 * 2 * block
 
 
+@pytest.mark.parametrize(("options", "fits"), [({}, False), ({"kv_cache_dtype": "bfloat16"}, True), ({"kv_cache_dtype": "int8"}, True)])
+def test_the_bytes_of_a_cache_are_counted_in_its_own_numbers(tiny, options, fits):
+    """128 tokens of 3 layers, 2 heads of 16, keys and values: 48 KiB in bfloat16."""
+    config = EngineConfig(model=tiny, device="cpu", max_model_len=128, kv_cache_bytes=48 << 10, **options)
+    checkpoint = resolve_checkpoint(config)
+    model = model_config_from_hf(checkpoint.config)
+    if fits:
+        check_options(config, checkpoint, model)
+        return
+    with pytest.raises(CapacityError, match="kv_cache_bytes = 49152 holds 64 tokens"):
+        check_options(config, checkpoint, model)
+
+
 # ----------------------------------------------------------------------------------------------------------- whole models
 
 

@@ -30,7 +30,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     _check_cpu_options(config, checkpoint, driver)
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
-    _check_cache(config, model, driver)
+    _check_cache(config, checkpoint, model, driver)
     needed = [checkpoint]
     if config.speculative_model is not None:
         needed.append(draft_checkpoint(config, model)[0])
@@ -60,12 +60,14 @@ def _check_cpu_options(config: EngineConfig, checkpoint: Checkpoint, driver: boo
         choose_precision(config, stored_encodings(checkpoint))
 
 
-def _check_cache(config: EngineConfig, model: ModelConfig, driver: bool) -> None:
+def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, driver: bool) -> None:
     """`kv_cache_bytes` holds the context that was asked for, or a block at least, in the smallest numbers it may be kept in."""
     if config.kv_cache_bytes is None or config.num_kv_blocks is not None:
         return
     on_cpu = config.device == "cpu" or not driver
     item = 4 if config.dtype == "float32" or (config.dtype == "auto" and on_cpu) else 2
+    if on_cpu and not config.enforce_eager:
+        item = {"float32": 4, "bfloat16": 2, "int8": 1}[choose_precision(config, stored_encodings(checkpoint)).cache]
     block_size = config.block_size or (16 if on_cpu else 64)
     blocks = config.kv_cache_bytes // (2 * model.num_layers * model.kv_size * item * block_size)
     if blocks * block_size < (config.max_model_len or 1):
