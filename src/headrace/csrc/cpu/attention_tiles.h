@@ -59,7 +59,8 @@ struct Span {
 
 // scores[q * SCORES + 16 p ..] = queries . keys of P pages. queries: [dim][stride], or [dim / 2][stride] pairs.
 template <CacheFormat F, int Q, int P>
-void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const float* queries, int stride, int dim, float* scores) {
+void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const float* queries, int stride, int dim,
+                float* scores) {
   Vec sums[P][Q];
   HEADRACE_UNROLL for (int p = 0; p < P; p++) {
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) sums[p][q] = zero();

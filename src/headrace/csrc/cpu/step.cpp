@@ -128,7 +128,8 @@ void NativeModel::logits(const float* hidden, int rows, float* out) {
   if (rooms_.empty()) make_rooms();
   space_.grow(0, 0, 0, rows_bytes(weights_, config_.rounding, 0, rows));
   auto run_head = [&](Worker& worker) {
-    head(worker, rows, [&](int row, int begin, int, float*) { return hidden + row * static_cast<size_t>(config_.hidden_size) + begin; }, out);
+    const size_t size = config_.hidden_size;
+    head(worker, rows, [&](int row, int begin, int, float*) { return hidden + row * size + begin; }, out);
   };
   pool_.run(rows <= SHORT_STEP, run_head);
 }
@@ -323,7 +324,8 @@ void NativeModel::final_rows(Worker& worker, const float* residual) {
   if (step.hidden != nullptr) {
     worker.share(job_.num_outputs, 4, [&](int first, int last) {
       for (int row = first; row < last; row++) {
-        normed(residual + row * sizes_.hidden, norm, 0, config_.hidden_size, step.hidden + row * static_cast<size_t>(config_.hidden_size));
+        float* out = step.hidden + static_cast<size_t>(row) * config_.hidden_size;
+        normed(residual + row * sizes_.hidden, norm, 0, config_.hidden_size, out);
       }
     });
   }
