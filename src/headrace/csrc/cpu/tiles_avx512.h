@@ -92,6 +92,9 @@ HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typenam
       if (FIRST && line < BYTES) {
         fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + line);
       }
+      if (FIRST && BYTES > 8 * LINE && line == 0) {
+        fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + 8 * LINE);
+      }
       const __m512i weights = W::template word<PART>(strips[n], at, i);
       HEADRACE_UNROLL for (int plane = 0; plane < PLANES; plane++) {
         HEADRACE_UNROLL for (int m = 0; m < MR; m++) {

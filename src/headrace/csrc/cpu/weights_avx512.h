@@ -35,7 +35,7 @@ HEADRACE_INLINE __m512i masked(__m512i x) {
 struct Q8_0Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
-  static constexpr int BLOCK_BYTES = 512;
+  static constexpr int BLOCK_BYTES = 512 + 32;
   static constexpr bool OFFSET = true;
   static constexpr bool MINIMUM = false;
   static constexpr bool NIBBLES_APART = false;
@@ -43,7 +43,7 @@ struct Q8_0Weights {
   struct At {
     size_t quants, scales;
     explicit At(int groups) : quants(scales_bytes(groups)), scales(0) {}
-    HEADRACE_INLINE size_t stream() const { return quants; }
+    HEADRACE_INLINE size_t stream() const { return scales / 32 * BLOCK_BYTES; }
     HEADRACE_INLINE void next() {
       quants += 512;
       scales += STRIP * 2;
@@ -63,7 +63,7 @@ struct Q8_0Weights {
 struct Q4_0Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
-  static constexpr int BLOCK_BYTES = 256;
+  static constexpr int BLOCK_BYTES = 256 + 32;
   static constexpr bool OFFSET = true;
   static constexpr bool MINIMUM = false;
   static constexpr bool NIBBLES_APART = true;
@@ -71,7 +71,7 @@ struct Q4_0Weights {
   struct At {
     size_t quants, scales;
     explicit At(int groups) : quants(scales_bytes(groups)), scales(0) {}
-    HEADRACE_INLINE size_t stream() const { return quants; }
+    HEADRACE_INLINE size_t stream() const { return scales / 32 * BLOCK_BYTES; }
     HEADRACE_INLINE void next() {
       quants += 256;
       scales += STRIP * 2;
