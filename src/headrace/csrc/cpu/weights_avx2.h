@@ -31,7 +31,7 @@ HEADRACE_INLINE __m256i masked(__m256i x) {
 struct Q8_0Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
-  static constexpr int BLOCK_BYTES = 512;
+  static constexpr int BLOCK_BYTES = 512 + 32;
   static constexpr int WORDS_16 = 0;
   static constexpr int SHIFT = 0;
   static constexpr bool OFFSET = true;
@@ -40,7 +40,7 @@ struct Q8_0Weights {
   struct At {
     size_t quants, scales;
     At(int groups, int half) : quants(scales_bytes(groups) + half * 32), scales(half * 16) {}
-    HEADRACE_INLINE size_t stream() const { return quants; }
+    HEADRACE_INLINE size_t stream() const { return scales / 32 * BLOCK_BYTES; }
     HEADRACE_INLINE void next() {
       quants += 512;
       scales += STRIP * 2;
@@ -60,7 +60,7 @@ struct Q8_0Weights {
 struct Q4_0Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
-  static constexpr int BLOCK_BYTES = 256;
+  static constexpr int BLOCK_BYTES = 256 + 32;
   static constexpr int WORDS_16 = 8;
   static constexpr int SHIFT = 4;
   static constexpr bool OFFSET = true;
@@ -69,7 +69,7 @@ struct Q4_0Weights {
   struct At {
     size_t quants, scales;
     At(int groups, int half) : quants(scales_bytes(groups) + half * 32), scales(half * 16) {}
-    HEADRACE_INLINE size_t stream() const { return quants; }
+    HEADRACE_INLINE size_t stream() const { return scales / 32 * BLOCK_BYTES; }
     HEADRACE_INLINE void next() {
       quants += 256;
       scales += STRIP * 2;
