@@ -42,6 +42,7 @@ class NativeStep:
         block_size: int = 16, threads: int = 1, cache: str = "F32", matrices: str = "F32", rounding: str = "INT16",
     ):  # fmt: skip
         self.config = config
+        self.library = str(library)
         settings = _step.Config()
         for name in (
             "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
@@ -54,7 +55,7 @@ class NativeStep:
         settings.block_size, settings.threads = block_size, threads
         layers = range(config.num_layers)
         kinds = [int(config.rope_of(layer) is not config.rope) for layer in layers]
-        self.model = _step.Model(str(library), settings, [config.window(layer) for layer in layers], kinds)
+        self.model = _step.Model(self.library, settings, [config.window(layer) for layer in layers], kinds)
         self._load(weights, max_len, getattr(_step.Format, matrices))
         size = _step.block_bytes(settings.cache_format, block_size, config.num_kv_heads, config.head_dim)
         shape = (num_blocks, size)  # all ones: NaN in every format, as an earlier request may have left it
@@ -84,11 +85,30 @@ class NativeStep:
 
     def _add(self, layer: int, name, parts, matrices) -> None:
         self.model.add_matrix(layer, name, [(matrices, part.shape[0]) for part in parts], parts[0].shape[1])
-        dtype = torch.bfloat16 if matrices == _step.Format.BF16 else torch.float32
         first = 0
         for part in parts:
-            self.model.fill(layer, name, first, part.to(dtype).contiguous().view(torch.uint8).flatten(1))
+            self.model.fill(layer, name, first, self._raw(part.contiguous(), matrices))
             first += part.shape[0]
+
+    def _raw(self, part: Tensor, matrices) -> Tensor:
+        """Rows of a format. Those that nobody quantizes to are random, with scales that a file may have."""
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(matrices.name)
+        if dtype is not None:
+            return part.to(dtype).view(torch.uint8).flatten(1)
+        rows, inputs = part.shape
+        size = _step.raw_row_bytes(matrices, inputs)
+        if matrices.name in ("Q8_0", "Q4_1"):
+            raw = torch.empty(rows * size, dtype=torch.uint8)
+            values = part.float().view(torch.uint8).flatten()
+            _step.quantize_rows(self.library, _step.Format.F32, values, inputs, matrices, raw)
+            return raw.view(rows, size)
+        block = {"Q4_0": 18, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[matrices.name]
+        generator = torch.Generator().manual_seed(rows)
+        raw = torch.randint(0, 256, (rows, size // block, block), dtype=torch.uint8, generator=generator)
+        for at in {"Q4_0": [0], "Q6_K": [208]}.get(matrices.name, [0, 2]):
+            scales = torch.randn(rows, size // block, generator=generator) / 500
+            raw[..., at : at + 2] = scales.half().unsqueeze(-1).view(torch.uint8)
+        return raw.flatten(1)
 
     def _vector(self, layer: int, name: str, values: Tensor | None, offset: float) -> None:
         if values is not None:

@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -68,6 +69,7 @@ class BoundModel {
     for (const auto& [format, rows] : parts) plain.push_back({format, rows});
     checks_.add_matrix(layer, name, plain, inputs);
     model_->add_matrix(layer, name, plain.data(), static_cast<int>(plain.size()), inputs);
+    checks_.matrix_added(layer, name, plain);
   }
 
   void fill(int layer, MatrixName name, int first_row, Array<uint8_t, 2> raw) {
@@ -87,13 +89,16 @@ class BoundModel {
     }
     checks_.rope(kind, cos.shape(0), cos.shape(1));
     model_->set_rope(kind, cos.data(), sin.data(), static_cast<int>(cos.shape(0)), 2 * static_cast<int>(cos.shape(1)));
+    checks_.rope_set(kind, cos.shape(0));
   }
 
   // The blocks of every layer, which live as long as the caller keeps the arrays or until another cache is set.
   void set_cache(std::vector<Blocks> keys, std::vector<Blocks> values) {
-    checks_.cache_begins(keys.size(), values.size());
-    for (const Blocks& layer : keys) checks_.cache_layer(layer.nbytes());
-    for (const Blocks& layer : values) checks_.cache_layer(layer.nbytes());
+    const std::lock_guard lock(stepping_);
+    std::vector<size_t> key_bytes, value_bytes;
+    for (const Blocks& layer : keys) key_bytes.push_back(layer.nbytes());
+    for (const Blocks& layer : values) value_bytes.push_back(layer.nbytes());
+    checks_.cache(key_bytes, value_bytes);
     keys_.clear();
     values_.clear();
     for (const Blocks& layer : keys) keys_.push_back(layer.data());
@@ -121,8 +126,6 @@ class BoundModel {
     step.query_start = query_start.data();
     step.block_tables = block_tables.data();
     step.table_stride = block_tables.stride(0);
-    step.keys = keys_.data();
-    step.values = values_.data();
     static const int64_t nothing = 0;  // of no rows an array may have no address, which would mean all
     if (wanted) {
       step.wanted = wanted->shape(0) ? wanted->data() : &nothing;
@@ -138,6 +141,9 @@ class BoundModel {
       step.logits = logits->data();
     }
     nb::gil_scoped_release released;
+    const std::lock_guard lock(stepping_);
+    step.keys = keys_.data();
+    step.values = values_.data();
     checks_.step(step, block_tables.shape(0), block_tables.shape(1));
     model_->run(step);
   }
@@ -147,6 +153,7 @@ class BoundModel {
     checks_.output("logits", out.shape(0), out.shape(1), hidden.shape(0), checks_.config().vocab_size);
     checks_.complete();
     nb::gil_scoped_release released;
+    const std::lock_guard lock(stepping_);
     model_->logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data());
   }
 
@@ -159,6 +166,7 @@ class BoundModel {
  private:
   BindChecks checks_;
   std::unique_ptr<Model> model_;
+  std::mutex stepping_;  // one step at a time, over one cache: callers in other threads wait, without Python's lock
   std::vector<void*> keys_, values_;
   std::pair<std::vector<Blocks>, std::vector<Blocks>> held_;
 };

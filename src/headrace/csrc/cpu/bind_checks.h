@@ -26,7 +26,7 @@ class BindChecks {
     for (int kind : rope_kinds) {
       if (kind != 0 && kind != 1) throw std::invalid_argument("rope_kinds: 0 or 1 of each layer");
     }
-    const auto positive = [](const char* name, int value) {
+    const auto positive = [](const char* name, int64_t value) {
       if (value < 1 || value > 1 << 28) {
         throw std::invalid_argument(std::string(name) + " = " + std::to_string(value) + " is not possible");
       }
@@ -38,6 +38,8 @@ class BindChecks {
     positive("num_kv_heads", config.num_kv_heads);
     positive("head_dim", config.head_dim);
     positive("intermediate_size", config.intermediate_size);
+    positive("all heads' size", (int64_t{config.num_heads} + 2 * int64_t{config.num_kv_heads}) * config.head_dim);
+    positive("gates' and inputs' size", 2 * int64_t{config.intermediate_size});
     positive("block_size", config.block_size);
     positive("threads", config.threads);
     kinds_ = std::vector<int>(rope_kinds.empty() ? std::vector<int>{0} : rope_kinds);
@@ -71,8 +73,10 @@ class BindChecks {
       rows += part.rows;
     }
     output("a matrix", rows, inputs, outputs, wanted_inputs);
-    if (!matrices_.try_emplace({layer, name}, parts).second) throw std::invalid_argument("a matrix was added before");
+    if (matrices_.contains({layer, name})) throw std::invalid_argument("a matrix was added before");
   }
+  // The model has it now: what could not be had is not asked for rows, nor taken for complete.
+  void matrix_added(int layer, MatrixName name, const std::vector<Part>& parts) { matrices_[{layer, name}] = parts; }
 
   void fill(int layer, MatrixName name, int64_t first_row, int64_t num_rows, int64_t bytes) const {
     const auto found = matrices_.find({layer, name});
@@ -112,28 +116,29 @@ class BindChecks {
     }
   }
 
-  void rope(int kind, int64_t positions, int64_t pairs) {
+  void rope(int kind, int64_t positions, int64_t pairs) const {
     if (kind != 0 && kind != 1) throw std::invalid_argument("kind of rope: 0 or 1");
     if (positions < 1 || positions > 1 << 28 || pairs < 1 || 2 * pairs > config_.head_dim) {
       throw std::invalid_argument("rope tables do not fit the heads");
     }
-    rope_positions_[kind] = positions;
   }
+  void rope_set(int kind, int64_t positions) { rope_positions_[kind] = positions; }
 
-  void cache_begins(size_t keys, size_t values) {
-    length("keys", keys, config_.num_layers);
-    length("values", values, config_.num_layers);
-    num_blocks_ = -1;
-  }
-
-  void cache_layer(size_t bytes) {
+  // Nothing is changed by a cache that is refused.
+  void cache(const std::vector<size_t>& keys, const std::vector<size_t>& values) {
+    length("keys", keys.size(), config_.num_layers);
+    length("values", values.size(), config_.num_layers);
     const int64_t each = block_bytes(config_.cache_format, config_.block_size, config_.num_kv_heads, config_.head_dim);
-    const int64_t blocks = static_cast<int64_t>(bytes) / each;
-    if (num_blocks_ < 0) num_blocks_ = blocks;
-    if (blocks != num_blocks_ || blocks * each != static_cast<int64_t>(bytes) || blocks < 1) {
-      throw std::invalid_argument("a layer's cache of " + std::to_string(bytes) + " bytes is not as many blocks of " +
-                                  std::to_string(each) + " as the others");
+    const int64_t blocks = static_cast<int64_t>(keys[0]) / each;
+    for (const std::vector<size_t>& layers : {keys, values}) {
+      for (const size_t bytes : layers) {
+        if (blocks < 1 || blocks * each != static_cast<int64_t>(bytes)) {
+          throw std::invalid_argument("a layer's cache of " + std::to_string(bytes) + " bytes is not as many blocks of " +
+                                      std::to_string(each) + " as the others");
+        }
+      }
     }
+    num_blocks_ = blocks;
   }
 
   // Whether everything was added that a step reads.

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -14,6 +15,16 @@
 #endif
 
 namespace headrace::cpu {
+
+// Says how much was refused; Python's MemoryError has its words.
+class MemoryRefused : public std::bad_alloc {
+ public:
+  explicit MemoryRefused(size_t size) : message_("the system refuses " + std::to_string(size) + " bytes of memory") {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
 
 // Owns `size` bytes, aligned to a cache line at least. Pages that nobody writes take no memory.
 class Memory {
@@ -28,7 +39,7 @@ class Memory {
 #else
     base_ = std::aligned_alloc(SMALL_PAGE, (size + SMALL_PAGE - 1) / SMALL_PAGE * SMALL_PAGE);
     if (base_ == nullptr) {
-      throw std::bad_alloc();
+      throw MemoryRefused(size_);
     }
     std::memset(base_, 0, size);
     data_ = static_cast<uint8_t*>(base_);
@@ -68,7 +79,7 @@ class Memory {
     base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (base_ == MAP_FAILED) {
       base_ = nullptr;
-      throw std::bad_alloc();
+      throw MemoryRefused(size_);
     }
     const uintptr_t start = reinterpret_cast<uintptr_t>(base_);
     data_ = reinterpret_cast<uint8_t*>((start + page - 1) / page * page);

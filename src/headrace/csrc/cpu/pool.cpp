@@ -2,6 +2,7 @@
 #include "pool.h"
 
 #include <climits>
+#include <cstdint>
 #include <system_error>
 
 #if defined(__linux__)
@@ -38,6 +39,31 @@ void relax() {
   asm volatile("yield");
 #endif
 }
+
+// While it lives, the thread rounds to the nearest and keeps denormals, whatever its caller had asked of it (and a new thread
+// has from its maker): all threads of a step give the same bits.
+class DefaultFloats {
+ public:
+  DefaultFloats() : before_(mode()) { set(DEFAULT); }
+  ~DefaultFloats() { set(before_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  static constexpr uint64_t DEFAULT = 0x1f80;  // all exceptions masked
+  static uint64_t mode() { return _mm_getcsr(); }
+  static void set(uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#else
+  static constexpr uint64_t DEFAULT = 0;
+  static uint64_t mode() {
+    uint64_t mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+  }
+  static void set(uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#endif
+  const uint64_t before_;
+};
 
 void sleep_while(std::atomic<int>& value, int seen) {
 #if defined(__linux__)
@@ -130,6 +156,7 @@ void Pool::start() {
 }
 
 void Pool::serve(int index) {
+  const DefaultFloats floats;
   for (int seen = 0;; seen++) {
     start_gates_[index].wait(seen);
     if (closing_) return;
@@ -140,6 +167,7 @@ void Pool::serve(int index) {
 }
 
 void Pool::run(bool short_step, Call call, void* context) {
+  const DefaultFloats floats;
   if (!started_) start();
   started_ = true;
   call_ = call;

@@ -104,9 +104,11 @@ void NativeModel::make_rooms() {
   size_t most = 0;
   weights_.each_matrix([&](const Matrix& matrix) { most = std::max<size_t>(most, matrix.inputs()); });
   const size_t own = own_rows_bytes(weights_, config_.rounding);
+  std::vector<std::unique_ptr<ThreadRoom>> rooms;  // all of them or none, where memory is refused
   for (int i = 0; i < pool_.threads(); i++) {
-    rooms_.push_back(std::make_unique<ThreadRoom>(shape_, round_up<size_t>(most, LANES), own));
+    rooms.push_back(std::make_unique<ThreadRoom>(shape_, round_up<size_t>(most, LANES), own));
   }
+  rooms_ = std::move(rooms);
 }
 
 void NativeModel::prepare(const Step& step) {
