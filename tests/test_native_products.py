@@ -247,6 +247,24 @@ def test_quantizes_zeros_and_an_unfinished_group(target: str) -> None:
     assert np.abs(got[1] - values[1]).max() < (0.02 if target == "Q8_0" else 0.11)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("target", ["Q8_0", "Q4_1"])
+def test_a_weight_that_is_no_number_breaks_its_group_and_is_not_made_a_number(target: str, value: float) -> None:
+    members = _step.Format.__members__
+
+    def quantized(values: np.ndarray) -> torch.Tensor:
+        out = np.zeros(2 * _step.raw_row_bytes(members[target], 96), dtype=np.uint8)
+        _step.quantize_rows(next(iter(LIBRARIES.values())), members["F32"], values.view(np.uint8).reshape(-1), 96, members[target], out)
+        return decoded(target, out.reshape(2, -1)).view(6, 32)
+
+    values = np.random.default_rng(3).standard_normal((2, 96)).astype(np.float32)
+    whole = quantized(values)
+    values[1, 40] = value
+    broken = quantized(values)
+    assert broken[4].isnan().all()
+    assert torch.equal(broken[[0, 1, 2, 3, 5]], whole[[0, 1, 2, 3, 5]])
+
+
 def test_refuses_what_cannot_be() -> None:
     library = next(iter(LIBRARIES.values()))
     members = _step.Format.__members__

@@ -70,12 +70,21 @@ int step_of(float value, float scale, int lowest, int highest) {
   return static_cast<int>(std::clamp(std::nearbyint(value / scale), static_cast<float>(lowest), static_cast<float>(highest)));
 }
 
+// 0, or NaN where one of a group's values is none: then the whole group is NaN, and who computes with it learns it.
+float broken_group(const float* values) {
+  float broken = 0.0f;
+  for (int i = 0; i < GROUP; i++) {
+    broken += values[i] * 0.0f;
+  }
+  return broken == 0.0f ? 0.0f : NAN;
+}
+
 void quantize_q8_0(const float* values, uint8_t* out) {
   float largest = 0.0f;
   for (int i = 0; i < GROUP; i++) {
     largest = std::max(largest, std::fabs(values[i]));
   }
-  const uint16_t scale = float_to_half(largest / 127.0f);
+  const uint16_t scale = float_to_half(largest / 127.0f + broken_group(values));
   const float kept = half_to_float(scale);
   std::memcpy(out, &scale, 2);
   for (int i = 0; i < GROUP; i++) {
@@ -85,7 +94,7 @@ void quantize_q8_0(const float* values, uint8_t* out) {
 
 void quantize_q4_1(const float* values, uint8_t* out) {
   const auto [smallest, largest] = std::minmax_element(values, values + GROUP);
-  const uint16_t minimum = float_to_half(*smallest);
+  const uint16_t minimum = float_to_half(*smallest + broken_group(values));
   const float kept_minimum = half_to_float(minimum);
   const uint16_t scale = float_to_half((*largest - kept_minimum) / 15.0f);
   const float kept = half_to_float(scale);
