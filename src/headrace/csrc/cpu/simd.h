@@ -10,7 +10,11 @@
 #include <cstring>
 
 #define HEADRACE_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define HEADRACE_UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define HEADRACE_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 #if defined(__AVX512F__)
 #include "simd_avx512.h"

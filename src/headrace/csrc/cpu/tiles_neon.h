@@ -1,10 +1,14 @@
-// Tiles on NEON with the dot product of bytes: a strip is four registers. The integers and the order of the floats are those of the
-// other instruction sets, so the bits are too. INT16 is two passes, high bytes and low bytes, with a shift between them.
+// Tiles on NEON with dot products of signed bytes, or (i8mm) products of two rows with two lanes: the integers and the order of the
+// floats are those of the other instruction sets, so the bits are too.
+//
+// A strip is four registers. Its sums are as many again, so a tile takes a whole strip or a half at a time, as the 32 registers
+// allow. INT16 is two passes, high bytes and low bytes, with a shift between them. bfloat16 weights are widened: exact.
 #pragma once
 
 #include <arm_neon.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "simd.h"
 #include "tiles.h"
@@ -12,11 +16,7 @@
 
 namespace headrace::cpu {
 
-HEADRACE_INLINE int8x16_t four_inputs(const int8_t* p) {
-  int word;
-  std::memcpy(&word, p, 4);
-  return vreinterpretq_s8_s32(vdupq_n_s32(word));
-}
+// -- integer products
 
 // One panel's pointers, which go along with the groups.
 template <int MR>
@@ -25,190 +25,298 @@ struct IntegerRows {
   size_t plane;
   const float* scale;
   const float* scaled_sum;
-  const int32_t* offset;
-  const int32_t* half_offset;
 
   explicit IntegerRows(const Panel& panel)
       : ints(panel.ints),
         plane(static_cast<size_t>(panel.groups) * GROUP * MR),
         scale(panel.scale),
-        scaled_sum(panel.scaled_sum),
-        offset(panel.offset),
-        half_offset(panel.half_offset) {}
+        scaled_sum(panel.scaled_sum) {}
 
   HEADRACE_INLINE void next() {
     ints += GROUP * MR;
     scale += MR;
     scaled_sum += MR;
-    offset += MR;
-    half_offset += 2 * MR;
   }
 };
 
-// Quarters [first, first + QUARTERS) of a strip.
-template <class W, int PART, int HALF, int MR, int QUARTERS>
-HEADRACE_INLINE void add_words(const uint8_t* strip, const typename W::At& at, int first, const int8_t* ints, int32x4_t (&sums)[MR][QUARTERS]) {
-  constexpr int WORDS = 8 / W::HALVES;
-  HEADRACE_UNROLL for (int i = HALF * WORDS; i < (HALF + 1) * WORDS; i++) {
-    HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-      const int8x16_t weights = vreinterpretq_s8_u8(W::template word<PART>(strip, at, i, first + q));
+// The lanes that a tile works on: N registers, Q of each strip, from quarter `first` of it on.
+template <int N, int Q>
+struct Lanes {
+  const uint8_t* strips[N / Q];
+  int first;
+
+  HEADRACE_INLINE const uint8_t* strip(int n) const { return strips[n / Q]; }
+  HEADRACE_INLINE int quarter(int n) const { return first + n % Q; }
+};
+
+// As vdotq wants the rows: sums[m][n] is row m.
+struct Dots {
+  static HEADRACE_INLINE int8x16_t inputs(const int8_t* p) {
+    int32_t word;
+    std::memcpy(&word, p, 4);
+    return vreinterpretq_s8_s32(vdupq_n_s32(word));
+  }
+
+  template <class W, int PART, int HALF, int MR, int N, int Q>
+  static HEADRACE_INLINE void add(const Lanes<N, Q>& lanes, const typename W::At& at, const int8_t* ints, int32x4_t (&sums)[MR][N]) {
+    constexpr int WORDS = 8 / W::HALVES;
+    HEADRACE_UNROLL for (int i = HALF * WORDS; i < (HALF + 1) * WORDS; i++) {
+      int8x16_t weights[N];
+      HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+        weights[n] = W::template word<PART>(lanes.strip(n), at, i, lanes.quarter(n));
+      }
       HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-        sums[m][q] = vdotq_s32(sums[m][q], weights, four_inputs(ints + (i * MR + m) * 4));
+        const int8x16_t x = inputs(ints + (i * MR + m) * 4);
+        HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+          sums[m][n] = vdotq_s32(sums[m][n], weights[n], x);
+        }
       }
     }
   }
-}
 
-template <class W, int PART, int HALF, int PLANES, int MR, int QUARTERS>
-HEADRACE_INLINE void add_half(const uint8_t* strip, const typename W::At& at, int first, const IntegerRows<MR>& rows,
-                              float32x4_t (&acc)[MR][QUARTERS]) {
-  int32x4_t sums[MR][QUARTERS];
+  template <int MR, int N>
+  static HEADRACE_INLINE void to_rows(int32x4_t (&)[MR][N]) {}
+};
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// As vmmlaq wants pairs of rows: sums[m][n] and sums[m + 1][n] are rows m and m + 1 of the first and the last two lanes.
+struct Squares {
+  static HEADRACE_INLINE int32x4_t zip_low(int8x16_t a, int8x16_t b) {
+    return vzip1q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b));
+  }
+  static HEADRACE_INLINE int32x4_t zip_high(int8x16_t a, int8x16_t b) {
+    return vzip2q_s32(vreinterpretq_s32_s8(a), vreinterpretq_s32_s8(b));
+  }
+  // Eight inputs of two rows, whose words lie `stride` bytes apart.
+  static HEADRACE_INLINE int8x16_t inputs(const int8_t* p, int stride) {
+    const int8x8_t none = vdup_n_s8(0);
+    return vreinterpretq_s8_s32(zip_low(vcombine_s8(vld1_s8(p), none), vcombine_s8(vld1_s8(p + stride), none)));
+  }
+
+  template <class W, int PART, int HALF, int MR, int N, int Q>
+  static HEADRACE_INLINE void add(const Lanes<N, Q>& lanes, const typename W::At& at, const int8_t* ints, int32x4_t (&sums)[MR][N]) {
+    constexpr int WORDS = 8 / W::HALVES;
+    HEADRACE_UNROLL for (int i = HALF * WORDS; i < (HALF + 1) * WORDS; i += 2) {
+      int8x16_t low[N];
+      int8x16_t high[N];
+      HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+        const int8x16_t even = W::template word<PART>(lanes.strip(n), at, i, lanes.quarter(n));
+        const int8x16_t odd = W::template word<PART>(lanes.strip(n), at, i + 1, lanes.quarter(n));
+        low[n] = vreinterpretq_s8_s32(zip_low(even, odd));
+        high[n] = vreinterpretq_s8_s32(zip_high(even, odd));
+      }
+      HEADRACE_UNROLL for (int m = 0; m < MR; m += 2) {
+        const int8x16_t x = inputs(ints + (i * MR + m) * 4, MR * 4);
+        HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+          sums[m][n] = vmmlaq_s32(sums[m][n], x, low[n]);
+          sums[m + 1][n] = vmmlaq_s32(sums[m + 1][n], x, high[n]);
+        }
+      }
+    }
+  }
+
+  template <int MR, int N>
+  static HEADRACE_INLINE void to_rows(int32x4_t (&sums)[MR][N]) {
+    HEADRACE_UNROLL for (int m = 0; m < MR; m += 2) {
+      HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+        const int64x2_t first = vreinterpretq_s64_s32(sums[m][n]);
+        const int64x2_t last = vreinterpretq_s64_s32(sums[m + 1][n]);
+        sums[m][n] = vreinterpretq_s32_s64(vzip1q_s64(first, last));
+        sums[m + 1][n] = vreinterpretq_s32_s64(vzip2q_s64(first, last));
+      }
+    }
+  }
+};
+
+template <int MR>
+using Products = std::conditional_t<MR % 2 == 0, Squares, Dots>;
+#else
+template <int MR>
+using Products = Dots;
+#endif
+
+template <int MR, int N>
+HEADRACE_INLINE void clear(int32x4_t (&sums)[MR][N]) {
   HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-    HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-      sums[m][q] = vdupq_n_s32(0);
-    }
-  }
-  add_words<W, PART, HALF>(strip, at, first, rows.ints, sums);
-  if constexpr (PLANES == 2) {
-    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-        sums[m][q] = vshlq_n_s32(sums[m][q], 8);
-      }
-    }
-    add_words<W, PART, HALF>(strip, at, first, rows.ints + rows.plane, sums);
-  }
-  const int32_t* offsets = W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR;
-  HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-    const float32x4_t scale = W::template scale<PART, HALF>(strip, at, first + q);
-    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      int32x4_t sum = vshlq_n_s32(sums[m][q], W::SHIFT);
-      if constexpr (W::OFFSET) {
-        sum = vaddq_s32(sum, vdupq_n_s32(offsets[m]));
-      }
-      acc[m][q] = vfmaq_f32(acc[m][q], vmulq_f32(vcvtq_f32_s32(sum), vdupq_n_f32(rows.scale[m])), scale);
+    HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+      sums[m][n] = vdupq_n_s32(0);
     }
   }
 }
 
-template <class W, int PART, int PLANES, int MR, int QUARTERS>
-HEADRACE_INLINE void add_groups(const uint8_t* strip, const typename W::At& at, int first, IntegerRows<MR>& rows,
-                                float32x4_t (&acc)[MR][QUARTERS]) {
-  add_half<W, PART, 0, PLANES>(strip, at, first, rows, acc);
+// The integer sums of a group, or of half of one.
+template <class W, int PART, int HALF, Rounding R, int MR, int N, int Q>
+HEADRACE_INLINE void sum_group(Lanes<N, Q> lanes, const typename W::At& at, const IntegerRows<MR>& rows, int32x4_t (&sums)[MR][N]) {
+  clear(sums);
+  Products<MR>::template add<W, PART, HALF>(lanes, at, rows.ints, sums);
+  if constexpr (R == Rounding::INT16) {
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+        sums[m][n] = vshlq_n_s32(sums[m][n], 8);
+      }
+    }
+    HEADRACE_UNROLL for (int n = 0; n < N / Q; n++) {
+      asm("" : "+r"(lanes.strips[n]));  // the words are unpacked again: there are not the registers to keep them
+    }
+    Products<MR>::template add<W, PART, HALF>(lanes, at, rows.ints + rows.plane, sums);
+  }
+  Products<MR>::to_rows(sums);
+}
+
+template <class W, int PART, int HALF, Rounding R, int MR, int N, int Q>
+HEADRACE_INLINE void add_half(const Lanes<N, Q>& lanes, const typename W::At& at, const IntegerRows<MR>& rows, float32x4_t (&acc)[MR][N]) {
+  int32x4_t sums[MR][N];
+  sum_group<W, PART, HALF, R>(lanes, at, rows, sums);
+  HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+    const float32x4_t scale = W::template scale<PART, HALF>(lanes.strip(n), at, lanes.quarter(n));
+    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+      acc[m][n] = vfmaq_f32(acc[m][n], vmulq_n_f32(vcvtq_f32_s32(sums[m][n]), rows.scale[m]), scale);
+    }
+  }
+}
+
+template <class W, int PART, Rounding R, int MR, int N, int Q>
+HEADRACE_INLINE void add_groups(const Lanes<N, Q>& lanes, const typename W::At& at, IntegerRows<MR>& rows, float32x4_t (&acc)[MR][N]) {
+  add_half<W, PART, 0, R>(lanes, at, rows, acc);
   if constexpr (W::HALVES == 2) {
-    add_half<W, PART, 1, PLANES>(strip, at, first, rows, acc);
+    add_half<W, PART, 1, R>(lanes, at, rows, acc);
   }
   if constexpr (W::MINIMUM) {
-    HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-      const float32x4_t minimum = W::template minimum<PART>(strip, at, first + q);
+    HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+      const float32x4_t minimum = W::template minimum<PART>(lanes.strip(n), at, lanes.quarter(n));
       HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-        const float32x4_t sum = vdupq_n_f32(rows.scaled_sum[m]);
-        acc[m][q] = W::SUBTRACTED ? vfmsq_f32(acc[m][q], minimum, sum) : vfmaq_f32(acc[m][q], minimum, sum);
+        acc[m][n] = vfmaq_n_f32(acc[m][n], minimum, rows.scaled_sum[m]);
       }
     }
   }
   rows.next();
   if constexpr (PART + 1 < W::BLOCK) {
-    add_groups<W, PART + 1, PLANES>(strip, at, first, rows, acc);
+    add_groups<W, PART + 1, R>(lanes, at, rows, acc);
   }
 }
 
-template <int MR, int QUARTERS>
-HEADRACE_INLINE void clear(float32x4_t (&acc)[MR][QUARTERS]) {
+template <int MR, int N>
+HEADRACE_INLINE void clear(float32x4_t (&acc)[MR][N]) {
   HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-    HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-      acc[m][q] = vdupq_n_f32(0.0f);
+    HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+      acc[m][n] = vdupq_n_f32(0.0f);
     }
   }
 }
 
-template <int MR, int QUARTERS>
-HEADRACE_INLINE void store_tile(const float32x4_t (&acc)[MR][QUARTERS], int first, float* out) {
+template <int Q, int MR, int N>
+HEADRACE_INLINE void store_tile(const float32x4_t (&acc)[MR][N], int first, float* out) {
   HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-    HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-      vst1q_f32(out + m * STRIP + (first + q) * 4, acc[m][q]);
+    HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+      vst1q_f32(out + (m * (N / Q) + n / Q) * STRIP + (first + n % Q) * 4, acc[m][n]);
     }
   }
 }
 
-template <class W, int PLANES>
+template <class W, Rounding R>
 struct IntegerTile {
-  template <int MR, int QUARTERS>
-  static void run(const uint8_t* const* strips, const Panel& panel, float* out) {
-    for (int first = 0; first < 4; first += QUARTERS) {
-      float32x4_t acc[MR][QUARTERS];
+  template <int MR, int NR>
+  static void run(const uint8_t* const* all, const Panel& panel, float* out) {
+    constexpr int Q = MR * NR <= 3 ? 4 : 2;
+    constexpr int N = NR * Q;
+    Lanes<N, Q> lanes;
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      lanes.strips[n] = all[n];
+    }
+    for (lanes.first = 0; lanes.first < 4; lanes.first += Q) {
+      float32x4_t acc[MR][N];
       clear(acc);
       IntegerRows<MR> rows(panel);
       typename W::At at(panel.groups);
       for (int g = 0; g < panel.groups; g += W::BLOCK) {
-        add_groups<W, 0, PLANES>(strips[0], at, first, rows, acc);
+        add_groups<W, 0, R>(lanes, at, rows, acc);
         at.next();
       }
-      store_tile(acc, first, out);
+      store_tile<Q>(acc, lanes.first, out);
     }
   }
 };
 
+// -- float products, whole strips
+
 struct F32Weights {
-  static HEADRACE_INLINE float32x4_t load(const uint8_t* strip, int k, int quarter) {
-    return vld1q_f32(reinterpret_cast<const float*>(strip + static_cast<size_t>(k) * 64 + quarter * 16));
+  static constexpr int BYTES = 64;  // of an input
+  // Two inputs of a quarter of the rows.
+  static HEADRACE_INLINE void load(const uint8_t* p, int quarter, float32x4_t& even, float32x4_t& odd) {
+    even = vreinterpretq_f32_u8(vld1q_u8(p + quarter * 16));
+    odd = vreinterpretq_f32_u8(vld1q_u8(p + 64 + quarter * 16));
   }
 };
 
 struct F16Weights {
-  static HEADRACE_INLINE float32x4_t load(const uint8_t* strip, int k, int quarter) {
-    return halves_at(strip + static_cast<size_t>(k) * 32 + quarter * 8);
+  static constexpr int BYTES = 32;
+  static HEADRACE_INLINE void load(const uint8_t* p, int quarter, float32x4_t& even, float32x4_t& odd) {
+    even = halves_at(p + quarter * 8);
+    odd = halves_at(p + 32 + quarter * 8);
   }
 };
 
 struct Bf16Weights {
-  static HEADRACE_INLINE float32x4_t load(const uint8_t* strip, int k, int quarter) {
-    const uint32x4_t pairs = vreinterpretq_u32_u8(words_at(strip + static_cast<size_t>(k / 2) * LINE + quarter * 16));
-    return vreinterpretq_f32_u32(k % 2 == 0 ? vshlq_n_u32(pairs, 16) : vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
+  static constexpr int BYTES = 32;
+  static HEADRACE_INLINE void load(const uint8_t* p, int quarter, float32x4_t& even, float32x4_t& odd) {
+    const uint32x4_t pairs = vreinterpretq_u32_u8(vld1q_u8(p + quarter * 16));
+    even = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+    odd = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
   }
 };
 
 template <class W>
 struct FloatTile {
-  template <int MR, int QUARTERS>
-  static void run(const uint8_t* const* strips, const Panel& panel, float* out) {
-    for (int first = 0; first < 4; first += QUARTERS) {
-      float32x4_t acc[MR][QUARTERS];
-      clear(acc);
-      for (int k = 0; k < panel.groups * GROUP; k += 2) {
-        HEADRACE_UNROLL for (int i = 0; i < 2; i++) {
-          HEADRACE_UNROLL for (int q = 0; q < QUARTERS; q++) {
-            const float32x4_t weights = W::load(strips[0], k + i, first + q);
-            HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-              acc[m][q] = vfmaq_n_f32(acc[m][q], weights, panel.f32[static_cast<size_t>(k + i) * MR + m]);
-            }
-          }
+  template <int MR, int NR>
+  static void run(const uint8_t* const* all, const Panel& panel, float* out) {
+    constexpr int N = NR * 4;
+    const uint8_t* strips[NR];
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      strips[n] = all[n];
+    }
+    float32x4_t acc[MR][N];
+    clear(acc);
+    const float* x = panel.f32;
+    size_t at = 0;
+    for (int pair = 0; pair < panel.groups * GROUP / 2; pair++) {
+      HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+        float32x4_t even, odd;
+        W::load(strips[n / 4] + at, n % 4, even, odd);
+        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+          acc[m][n] = vfmaq_n_f32(acc[m][n], even, x[m]);
+        }
+        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+          acc[m][n] = vfmaq_n_f32(acc[m][n], odd, x[MR + m]);
         }
       }
-      store_tile(acc, first, out);
+      at += 2 * W::BYTES;
+      x += 2 * MR;
     }
+    store_tile<4>(acc, 0, out);
   }
 };
 
-// By the rows of a panel: as much of a strip at a time as leaves registers for the sums.
+// By the rows of a panel: as many strips as leave registers for the sums.
 template <class AnyTile>
 Tile tile_of(int panel_rows) {
   switch (panel_rows) {
     case 1:
-      return {AnyTile::template run<1, 4>, 1};
+      return {AnyTile::template run<1, 2>, 2};
     case 2:
-      return {AnyTile::template run<2, 4>, 1};
+      return {AnyTile::template run<2, 1>, 1};
     case 3:
-      return {AnyTile::template run<3, 4>, 1};
+      return {AnyTile::template run<3, 1>, 1};
     case 4:
-      return {AnyTile::template run<4, 2>, 1};
+      return {AnyTile::template run<4, 1>, 1};
     default:
-      return {AnyTile::template run<6, 2>, 1};
+      return {AnyTile::template run<6, 1>, 1};
   }
 }
 
 template <class W>
 Tile integer_tile_of(Rounding rounding, int panel_rows) {
-  return rounding == Rounding::INT8 ? tile_of<IntegerTile<W, 1>>(panel_rows) : tile_of<IntegerTile<W, 2>>(panel_rows);
+  return rounding == Rounding::INT8 ? tile_of<IntegerTile<W, Rounding::INT8>>(panel_rows)
+                                    : tile_of<IntegerTile<W, Rounding::INT16>>(panel_rows);
 }
 
 template <class W>
