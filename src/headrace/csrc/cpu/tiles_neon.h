@@ -47,7 +47,21 @@ struct Lanes {
 
   HEADRACE_INLINE const uint8_t* strip(int n) const { return strips[n / Q]; }
   HEADRACE_INLINE int quarter(int n) const { return first + n % Q; }
+  // The same, but the compiler does not know: it loads words again rather than keep them, for which there are not the registers.
+  HEADRACE_INLINE Lanes anew() const {
+    Lanes lanes = *this;
+    HEADRACE_UNROLL for (int i = 0; i < N / Q; i++) {
+      asm volatile("" : "+r"(lanes.strips[i]) : : "memory");
+    }
+    return lanes;
+  }
 };
+
+// In which order the words of a group are read, TOGETHER of them at once: those that are nibbles of the same word after each other.
+template <class W, int TOGETHER>
+constexpr int word_at(int step) {
+  return W::NIBBLES_APART ? step / (2 * TOGETHER) * TOGETHER + step % TOGETHER + step / TOGETHER % 2 * 4 : step;
+}
 
 // As vdotq wants the rows: sums[m][n] is row m.
 struct Dots {
@@ -60,7 +74,8 @@ struct Dots {
   template <class W, int PART, int HALF, int MR, int N, int Q>
   static HEADRACE_INLINE void add(const Lanes<N, Q>& lanes, const typename W::At& at, const int8_t* ints, int32x4_t (&sums)[MR][N]) {
     constexpr int WORDS = 8 / W::HALVES;
-    HEADRACE_UNROLL for (int i = HALF * WORDS; i < (HALF + 1) * WORDS; i++) {
+    HEADRACE_UNROLL for (int step = HALF * WORDS; step < (HALF + 1) * WORDS; step++) {
+      const int i = word_at<W, 1>(step);
       int8x16_t weights[N];
       HEADRACE_UNROLL for (int n = 0; n < N; n++) {
         weights[n] = W::template word<PART>(lanes.strip(n), at, i, lanes.quarter(n));
@@ -96,7 +111,8 @@ struct Squares {
   template <class W, int PART, int HALF, int MR, int N, int Q>
   static HEADRACE_INLINE void add(const Lanes<N, Q>& lanes, const typename W::At& at, const int8_t* ints, int32x4_t (&sums)[MR][N]) {
     constexpr int WORDS = 8 / W::HALVES;
-    HEADRACE_UNROLL for (int i = HALF * WORDS; i < (HALF + 1) * WORDS; i += 2) {
+    HEADRACE_UNROLL for (int step = HALF * WORDS; step < (HALF + 1) * WORDS; step += 2) {
+      const int i = word_at<W, 2>(step);
       int8x16_t low[N];
       int8x16_t high[N];
       HEADRACE_UNROLL for (int n = 0; n < N; n++) {
@@ -146,19 +162,16 @@ HEADRACE_INLINE void clear(int32x4_t (&sums)[MR][N]) {
 
 // The integer sums of a group, or of half of one.
 template <class W, int PART, int HALF, Rounding R, int MR, int N, int Q>
-HEADRACE_INLINE void sum_group(Lanes<N, Q> lanes, const typename W::At& at, const IntegerRows<MR>& rows, int32x4_t (&sums)[MR][N]) {
+HEADRACE_INLINE void sum_group(const Lanes<N, Q>& lanes, const typename W::At& at, const IntegerRows<MR>& rows, int32x4_t (&sums)[MR][N]) {
   clear(sums);
-  Products<MR>::template add<W, PART, HALF>(lanes, at, rows.ints, sums);
+  Products<MR>::template add<W, PART, HALF>(lanes.anew(), at, rows.ints, sums);
   if constexpr (R == Rounding::INT16) {
     HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
       HEADRACE_UNROLL for (int n = 0; n < N; n++) {
         sums[m][n] = vshlq_n_s32(sums[m][n], 8);
       }
     }
-    HEADRACE_UNROLL for (int n = 0; n < N / Q; n++) {
-      asm("" : "+r"(lanes.strips[n]));  // the words are unpacked again: there are not the registers to keep them
-    }
-    Products<MR>::template add<W, PART, HALF>(lanes, at, rows.ints + rows.plane, sums);
+    Products<MR>::template add<W, PART, HALF>(lanes.anew(), at, rows.ints + rows.plane, sums);
   }
   Products<MR>::to_rows(sums);
 }

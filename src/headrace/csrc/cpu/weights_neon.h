@@ -33,11 +33,13 @@ HEADRACE_INLINE float32x4_t signed_bytes_at(const uint8_t* p) {
 
 // A block is the groups whose quants lie in the same words. At::next() goes on to the next block; `word` is 4 inputs of group
 // PART of the block for one quarter of the rows; scale and minimum belong to that group (or to half HALF of it).
+// NIBBLES_APART: words i and i + 4 are the nibbles of one.
 
 struct Q8_0Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
   static constexpr bool MINIMUM = false;
+  static constexpr bool NIBBLES_APART = false;
 
   struct At {
     size_t quants;
@@ -63,6 +65,7 @@ struct Q4_0Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
   static constexpr bool MINIMUM = false;
+  static constexpr bool NIBBLES_APART = true;
 
   struct At {
     size_t quants;
@@ -89,6 +92,7 @@ struct Q4_1Weights {
   static constexpr int BLOCK = 1;
   static constexpr int HALVES = 1;
   static constexpr bool MINIMUM = true;
+  static constexpr bool NIBBLES_APART = true;
 
   struct At {
     size_t quants = 0;
@@ -119,6 +123,7 @@ struct KWeights {
   static constexpr int SUPER_BYTES = FIVE ? Q5_K_SUPER_BYTES : Q4_K_SUPER_BYTES;
   static constexpr int QUANTS = K_HEADER_BYTES + (FIVE ? 512 : 0);
   static constexpr bool MINIMUM = true;
+  static constexpr bool NIBBLES_APART = false;
 
   struct At {
     size_t super = 0;
@@ -169,6 +174,7 @@ struct Q6_KWeights {
   static constexpr int BLOCK = 4;
   static constexpr int HALVES = 2;
   static constexpr bool MINIMUM = false;
+  static constexpr bool NIBBLES_APART = false;
 
   struct At {
     size_t super = 0;
