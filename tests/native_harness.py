@@ -19,7 +19,9 @@ try:
 except ImportError:  # not built
     _step = None
 
-_NEEDS = {"avx2": {"avx2", "fma"}, "avx512": {"avx512vnni"}, "avx512bf16": {"avx512_bf16"}}
+_NEEDS = {
+    "avx2": {"avx2", "fma"}, "avx512": {"avx512vnni"}, "avx512bf16": {"avx512_bf16"}, "neon": {"dotprod"}, "i8mm": {"i8mm"},
+}  # fmt: skip
 
 
 def libraries() -> dict[str, Path]:

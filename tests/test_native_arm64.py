@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from headrace.native.load import INSTRUCTION_SETS
 from native_harness import libraries
 
 TREE = Path(__file__).parents[1]
 SOURCES = TREE / "src/headrace/csrc/cpu"
-PROGRAM = [Path(__file__).parent / "native/check_library.cpp", *(SOURCES / f"{n}.cpp" for n in ("matrix", "pack", "quantize", "rows"))]
+PARTS = ("matrix", "pack", "quantize", "rows")  # that the program itself needs
+PROGRAM = [Path(__file__).parent / "native/check_library.cpp", *(SOURCES / f"{name}.cpp" for name in PARTS)]
 FLAGS = ["-std=c++20", "-O2", "-ffp-contract=off", "-I", str(SOURCES)]  # as CMakeLists.txt: bits must not depend on the compiler
-EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "-cpu", "max"]
+EMULATOR = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
 TOOLS = ("g++", "aarch64-linux-gnu-g++", "qemu-aarch64-static", "cmake")
 MISSING = [tool for tool in TOOLS if shutil.which(tool) is None]
 
@@ -53,6 +55,12 @@ def avx2_outputs(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize("instruction_set", ["neon", "i8mm"])
 def test_products_are_the_plain_tiles_and_a_step_is_avx2_bit_for_bit(instruction_set: str, built: Path, avx2_outputs: bytes) -> None:
     outputs = built / f"outputs-{instruction_set}"
-    run(*EMULATOR, built / "check", built / f"libstep-{instruction_set}.so", outputs)
+    run(*EMULATOR, "max", built / "check", built / f"libstep-{instruction_set}.so", outputs)
     assert len(avx2_outputs) > 100_000
     assert outputs.read_bytes() == avx2_outputs
+
+
+@pytest.mark.parametrize(("cpu", "fitting"), [("max", {"neon", "i8mm"}), ("neoverse-n1", {"neon"}), ("cortex-a72", set())])
+def test_linux_says_which_libraries_the_cpu_can_run(cpu: str, fitting: set[str], built: Path) -> None:
+    features = set(run(*EMULATOR, cpu, built / "check").split())
+    assert {name for name in ("neon", "i8mm") if features >= INSTRUCTION_SETS[name]} == fitting

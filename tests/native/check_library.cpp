@@ -2,15 +2,17 @@
 //
 //     check_library <library> <file>
 //
-// Every product must be the bits of the plain tiles; then a tiny model with every switch runs a few steps, whose outputs go to
+// Without arguments it prints what the CPU can. Every product must be the bits of the plain tiles; then a tiny model with every switch runs a few steps, whose outputs go to
 // the file, as bits, to be compared with those of another instruction set.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
+#include "cpu_features.h"
 #include "matrix.h"
 #include "memory.h"
 #include "model.h"
@@ -280,6 +282,10 @@ void write_steps(MakeModel make_model, std::FILE* file) {
 }  // namespace
 
 int main(int count, char** arguments) {
+  if (count == 1) {
+    for (const std::string& name : cpu_features()) std::printf("%s ", name.c_str());
+    return 0;
+  }
   if (count != 3) return 2;
   void* library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {

@@ -254,54 +254,58 @@ struct IntegerTile {
 
 struct F32Weights {
   static constexpr int BYTES = 64;  // of an input
-  // Two inputs of a quarter of the rows.
-  static HEADRACE_INLINE void load(const uint8_t* p, int quarter, float32x4_t& even, float32x4_t& odd) {
-    even = vreinterpretq_f32_u8(vld1q_u8(p + quarter * 16));
-    odd = vreinterpretq_f32_u8(vld1q_u8(p + 64 + quarter * 16));
+  // Input ODD (0 or 1) of two, of a quarter of the rows.
+  template <int ODD>
+  static HEADRACE_INLINE float32x4_t load(const uint8_t* p, int quarter) {
+    return vreinterpretq_f32_u8(vld1q_u8(p + ODD * 64 + quarter * 16));
   }
 };
 
 struct F16Weights {
   static constexpr int BYTES = 32;
-  static HEADRACE_INLINE void load(const uint8_t* p, int quarter, float32x4_t& even, float32x4_t& odd) {
-    even = halves_at(p + quarter * 8);
-    odd = halves_at(p + 32 + quarter * 8);
+  template <int ODD>
+  static HEADRACE_INLINE float32x4_t load(const uint8_t* p, int quarter) {
+    return halves_at(p + ODD * 32 + quarter * 8);
   }
 };
 
 struct Bf16Weights {
   static constexpr int BYTES = 32;
-  static HEADRACE_INLINE void load(const uint8_t* p, int quarter, float32x4_t& even, float32x4_t& odd) {
+  template <int ODD>
+  static HEADRACE_INLINE float32x4_t load(const uint8_t* p, int quarter) {
     const uint32x4_t pairs = vreinterpretq_u32_u8(vld1q_u8(p + quarter * 16));
-    even = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
-    odd = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
+    return vreinterpretq_f32_u32(ODD ? vandq_u32(pairs, vdupq_n_u32(0xffff0000)) : vshlq_n_u32(pairs, 16));
   }
 };
+
+template <class W, int ODD, int MR, int N>
+HEADRACE_INLINE void add_input(const uint8_t* const (&strips)[N / 4], size_t at, const float* x, float32x4_t (&acc)[MR][N]) {
+  float32x4_t weights[N];
+  HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+    weights[n] = W::template load<ODD>(strips[n / 4] + at, n % 4);
+  }
+  HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+    HEADRACE_UNROLL for (int n = 0; n < N; n++) {
+      acc[m][n] = vfmaq_n_f32(acc[m][n], weights[n], x[m]);
+    }
+  }
+}
 
 template <class W>
 struct FloatTile {
   template <int MR, int NR>
   static void run(const uint8_t* const* all, const Panel& panel, float* out) {
-    constexpr int N = NR * 4;
     const uint8_t* strips[NR];
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
       strips[n] = all[n];
     }
-    float32x4_t acc[MR][N];
+    float32x4_t acc[MR][NR * 4];
     clear(acc);
     const float* x = panel.f32;
     size_t at = 0;
     for (int pair = 0; pair < panel.groups * GROUP / 2; pair++) {
-      HEADRACE_UNROLL for (int n = 0; n < N; n++) {
-        float32x4_t even, odd;
-        W::load(strips[n / 4] + at, n % 4, even, odd);
-        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-          acc[m][n] = vfmaq_n_f32(acc[m][n], even, x[m]);
-        }
-        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-          acc[m][n] = vfmaq_n_f32(acc[m][n], odd, x[MR + m]);
-        }
-      }
+      add_input<W, 0>(strips, at, x, acc);
+      add_input<W, 1>(strips, at, x + MR, acc);
       at += 2 * W::BYTES;
       x += 2 * MR;
     }
