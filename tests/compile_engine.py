@@ -20,13 +20,14 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import compile_ahead
-import headrace.engine.build as build
+import headrace.engine.forwards as forwards
 from engine_driver import complete, make_core
 from headrace.attention.triton_backend import TritonAttention
 from headrace.engine.messages import EngineRequest
 from headrace.kernels import launch
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
+from headrace.worker.batch_state import ALIGN
 from tiny_models import write_shape
 
 STEPS = 70
@@ -52,11 +53,12 @@ def main(directory: str) -> None:
         Path(directory), vocab_size=8192, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=256,
     )  # fmt: skip
-    build.select_attention = lambda name, model, device: (TritonAttention(model, device), "the one that is tested")
+    forwards.select_attention = lambda name, model, device: (TritonAttention(model, device), "the one that is tested")
     core = make_core(
         path, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=64, max_model_len=2304,
-        block_size=64, max_num_batched_tokens=2048, num_kv_blocks=1200,
+        block_size=64, max_num_batched_tokens=2048, num_kv_blocks=1200, enforce_eager=True,
     )  # fmt: skip
+    core.runner.state.align = ALIGN  # as on a card
     compile_ahead.install(90)
     compile_ahead.replace_everywhere(launch.on_gpu, lambda tensor: True)
     launch._KNOWN = False  # a compiled form is not launched again

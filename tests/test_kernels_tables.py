@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from headrace.kernels import prepare, tables
-from headrace.worker.batch_state import BLOCKS, FLOATS, TOKEN_IDS, BatchState, TableWrite
+from headrace.worker.batch_state import ALIGN, BLOCKS, FLOATS, TOKEN_IDS, BatchState, TableWrite
 
 CPU = torch.device("cpu")
 
@@ -54,6 +54,7 @@ def test_rows_and_wanted_ones_are_those_of_a_plain_loop(run_by, counts, unsure):
     rng = np.random.default_rng(len(counts))
     block_size = 16
     state = filled(rng, 9, 2000, block_size)
+    state.align = ALIGN  # as on a card
     num = len(counts)
     slots, starts = rng.permutation(8)[:num].astype(np.int32), rng.integers(1, 700, num).astype(np.int32)
     unverified = (np.arange(num) % 2).astype(np.int32) * 3 if unsure else None

@@ -49,6 +49,7 @@ class BatchState:
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device):
         slots = max_num_seqs + 1
         self.dummy_slot, self.block_size, self.device = max_num_seqs, block_size, device
+        self.align = 1 if device.type == "cpu" else ALIGN
         self.staging = Staging(device)
         self.tables = SlotTables(
             token_ids=zeros((slots, max_model_len + 1), torch.int32, device),
@@ -120,7 +121,7 @@ class BatchState:
         Where `unverified` > 0 the sequence starts later, by what its slot accepted, at most so much (see StepPlan). `sampled`:
         rows whose parameters are wanted, in order (None: all); `only_sampled`: nothing else is read of any row.
         """
-        layout = Layout(slots, starts, counts, unverified, sampled, 1 if self.device.type == "cpu" else ALIGN)
+        layout = Layout(slots, starts, counts, unverified, sampled, self.align)
         arrays = [layout.numbers, np.append(np.int32(0), np.cumsum(counts, dtype=np.int32))]
         if only_sampled:
             assert sampled is not None
