@@ -23,12 +23,12 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr microseconds SPIN{50};
-constexpr microseconds STALL{500};
+constexpr microseconds STALL{1000};
 constexpr int SPINS_A_LOOK = 16;  // at the clock
 
 constexpr int WINDOW = 16;       // steps that are looked at together
 constexpr int PROBE_WINDOW = 8;  // of a probe with one thread more
-constexpr int STALLED_SHARE = 4;  // one in so many stalled steps is too much
+constexpr double WORTH = 0.2;  // of the 1 / threads of a step that a thread does: beside a stranger shorter waits, not counted, lose more
 constexpr milliseconds FIRST_PAUSE{250};
 constexpr milliseconds LONGEST_PAUSE{8000};
 
@@ -106,22 +106,29 @@ int ThreadChoice::next() {
   if (fewer_ > 0 && !probing_ && Clock::now() > probe_at_) {
     fewer_--;
     probing_ = true;
-    steps_ = stalled_ = 0;
+    new_window();
   }
   return threads_ - fewer_;
 }
 
-void ThreadChoice::learn(bool stalled) {
-  if (threads_ - fewer_ == 1) return;
+void ThreadChoice::learn(std::chrono::nanoseconds step, std::chrono::nanoseconds stalled) {
+  const int running = threads_ - fewer_;
+  if (running == 1) return;
   steps_++;
+  time_ += step;
   stalled_ += stalled;
-  const int window = probing_ ? PROBE_WINDOW : WINDOW;
-  if (stalled_ * STALLED_SHARE >= window) {
+  if (steps_ < (probing_ ? PROBE_WINDOW : WINDOW)) return;
+  if (stalled_.count() * running > WORTH * time_.count()) {
     lower();
-  } else if (steps_ >= window) {
+  } else {
     probing_ = false;
-    steps_ = stalled_ = 0;
+    new_window();
   }
+}
+
+void ThreadChoice::new_window() {
+  steps_ = 0;
+  time_ = stalled_ = {};
 }
 
 void ThreadChoice::lower() {
@@ -129,7 +136,7 @@ void ThreadChoice::lower() {
   pause_ = probing_ ? std::min<Clock::duration>(pause_ * 2, LONGEST_PAUSE) : FIRST_PAUSE;
   probe_at_ = Clock::now() + pause_;
   probing_ = false;
-  steps_ = stalled_ = 0;
+  new_window();
 }
 
 Pool::Pool(int threads)
@@ -174,16 +181,18 @@ void Pool::run(bool short_step, Call call, void* context) {
   context_ = context;
   running_ = std::min(choice_.next(), static_cast<int>(workers_.size()) + 1);
   missing_ = running_;
-  stalls_ = 0;
+  stalled_ = 0;
   for (Counters& counters : counters_) {
     for (std::atomic<int>& next : counters.next) next.store(0, std::memory_order_relaxed);
   }
+  const Clock::time_point begin = Clock::now();
   for (int i = 1; i < running_; i++) start_gates_[i].open();
   Worker worker(*this, 0, running_);
   call(context, worker);
   if (running_ == 1) return;
   arrive(false);  // no thread reads what this step set once it is past here
-  if (short_step) choice_.learn(stalls_ > 0);
+  // all but one wait for the one that lost its core
+  if (short_step) choice_.learn(Clock::now() - begin, std::chrono::nanoseconds(stalled_ / (running_ - 1)));
 }
 
 void Pool::arrive(bool even) {
@@ -194,7 +203,7 @@ void Pool::arrive(bool even) {
     return;
   }
   const std::chrono::nanoseconds waited = barrier_.wait(seen);
-  if (even && waited > STALL) stalls_.fetch_add(1, std::memory_order_relaxed);
+  if (even && waited > STALL) stalled_.fetch_add(waited.count(), std::memory_order_relaxed);
 }
 
 }  // namespace headrace::cpu

@@ -7,13 +7,16 @@
 // that it waits for there; a spinning one keeps that core busy with nothing while the other is queued behind a stranger.
 //
 // FEWER THREADS while strangers use the cores: who waits for a thread that lost its core loses whole slices of the scheduler
-// (milliseconds); a step with one thread less loses 1 / threads. A wait of more than STALL says that it happened. Results do
-// not depend on the number of threads, so it may change from step to step.
+// (milliseconds); a step with one thread less loses 1 / threads. A wait of more than STALL says that it happened. Only where more
+// time is lost in stalls than a thread is worth does one stay away: a process that takes a core for a moment now and then, such
+// as the server that sends the tokens, costs less than that. Results do not depend on the number of threads, so it may change
+// from step to step.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -40,17 +43,19 @@ class ThreadChoice {
  public:
   explicit ThreadChoice(int threads) : threads_(threads) {}
   int next();
-  // After a step of `next()` threads, in which some thread stalled or none did.
-  void learn(bool stalled);
+  // After a step of `next()` threads that took `step` and lost `stalled` of it.
+  void learn(std::chrono::nanoseconds step, std::chrono::nanoseconds stalled);
 
  private:
   using Clock = std::chrono::steady_clock;
   void lower();
+  void new_window();
 
   const int threads_;
   int fewer_ = 0;
-  int steps_ = 0;    // of the window
-  int stalled_ = 0;  // of them
+  int steps_ = 0;                         // of the window
+  std::chrono::nanoseconds time_{};     // that they took
+  std::chrono::nanoseconds stalled_{};  // of it
   bool probing_ = false;
   Clock::duration pause_{};
   Clock::time_point probe_at_{};
@@ -115,7 +120,7 @@ class Pool {
   ThreadChoice choice_;
   Gate barrier_;
   alignas(CACHE_LINE) std::atomic<int> missing_{0};  // at the barrier
-  alignas(CACHE_LINE) std::atomic<int> stalls_{0};
+  alignas(CACHE_LINE) std::atomic<int64_t> stalled_{0};  // nanoseconds that threads waited for one that lost its core
   std::atomic<bool> closing_{false};
   bool started_ = false;
   int running_ = 1;
