@@ -15,7 +15,7 @@ inline constexpr int STEP_ABI = 1;
 enum class Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K };
 
 // What the inputs of a product with integer weights are rounded to, in groups of 32 with one scale each. Float weights
-// ignore it: F32 x float32, BF16 (and F16) x bfloat16.
+// ignore it: F32 and F16 x float32, BF16 x bfloat16 where the CPU has such products, else x float32.
 enum class Rounding : int { FLOAT, INT16, INT8 };
 
 enum class CacheFormat : int { F32, BF16, INT8 };

@@ -8,20 +8,12 @@
 
 #include <cstring>
 
+#include "fetch.h"
 #include "simd.h"
 #include "tiles.h"
 #include "weights_avx2.h"
 
 namespace headrace::cpu {
-
-// Bytes that a tile has on their way, of all its streams together: each stream is fetched its share ahead of the loads, into the
-// second-level cache. Into the first, or much further ahead, the streams drive each other out; nearer, one stream alone waits.
-inline constexpr int FETCH_AHEAD = 6144;
-
-template <int STREAMS>
-HEADRACE_INLINE void fetch_ahead(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p + FETCH_AHEAD / STREAMS), _MM_HINT_T1);
-}
 
 HEADRACE_INLINE __m256i inputs_at(const int8_t* p) {
   int word;

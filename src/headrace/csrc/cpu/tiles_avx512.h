@@ -6,20 +6,12 @@
 
 #include <cstring>
 
+#include "fetch.h"
 #include "simd.h"
 #include "tiles.h"
 #include "weights_avx512.h"
 
 namespace headrace::cpu {
-
-// Bytes that a tile has on their way, of all its streams together: each stream is fetched its share ahead of the loads, into the
-// second-level cache. Into the first, or much further ahead, the streams drive each other out; nearer, one stream alone waits.
-inline constexpr int FETCH_AHEAD = 6144;
-
-template <int STREAMS>
-HEADRACE_INLINE void fetch_ahead(const uint8_t* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p + FETCH_AHEAD / STREAMS), _MM_HINT_T1);
-}
 
 HEADRACE_INLINE __m512i four_inputs(const int8_t* p) {
   int word;
@@ -260,8 +252,8 @@ struct FloatTile {
         __m512 even, odd;
         W::load(strips[n] + at, even, odd);
         HEADRACE_UNROLL for (int line = 0; line < 2 * W::BYTES; line += LINE) {
-        fetch_ahead<NR>(strips[n] + at + line);
-      }
+          fetch_ahead<NR>(strips[n] + at + line);
+        }
         HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
           acc[m][n] = _mm512_fmadd_ps(even, _mm512_set1_ps(x[m]), acc[m][n]);
         }
