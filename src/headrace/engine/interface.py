@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from array import array
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace.cache.events import BlockEvents
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
@@ -68,3 +70,22 @@ class AsyncEngine(Protocol):
     def status(self) -> EngineStatus: ...
 
     def counters(self) -> CoreStats: ...
+
+
+class Balancer(Protocol):
+    """Which of several cores a request goes to. Cores have numbers that are not used again while the engine lives.
+
+    Called in the event loop, so it must be quick. What it knows of a core's blocks begins anew with `added`.
+    """
+
+    def added(self, core: int) -> None:
+        """A core is there, with an empty cache."""
+
+    def removed(self, core: int) -> None:
+        """It is gone, and its cache with it."""
+
+    def blocks(self, core: int, events: BlockEvents) -> None:
+        """What has become of a core's blocks since it was last told."""
+
+    def choose(self, prompt_ids: array, cache_salt: str, loads: Mapping[int, int]) -> int:
+        """One of the cores in `loads`, which holds the tokens outstanding on each that can take requests: never empty."""

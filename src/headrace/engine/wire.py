@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.cache.events import BlockEvents
 from headrace.engine.messages import EngineRequest, Outputs
 from headrace.engine.stats import CoreStats, StepTrace
 
@@ -70,6 +71,7 @@ class News(msgspec.Struct, tag=True):
     outputs: Outputs
     stats: CoreStats | None = None
     steps: list[StepTrace] | None = None  # since the last News, when the core was started for tracing
+    blocks: BlockEvents | None = None  # since the last News, where somebody balances by them
 
 
 class Heartbeat(msgspec.Struct, tag=True):
