@@ -1,0 +1,98 @@
+"""Which part of a model a rank has, and what the ranks of one core say to each other on the device.
+
+Attention is split by heads, the feed-forward part by its inner columns, embedding and head by ids of the vocabulary. What a
+rank gives after o and down is a part of a sum. Loaded without torch: options are checked with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.errors import ParameterError
+from headrace.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROWS_TOGETHER = 8  # a head's rows on a rank are a multiple of these, as matrix units like them
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Part `rank` of the `size` parts of a model; 0 of 1 is the whole."""
+
+    rank: int = 0
+    size: int = 1
+
+    def part(self, count: int) -> range:
+        """Of `count` things in a row, which `size` divides."""
+        each = count // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def kv_heads(self, count: int) -> range:
+        """Of `count` key-value heads; where there are fewer than ranks, several ranks have the same one."""
+        if count >= self.size:
+            return self.part(count)
+        head = self.rank // (self.size // count)
+        return range(head, head + 1)
+
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Rows of logits that every rank has: the last ones' may stand for no id."""
+        if self.size == 1:
+            return vocab_size
+        return -(-vocab_size // (self.size * _ROWS_TOGETHER)) * _ROWS_TOGETHER
+
+    def vocab(self, vocab_size: int) -> range:
+        """The ids whose rows of embedding and head are here."""
+        rows = self.vocab_rows(vocab_size)
+        return range(min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size))
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """What the decoder of this rank runs: its heads and inner columns; sizes of hidden states and vocabulary are the
+        whole model's. Raises ParameterError, as `check_size`."""
+        check_size(whole, self.size)
+        return dataclasses.replace(
+            whole,
+            num_heads=len(self.part(whole.num_heads)),
+            num_kv_heads=len(self.kv_heads(whole.num_kv_heads)),
+            intermediate_size=len(self.part(whole.intermediate_size)),
+        )
+
+
+class Group(Protocol):
+    """The ranks of one core. Every rank calls the same, in the same order, with tensors of the same shape and dtype."""
+
+    shard: Shard
+
+    def sum(self, part: Tensor) -> Tensor:
+        """All parts, added in the order of ranks in float32 and rounded once: the same bits on every rank."""
+        ...
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[size, *part.shape]: all parts, in the order of ranks."""
+        ...
+
+    def share(self, tensor: Tensor) -> None:
+        """Rank 0's content into everybody's, in place."""
+        ...
+
+
+def sizes_of(model: ModelConfig) -> list[int]:
+    """The numbers of ranks that the model can be split into."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    return [
+        size
+        for size in range(1, heads + 1)
+        if not (heads % size or model.intermediate_size % size or (kv_heads % size and size % kv_heads))
+    ]
+
+
+def check_size(model: ModelConfig, size: int) -> None:
+    """Raises ParameterError for a tensor_parallel_size that does not divide the model."""
+    sizes = sizes_of(model)
+    if size not in sizes:
+        allowed = ", ".join(map(str, sizes))
+        parts = f"{model.num_heads} heads, {model.num_kv_heads} key-value heads and {model.intermediate_size} inner columns"
+        raise ParameterError("tensor_parallel_size", size, f"{allowed} (what divides this model's {parts})")
