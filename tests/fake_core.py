@@ -77,7 +77,7 @@ class Process:
 
 
 class FakeCore:
-    """As `engine.core_process.CoreProcess`."""
+    """An `engine.supervision.Core`."""
 
     def __init__(self, core: EngineCore, config: EngineConfig):
         self.core, self.config, self.inbox, self.process = core, config, Inbox(), Process()
@@ -92,6 +92,14 @@ class FakeCore:
     @property
     def exited(self) -> bool:
         return self.process.returncode is not None
+
+    @property
+    def killed(self) -> bool:
+        return self.process.returncode == -9
+
+    async def wait(self) -> str:
+        code = await self.process.wait()
+        return self.fatal.error if self.fatal else f"exit code {code}"
 
     def begin(self, config: EngineConfig) -> None:
         pass
@@ -123,7 +131,7 @@ class FakeCore:
 
 
 class FakeSupply:
-    """As `engine.supervision.CoreSupply`. `failures` are raised, one for each core that is asked for."""
+    """An `engine.supervision.CoreSupply`. `failures` are raised, one for each core that is asked for."""
 
     def __init__(self, model: str, **options):
         small = {"max_num_seqs": 4, "max_model_len": 64, "num_kv_blocks": 64, "block_size": BLOCK}

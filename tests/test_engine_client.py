@@ -18,11 +18,10 @@ from fake_core import FakeCore, FakeSupply, Inbox, Process
 from headrace.config import EngineConfig
 from headrace.engine import core_process, process, supervision
 from headrace.engine.client import EngineClient
-from headrace.engine.core_process import PREFIX, CoreProcess
+from headrace.engine.core_process import PREFIX, CoreProcess, ProcessSupply
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.process import CoreLoop
 from headrace.engine.streams import Stream
-from headrace.engine.supervision import CoreSupply
 from headrace.engine.wire import Fatal, Heartbeat, News
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.sampling.params import SamplingParams
@@ -289,7 +288,7 @@ async def test_a_standby_that_cannot_be_started_costs_nothing(monkeypatch):
         return "a core"
 
     monkeypatch.setattr(CoreProcess, "spawn", spawn)
-    supply = CoreSupply(None, "", "", "", False)  # type: ignore[arg-type]
+    supply = ProcessSupply(None, "", "", "", False)  # type: ignore[arg-type]
     supply.prepare(0.0)
     await asyncio.sleep(0)
     assert await supply.take() == "a core" and len(calls) == 2

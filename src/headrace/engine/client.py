@@ -19,7 +19,7 @@ from dataclasses import replace
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.core_process import CoreProcess, remove_stale_directories
+from headrace.engine.core_process import ProcessSupply, remove_stale_directories
 from headrace.engine.interface import EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
@@ -27,7 +27,7 @@ from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream
-from headrace.engine.supervision import CoreSupply, SupervisionConfig, Supervisor
+from headrace.engine.supervision import Core, SupervisionConfig, Supervisor
 from headrace.engine.wire import Abort, Add, FromCore, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
@@ -81,13 +81,13 @@ class EngineClient:
         self._waiting_tokens = 0  # prompts of streams without any output
         self._probation = Probation(self._submit)
         self._context = zmq.asyncio.Context()
-        supply = CoreSupply(self._context, builder, log_level, log_format, traced)
+        supply = ProcessSupply(self._context, builder, log_level, log_format, traced)
         self._supervisor = Supervisor(config, self.supervision, supply, self)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()
 
     @property
-    def _core(self) -> CoreProcess | None:
+    def _core(self) -> Core | None:
         return self._supervisor.core
 
     @property

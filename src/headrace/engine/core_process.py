@@ -1,10 +1,11 @@
-"""One incarnation of the core's process as its client holds it: started, fed, watched, ended. Nothing of it is left behind."""
+"""Cores in processes of this machine: started, fed, watched, ended, nothing of them left behind; and one kept standing by."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from headrace.config import EngineConfig
 from headrace.engine.wire import Fatal, FromCore, Heartbeat, Ready, Shutdown, ToCore, to_wire
 from headrace.errors import HeadraceError
 
+logger = logging.getLogger(__name__)
 PREFIX = "headrace-"
 STALE_SECONDS = 600.0
 TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
@@ -74,6 +77,10 @@ class CoreProcess:
     @property
     def exited(self) -> bool:
         return self.process.returncode is not None
+
+    @property
+    def killed(self) -> bool:
+        return self.process.returncode == -SIGKILL
 
     def begin(self, config: EngineConfig) -> None:
         self.last_sign = self._looked = time.monotonic()
@@ -131,6 +138,12 @@ class CoreProcess:
         self._looked = now
         return now - self.last_sign
 
+    async def wait(self) -> str:
+        """Until it has ended; returns why it did."""
+        code = await self.process.wait()
+        await asyncio.sleep(0.05)  # its last words
+        return self.fatal.error if self.fatal else f"exit code {code}"
+
     async def end(self, grace: float) -> None:
         """Ask it to end, insist after `grace` seconds."""
         if grace > 0 and self.ready is not None and not self.exited:
@@ -150,6 +163,48 @@ class CoreProcess:
             self._inbox.close(linger=0)
             self._outbox.close(linger=0)
         shutil.rmtree(self.home, ignore_errors=True)
+
+
+class ProcessSupply:
+    """Processes for cores: a new one each time, or the standby that has imported everything."""
+
+    def __init__(self, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool):
+        self._arguments = (context, builder, log_level, log_format, traced)
+        self._standby: asyncio.Task[CoreProcess | None] | None = None
+
+    async def take(self) -> CoreProcess:
+        """Raises OSError or HeadraceError if the machine gives no process, or no place for its sockets."""
+        if self._standby is not None:
+            await asyncio.wait({self._standby})
+            standby, self._standby = self._standby, None
+            core = None if standby.cancelled() else standby.result()
+            if core is not None and not core.exited:
+                return core
+            if core is not None:
+                await core.kill()
+        return await CoreProcess.spawn(*self._arguments)
+
+    def prepare(self, delay: float) -> None:
+        """Have a standby in `delay` seconds."""
+        if self._standby is None:
+            self._standby = asyncio.create_task(self._stand_by(delay))
+
+    async def _stand_by(self, delay: float) -> CoreProcess | None:
+        """None if there cannot be one: a restart takes longer then."""
+        await asyncio.sleep(delay)
+        try:
+            return await CoreProcess.spawn(*self._arguments)
+        except Exception as e:
+            logger.warning("no process can stand by for a restart: %s", e)
+            return None
+
+    async def close(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                if core := await standby:
+                    await core.kill()
 
 
 def places() -> list[str]:

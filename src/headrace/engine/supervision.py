@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from signal import SIGKILL
 from typing import Any, Protocol
 
-import zmq.asyncio
-
 from headrace.config import EngineConfig
-from headrace.engine.core_process import CoreProcess
-from headrace.engine.wire import FromCore
+from headrace.engine.wire import Fatal, FromCore, Ready, ToCore
 from headrace.errors import HeadraceError, ParameterError
 
 logger = logging.getLogger(__name__)
 SPAWN_BACKOFF = 1.0  # seconds: what a machine lacks for a new process it does not get back in milliseconds
+
+
+class Core(Protocol):
+    """One incarnation of a core, wherever it runs."""
+
+    ready: Ready | None  # None: it has not loaded its model yet
+    fatal: Fatal | None  # its last words
+    busy_seconds: float  # how long it had been inside one step when it was last heard of
+    broken: asyncio.Future[None]  # gets what the reading of its messages raises
+
+    @property
+    def exited(self) -> bool: ...
+
+    @property
+    def killed(self) -> bool:
+        """Whether it was ended by somebody else, not by what it did."""
+
+    def begin(self, config: EngineConfig) -> None:
+        """Give it its task."""
+
+    def send(self, message: ToCore) -> None:
+        """Never fails: that a core is dying is noticed elsewhere."""
+
+    def listen(self, handler: Callable[[Any], None]) -> None:
+        """From now on `handler` gets every message."""
+
+    def silence(self) -> float:
+        """Seconds since the last sign of life."""
+
+    async def wait(self) -> str:
+        """Until it has ended; returns why it did."""
+
+    async def end(self, grace: float) -> None:
+        """Ask it to end, insist after `grace` seconds. Nothing of it is left behind."""
+
+    async def kill(self) -> None:
+        """End it at once. Nothing of it is left behind."""
+
+
+class CoreSupply(Protocol):
+    """Where cores come from."""
+
+    async def take(self) -> Core:
+        """Raises OSError or HeadraceError if there is none to be had; whatever it raises later, it is asked again."""
+
+    def prepare(self, delay: float) -> None:
+        """Have another at hand in `delay` seconds, if this supply can."""
+
+    async def close(self) -> None:
+        """Nothing of what was prepared is left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +88,7 @@ class SupervisionConfig:
             if not 0 <= getattr(self, name) <= 10**6:
                 raise ParameterError(name, getattr(self, name), "an integer in [0, 1000000]")
 
-    def fault(self, core: CoreProcess) -> str | None:
+    def fault(self, core: Core) -> str | None:
         """What is wrong with a process that still lives."""
         silent = core.silence()
         if silent > self.heartbeat_timeout and (core.ready is not None or silent > 120.0):
@@ -61,7 +107,7 @@ class Deaths:
         self._failed_starts = 0  # in a row
         self.backoff = 0.0
 
-    def hopeless(self, core: CoreProcess, why: str, killed: bool, progressed: bool) -> str | None:
+    def hopeless(self, core: Core, why: str, killed: bool, progressed: bool) -> str | None:
         """Count a death. Why there is no use in another try; None: there is, in `backoff` seconds."""
         self._failed_starts = 0 if core.ready is not None else self._failed_starts + (not killed)
         self.backoff = 0.0 if progressed else min(5.0, 2 * self.backoff or self._limits.restart_backoff)
@@ -85,48 +131,6 @@ class Deaths:
         if self._failed_starts > 0 and self._failed_starts >= limits.max_failed_starts:
             return f"{self._failed_starts} starts in a row failed; the last: {why}"
         return None
-
-
-class CoreSupply:
-    """Processes for cores: a new one each time, or the standby that has imported everything."""
-
-    def __init__(self, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool):
-        self._arguments = (context, builder, log_level, log_format, traced)
-        self._standby: asyncio.Task[CoreProcess | None] | None = None
-
-    async def take(self) -> CoreProcess:
-        """Raises OSError or HeadraceError if the machine gives no process, or no place for its sockets."""
-        if self._standby is not None:
-            await asyncio.wait({self._standby})
-            standby, self._standby = self._standby, None
-            core = None if standby.cancelled() else standby.result()
-            if core is not None and not core.exited:
-                return core
-            if core is not None:
-                await core.kill()
-        return await CoreProcess.spawn(*self._arguments)
-
-    def prepare(self, delay: float) -> None:
-        """Have a standby in `delay` seconds."""
-        if self._standby is None:
-            self._standby = asyncio.create_task(self._stand_by(delay))
-
-    async def _stand_by(self, delay: float) -> CoreProcess | None:
-        """None if there cannot be one: a restart takes longer then."""
-        await asyncio.sleep(delay)
-        try:
-            return await CoreProcess.spawn(*self._arguments)
-        except Exception as e:
-            logger.warning("no process can stand by for a restart: %s", e)
-            return None
-
-    async def close(self) -> None:
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            standby.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                if core := await standby:
-                    await core.kill()
 
 
 class Owner(Protocol):
@@ -153,7 +157,7 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig, limits: SupervisionConfig, supply: CoreSupply, owner: Owner):
         self.config, self.limits, self.supply, self.owner = config, limits, supply, owner
-        self.core: CoreProcess | None = None
+        self.core: Core | None = None
         self._loaded = self._restarted = self._closing = False
         self._task: asyncio.Task[None] | None = None
 
@@ -205,7 +209,7 @@ class Supervisor:
                     logger.error("%s; trying again in %g s", why, deaths.backoff)
             else:
                 why = await self._serve(core)
-                killed = core.process.returncode == -SIGKILL  # by somebody else: we have not yet
+                killed = core.killed  # by somebody else: we have not yet
                 await self._bury()
                 self._loaded = self._loaded or core.ready is not None
                 hopeless = deaths.hopeless(core, why, killed, self.owner.died())
@@ -216,7 +220,7 @@ class Supervisor:
                 return hopeless
             await asyncio.sleep(deaths.backoff)
 
-    async def _take(self) -> CoreProcess:
+    async def _take(self) -> Core:
         self.core = core = await self.supply.take()
         core.begin(self.config)
         if self._restarted:  # the next death may be near
@@ -228,17 +232,16 @@ class Supervisor:
             await self.core.kill()
             self.core = None
 
-    async def _serve(self, core: CoreProcess) -> str:
+    async def _serve(self, core: Core) -> str:
         """Take what the core says until it dies; returns why it did."""
         core.listen(self.owner.heard)
-        exited = asyncio.create_task(core.process.wait())
+        exited = asyncio.create_task(core.wait())
         signs: list[asyncio.Future[Any]] = [core.broken, exited]
         try:
             while True:
                 await asyncio.wait(signs, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done():
-                    await asyncio.sleep(0.05)  # its last words
-                    return core.fatal.error if core.fatal else f"exit code {exited.result()}"
+                    return exited.result()
                 if core.broken.done():
                     return f"a message that was not understood ({core.broken.exception()!r})"
                 if fault := self.limits.fault(core):
