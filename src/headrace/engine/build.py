@@ -21,10 +21,12 @@ from headrace.engine.forwards import load_forward
 from headrace.engine.options import check_options
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
+from headrace.machine import usable_cores
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.families import model_config_from_hf
 from headrace.model.forward import Forward
+from headrace.model.shard import Group
 from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
 from headrace.scheduler.config import Limits
@@ -81,9 +83,42 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     model = model_config_from_hf(checkpoint.config)
     check_options(config, checkpoint, model)
     device = choose_device(config.device)
+    worker = build_worker(config, checkpoint, model, device, progress=progress)
+    runner, limits = worker.runner, worker.limits
+    structured = structured_output(config, model, worker.tokenizer)
+    speculator = make_speculator(config, limits, structured, runner.drafter, device, runner.graphs)
+    core = EngineCore(
+        Scheduler(limits),
+        runner,
+        vocab_size=model.vocab_size,
+        async_scheduling=config.async_scheduling,
+        debug_checks=config.debug_checks,
+        seed=config.seed,
+        structured=structured,
+        speculator=speculator,
+    )
+    seconds, dtype = time.perf_counter() - began, runner.decoder.dtype
+    logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
+    return Engine(core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, seconds)
+
+
+@dataclass(slots=True)
+class Worker:
+    """What runs the steps of a model on one device."""
+
+    runner: ModelRunner
+    limits: Limits  # with what the memory plan allows
+    tokenizer: Tokenizer | None
+
+
+def build_worker(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, device: torch.device, group: Group | None = None, *,
+    progress: bool = False,
+) -> Worker:  # fmt: skip
+    """Load the checkpoint, or this rank's part of it, and make what runs it: the same on every rank of a `group`."""
     limits = resolve(config, model, device)
-    if device.type == "cpu" and config.threads is not None:
-        torch.set_num_threads(config.threads)
+    if device.type == "cpu" and (config.threads is not None or group is not None):
+        torch.set_num_threads(threads_of_rank(config))
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
         forward, weight_bytes = load_forward(config, checkpoint, model, limits, device, progress=progress)
@@ -94,27 +129,27 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     if device.type == "cpu":
         give_memory_back(device)
     plan = planned(config, limits, model, forward, draft, weight_bytes, device)
-    limits = fit_context(config, replace(limits, num_blocks=plan.num_blocks))
+    num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)
+    limits = fit_context(config, replace(limits, num_blocks=num_blocks))
     kv = KVCache(model, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     graphs = decode_graphs(config, limits, forward, kv, state)
-    structured = structured_output(config, model, tokenizer)
     drafter = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
-    speculator = make_speculator(config, limits, structured, drafter, device, graphs)
-    core = EngineCore(
-        Scheduler(limits),
-        ModelRunner(forward, kv, state, graphs, drafter),
-        vocab_size=model.vocab_size,
-        async_scheduling=config.async_scheduling,
-        debug_checks=config.debug_checks,
-        seed=config.seed,
-        structured=structured,
-        speculator=speculator,
-    )
-    seconds = time.perf_counter() - began
-    logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, forward.dtype, seconds)
-    config = resolved(config, limits)
-    return Engine(core, config, model, checkpoint, tokenizer, device, forward.dtype, seconds)
+    return Worker(ModelRunner(forward, kv, state, graphs, drafter), limits, tokenizer)
+
+
+def threads_of_rank(config: EngineConfig) -> int:
+    """Ranks on a CPU share its cores."""
+    return max(1, (config.threads or usable_cores()) // config.tensor_parallel_size)
+
+
+def fewest(num_blocks: int, group: Group, device: torch.device) -> int:
+    """KV blocks that every rank has room for."""
+    everywhere = group.gather(torch.tensor([num_blocks], device=device)).flatten().tolist()
+    if min(everywhere) < num_blocks:
+        rank = everywhere.index(min(everywhere))
+        logger.info("KV blocks: %d, as many as rank %d has room for", min(everywhere), rank)
+    return min(everywhere)
 
 
 def planned(
