@@ -39,6 +39,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # overrides the memory plan
     num_kv_blocks: int | None = None  # overrides both, for tests
     enable_prefix_caching: bool = True
+    kv_cache_events: Literal["off", "hashes", "tokens"] = "off"  # of blocks that come and go: for whoever balances, publishes
     max_itl_ms: float | None = None  # bound of a step's expected time while somebody decodes: prefills get what fits
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = True  # launch step N+1 before reading step N
@@ -77,7 +78,7 @@ class EngineConfig:
             ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
             ("attention_backend", ("auto", "torch", "triton", "cudnn", "fa3")),
             ("quantization", (None, "none", "int8", "int4", "bf16")), ("activation_dtype", ("auto", "int16", "int8")),
-            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")),
+            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")), ("kv_cache_events", ("off", "hashes", "tokens")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:
                 raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))

@@ -236,6 +236,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         num_blocks=num_blocks,
         max_draft_rows=draft_rows(config, device),
         enable_prefix_caching=config.enable_prefix_caching,
+        kv_cache_events=config.kv_cache_events if config.enable_prefix_caching else "off",
         max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         policy=config.scheduling_policy,
     )

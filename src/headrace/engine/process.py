@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from headrace.cache.recorded_tree import RecordedTree
 from headrace.config import EngineConfig, prepare_threads
 from headrace.engine.messages import Outputs
 from headrace.engine.stats import CoreStats, StepTrace
@@ -53,9 +54,12 @@ class CoreLoop:
         self.step_began = 0.0  # time.monotonic(), 0 between steps; read by the heartbeat's thread
         self._decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=from_wire)
         self._stats_sent, self._stats_due = 0.0, True
+        tree = core.scheduler.tree
+        self._recorded = tree if isinstance(tree, RecordedTree) else None
 
     def run(self) -> None:
         """Until a Shutdown comes."""
+        self._say(Outputs(), None)  # who balances by the blocks knows from now on that there are none
         while self.turn():
             pass
 
@@ -69,11 +73,16 @@ class CoreLoop:
         stats = None
         if self._stats_due and now - self._stats_sent > STATS_SECONDS:
             stats, self._stats_sent, self._stats_due = self._snapshot(), now, False
-        if outputs or stats is not None:
-            self.send(News(outputs, stats, self.steps))
+        self._say(outputs, stats)
+        return True
+
+    def _say(self, outputs: Outputs, stats: CoreStats | None) -> None:
+        """Send what there is to say, if there is anything."""
+        blocks = None if self._recorded is None else self._recorded.events()
+        if outputs or stats is not None or blocks is not None:
+            self.send(News(outputs, stats, self.steps, blocks))
             if self.steps:
                 self.steps = []
-        return True
 
     def _step(self) -> Outputs:
         times = self.core.times

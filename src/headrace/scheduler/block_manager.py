@@ -10,7 +10,7 @@ import time
 from bisect import insort
 
 from headrace.cache.block_pool import BlockPool
-from headrace.cache.radix_tree import ID_BYTES, RadixTree
+from headrace.cache.recorded_tree import prefix_index
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.config import Limits, SchedulerStats
 from headrace.scheduler.decode_batch import RANK, DecodeBatch, Scheduled
@@ -28,10 +28,10 @@ class BlockManager:
 
     def __init__(self, limits: Limits):
         self.pool = BlockPool(limits.num_blocks)
-        self.tree = RadixTree(self.pool, limits.block_size)
+        self.tree = prefix_index(self.pool, limits.block_size, limits.kv_cache_events)
         self.admission = Admission(limits, self.tree)
         self.block_size = limits.block_size
-        self.key_bytes = limits.block_size * ID_BYTES
+        self.key_bytes = self.tree.key_bytes
         self.live: dict[str, Request] = {}  # all requests that are not finished
         self.decoding: list[Request] = []  # by rank; each wants exactly one token
         self.batch = DecodeBatch(limits.block_size)  # those of them that lack nothing

@@ -22,6 +22,7 @@ class Limits:
     num_blocks: int
     max_draft_rows: int = 0  # decodes are filled up to so many rows with drafts; 0: no speculation
     enable_prefix_caching: bool = True
+    kv_cache_events: Literal["off", "hashes", "tokens"] = "off"  # what the prefix index can tell of what enters and leaves it
     max_itl: float | None = None  # seconds that a step with decodes is expected to take at most, but for one block of prefill
     policy: Literal["fcfs", "priority"] = "fcfs"
 
