@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from engine_driver import complete
 from fake_core import FakeCore, FakeSupply, Inbox, Process
 from headrace.config import EngineConfig
-from headrace.engine import core_process, process, supervision
+from headrace.engine import core_link, core_process, process, supervision
 from headrace.engine.client import EngineClient
-from headrace.engine.core_process import PREFIX, CoreProcess, ProcessSupply
+from headrace.engine.core_process import PREFIX, CoreProcess
+from headrace.engine.core_supply import StandbySupply
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.process import CoreLoop
 from headrace.engine.streams import Stream
@@ -277,18 +278,17 @@ async def test_an_observer_that_fails_disturbs_nobody(play):
     play.check_empty()
 
 
-async def test_a_standby_that_cannot_be_started_costs_nothing(monkeypatch):
+async def test_a_standby_that_cannot_be_started_costs_nothing():
     """Its error was stored in its task and came out at the next death."""
     calls = []
 
-    async def spawn(*_):
+    async def spawn():
         calls.append(1)
         if len(calls) == 1:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return "a core"
 
-    monkeypatch.setattr(CoreProcess, "spawn", spawn)
-    supply = ProcessSupply(None, "", "", "", False)  # type: ignore[arg-type]
+    supply = StandbySupply(spawn)
     supply.prepare(0.0)
     await asyncio.sleep(0)
     assert await supply.take() == "a core" and len(calls) == 2
@@ -474,7 +474,7 @@ async def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch,
 
 
 async def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(core_process, "TURN_SECONDS", -1.0)  # one message, then whoever else there is
+    monkeypatch.setattr(core_link, "TURN_SECONDS", -1.0)  # one message, then whoever else there is
     context = zmq.Context()
     outbox, theirs = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     outbox.bind("inproc://core")

@@ -15,11 +15,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.core_process import ProcessSupply, remove_stale_directories
+from headrace.engine.core_process import CoreProcess, remove_stale_directories
+from headrace.engine.core_supply import StandbySupply
 from headrace.engine.interface import EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
@@ -27,7 +29,7 @@ from headrace.engine.options import check_options
 from headrace.engine.probation import Probation
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream
-from headrace.engine.supervision import Core, SupervisionConfig, Supervisor
+from headrace.engine.supervision import Core, CoreSupply, SupervisionConfig, Supervisor
 from headrace.engine.wire import Abort, Add, FromCore, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
@@ -57,7 +59,9 @@ class EngineClient:
         log_format: str = "text",
         on_give_up: Callable[[str], None] | None = None,
         traced: bool = False,
+        supplies: Callable[[zmq.asyncio.Context], CoreSupply] | None = None,
     ):
+        """`supplies` makes what a core comes from, of other machines too; None: processes of this one."""
         self.config, self.supervision = config, supervision or SupervisionConfig()
         # what the layers above must know of the model: read here, without torch, while the core loads the weights
         self.checkpoint = checkpoint or resolve_checkpoint(config)
@@ -65,7 +69,7 @@ class EngineClient:
         self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
         self.generation_defaults = dict(self.checkpoint.generation_defaults)
         model_config = model_config_from_hf(self.checkpoint.config)
-        check_options(config, self.checkpoint, model_config)
+        check_options(config, self.checkpoint, model_config, here=supplies is None)
         self.model_config = replace(model_config, eos_token_ids=self.checkpoint.end_token_ids(self.tokenizer.end_token_ids))
         self.info: Ready | None = None
         self.stats = CoreStats()  # of the present core
@@ -81,7 +85,8 @@ class EngineClient:
         self._waiting_tokens = 0  # prompts of streams without any output
         self._probation = Probation(self._submit)
         self._context = zmq.asyncio.Context()
-        supply = ProcessSupply(self._context, builder, log_level, log_format, traced)
+        spawn = partial(CoreProcess.spawn, self._context, builder, log_level, log_format, traced)
+        supply = StandbySupply(spawn) if supplies is None else supplies(self._context)
         self._supervisor = Supervisor(config, self.supervision, supply, self)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()

@@ -18,16 +18,21 @@ from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
 
 
-def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> None:
-    """Raises ParameterError, CapacityError or CheckpointError if no device could make an engine of these."""
+def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, here: bool = True) -> None:
+    """Raises ParameterError, CapacityError or CheckpointError if no device could make an engine of these.
+
+    `here`: the engine will run on this machine; else on one that has what `device` asks for, as far as is known now.
+    """
     if config.tensor_parallel_size != 1:
         raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, "1 (more is not supported yet)")
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")
-    driver = _has_cuda_driver()
+    driver = _has_cuda_driver() if here else config.device != "cpu"
     if config.device == "cuda" and not driver:
         raise ParameterError("device", config.device, "auto or cpu here: there is no NVIDIA driver")
     _check_cpu_options(config, checkpoint, driver)
+    if here:
+        check_threads(config.threads)
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
     _check_cache(config, checkpoint, model, driver)
@@ -53,7 +58,6 @@ def _check_cpu_options(config: EngineConfig, checkpoint: Checkpoint, driver: boo
         refuse_native_options(config, "this runs on a GPU")
         if config.threads is not None:
             raise ParameterError("threads", config.threads, "nothing on a GPU")
-    check_threads(config.threads)
     if config.enforce_eager:
         refuse_native_options(config, "enforce_eager asks for plain torch")
     elif config.device == "cpu" or not driver:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -182,12 +182,21 @@ def connect(context: zmq.Context, inbox_address: str, outbox_address: str, paren
 
 
 def main(inbox_address: str, outbox_address: str, parent: int, builder: str, traced: bool) -> int:
-    # signals are for the parent: it drains first and then says Shutdown
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     prepare_threads()
     context = zmq.Context()
     inbox, outbox = connect(context, inbox_address, outbox_address, parent)
+    return serve(context, inbox, outbox, parent, builder, traced)
+
+
+def ignore_signals() -> None:
+    """They are for the parent: it drains first and then says Shutdown."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: int, builder: str, traced: bool) -> int:
+    """Wait for the options, build the engine and run it; the exit code."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     encoder, lock = msgspec.msgpack.Encoder(), threading.Lock()
@@ -230,9 +239,13 @@ def main(inbox_address: str, outbox_address: str, parent: int, builder: str, tra
         context.destroy(linger=1000)
 
 
-if __name__ == "__main__":
-    configure("core", *sys.argv[5:7])
-    code = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1")
+def leave(code: int) -> NoReturn:
+    """Taking an interpreter with torch in it to pieces takes a second or more, and nobody needs that."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(code)  # taking an interpreter with torch in it to pieces takes a second or more, and nobody needs that
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    configure("core", *sys.argv[5:7])
+    leave(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1"))

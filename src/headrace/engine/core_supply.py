@@ -1,0 +1,53 @@
+"""Where a supervisor's cores come from: whatever starts them, one can stand by that has imported everything already."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from headrace.engine.supervision import Core
+
+logger = logging.getLogger(__name__)
+
+
+class StandbySupply:
+    """A new core each time, or the one that stands by. `spawn` starts one, and raises OSError or HeadraceError if it cannot."""
+
+    def __init__(self, spawn: Callable[[], Awaitable[Core]]):
+        self._spawn = spawn
+        self._standby: asyncio.Task[Core | None] | None = None
+
+    async def take(self) -> Core:
+        if self._standby is not None:
+            await asyncio.wait({self._standby})
+            standby, self._standby = self._standby, None
+            core = None if standby.cancelled() else standby.result()
+            if core is not None and not core.exited:
+                return core
+            if core is not None:
+                await core.kill()
+        return await self._spawn()
+
+    def prepare(self, delay: float) -> None:
+        """Have a standby in `delay` seconds."""
+        if self._standby is None:
+            self._standby = asyncio.create_task(self._stand_by(delay))
+
+    async def _stand_by(self, delay: float) -> Core | None:
+        """None if there cannot be one: a restart takes longer then."""
+        await asyncio.sleep(delay)
+        try:
+            return await self._spawn()
+        except Exception as e:
+            logger.warning("no process can stand by for a restart: %s", e)
+            return None
+
+    async def close(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                if core := await standby:
+                    await core.kill()
