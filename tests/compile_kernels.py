@@ -25,6 +25,7 @@ from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
+from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
 from headrace.kernels.attention_decode import split_attention, split_space
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.gather_kv import gather_kv
@@ -116,6 +117,22 @@ def sampling() -> None:
     add_mask_triton(meta(4, 151936, dtype=torch.float32), ints(2, 4748), ints(2, dtype=torch.int64))
 
 
+def push(size: int, hidden: int) -> Callable[[], None]:
+    """The all-reduce of `size` ranks, alone and with what closes a part of a layer."""
+
+    def run() -> None:
+        space = PushSpace(1, size, ints(*slots_shape(size, 64, hidden), dtype=torch.int16), ints(size, dtype=torch.int64), ints(64))
+        all_reduce(meta(32, hidden), space)
+        f32 = meta(32, hidden, dtype=torch.float32)
+        for slabs in (1, 2):
+            part = meta(slabs, 32, hidden, dtype=torch.float32)
+            all_reduce_norm(part, space, f32, meta(32, hidden), meta(hidden), residual=f32)
+        all_reduce_norm(meta(1, 32, hidden), space, meta(32, hidden), meta(32, hidden), meta(hidden), residual=meta(32, hidden),
+                        post=meta(hidden))  # fmt: skip
+
+    return run
+
+
 def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b") -> Callable[[], None]:
     """A fused decode step of one layer of a Qwen3."""
 
@@ -153,6 +170,10 @@ CASES: dict[str, Callable[[], None]] = {
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
     "sampling": sampling,
+    "all-reduce of 2": push(2, 4096),
+    "all-reduce of 8": push(8, 4096),
+    "all-reduce of 2 wide": push(2, 5120),
+    "all-reduce of 4 wide": push(4, 8192),
     "decode of 1 row": decode(1, decode_tiles.default_table),
     "decode of 4 rows 8B": decode(4, decode_tiles.default_table, "8b"),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),

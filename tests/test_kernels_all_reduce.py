@@ -1,0 +1,82 @@
+"""The push all-reduce in Triton's interpreter: all ranks in one process, against an ordered sum in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels.all_reduce import all_reduce_norm_reference, empty_mark, ordered_sum
+from push_ranks import norm_of_all, push_spaces, sum_of_all
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Bit for bit, but for zeros' signs and what a NaN holds."""
+    return torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_rank_has_the_ordered_sum(size: int, dtype: torch.dtype) -> None:
+    """Through calls of other heights and widths, in any mixture: nothing of one is seen by the next."""
+    spaces = push_spaces(size, 5, 100, dtype)
+    for rows, width in [(5, 100), (1, 100), (1, 64), (3, 7), (5, 100), (2, 100), (1, 100), (5, 64)]:
+        parts = [torch.randn(rows, width).to(dtype) for _ in range(size)]
+        sums = sum_of_all(parts, spaces)
+        assert all(torch.equal(got, sums[0]) for got in sums)
+        if dtype == torch.bfloat16:  # which the interpreter rounds towards zero
+            torch.testing.assert_close(sums[0], ordered_sum(parts), rtol=1e-2, atol=1e-2)
+        else:
+            assert torch.equal(sums[0], ordered_sum(parts))
+    assert all((space.slots == empty_mark(space.slots.dtype)).all() for space in spaces)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_look_like_marks(dtype: torch.dtype) -> None:
+    """-0.0, what rounds to it, infinities and NaN are numbers like all others."""
+    odd = torch.tensor([[-0.0, -1e-45, 0.0, float("inf"), float("-inf"), float("nan"), -1e-30, 5.0]]).to(dtype)
+    spaces = push_spaces(2, 1, 8, dtype)
+    for parts in ([odd, odd], [odd, odd.flip(1)], [-odd, odd]):
+        for got in sum_of_all(parts, spaces):
+            assert same(got, ordered_sum(parts))
+
+
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype, total", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+                                          (torch.bfloat16, torch.bfloat16)])  # fmt: skip
+def test_residual_and_norms(dtype, total, residual: bool, norm: bool, post: bool) -> None:
+    size, rows, width = 2, 3, 96
+    spaces = push_spaces(size, rows, width, dtype)
+    slabs = [torch.randn(2, rows, width) for _ in range(size)]
+    before = torch.randn(rows, width).to(total) if residual else None
+    residuals = None if before is None else [before.clone() for _ in range(size)]
+    totals = residuals or [torch.empty(rows, width, dtype=total) for _ in range(size)]
+    outs = [torch.zeros(rows, width, dtype=dtype) for _ in range(size)]
+    weight, post_weight = (torch.randn(width).to(dtype) if wanted else None for wanted in (norm, post))
+    options = {"eps": 1e-6, "offset": 1.0, "scale": 0.5 if residual else 1.0, "post": post_weight}
+    norm_of_all(slabs, spaces, totals, outs, weight, residuals, **options)
+    parts = [slab.sum(0).to(dtype) for slab in slabs]
+    want_total, want = all_reduce_norm_reference(parts, total, weight, residual=before, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for rank in range(size):
+        torch.testing.assert_close(totals[rank], want_total, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            outs[rank], torch.zeros_like(outs[rank]) if want is None else want, rtol=tolerance, atol=tolerance
+        )
+        assert torch.equal(totals[rank], totals[0])
+        assert torch.equal(outs[rank], outs[0])
+
+
+def test_a_space_refuses_what_it_cannot_hold() -> None:
+    spaces = push_spaces(2, 2, 16, torch.bfloat16)
+    for rows, width, dtype in [(3, 16, torch.bfloat16), (2, 17, torch.bfloat16), (2, 16, torch.float32)]:
+        with pytest.raises(ValueError, match="the space holds 2 rows of 16 numbers of 2 bytes"):
+            sum_of_all([torch.zeros(rows, width, dtype=dtype)] * 2, spaces)
