@@ -1,0 +1,149 @@
+"""Chooses a core for a request: by what each holds of the prompt and what each has to do. No torch, no sockets here."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from headrace.cache.events import BlockEvents, block_hashes
+from headrace.distributed.block_index import BlockIndex
+
+HOLDERS = 4  # candidates that hold as much of a prompt as each other
+OTHERS = 2  # candidates that are looked at whatever they hold, at least
+CANDIDATES = 2 * HOLDERS + OTHERS
+MAX_BLOCKS = 2_000_000  # about 100 bytes each with up to 60 cores, 260 with 1,000
+MAX_EXPECTED = 65_536
+
+
+class Router:
+    """A Balancer that sends a request where the fewest tokens lie before its first one.
+
+    These are the tokens outstanding on a core and those of the prompt that it does not hold. Looked at are the cores that
+    hold most of the prompt, those that hold the second most, up to four of each, and at least two others at random. What a
+    core holds is exact: its own events tell it, and a prompt just sent counts as held, so that a burst of requests with one
+    beginning stays together as far as the load allows. A conversation sticks to a core as long as its blocks are there.
+
+    A hash is made once for each block of a prompt; finding who holds how much of it is a binary search, for who holds a block
+    holds all before it. `prefix_weight`: tokens outstanding that are worth one token of the prompt that is not held.
+    """
+
+    def __init__(
+        self, *, seed: int = 0, prefix_weight: float = 1.0, max_blocks: int = MAX_BLOCKS, max_expected: int = MAX_EXPECTED
+    ):
+        self.block_size = 0  # of the cores' caches; 0: no core has told yet
+        self.prefix_weight = prefix_weight
+        self.index = BlockIndex(max_blocks, max_expected)
+        self._random = Draws(seed)
+
+    # ---- what becomes of cores and blocks
+
+    def added(self, core: int) -> None:
+        self.index.add(core)
+
+    def removed(self, core: int) -> None:
+        self.index.remove(core)
+
+    def blocks(self, core: int, events: BlockEvents) -> None:
+        index = self.index
+        if core not in index.places:
+            return  # its last words
+        if events.cleared:
+            if events.block_size != self.block_size:
+                self._begin(events.block_size)
+            index.add(core)
+        if events.block_size != self.block_size:
+            return  # an old core, while new ones with another size of blocks take over: nothing that it holds is known
+        index.evicted(core, events.evicted)
+        for run in events.stored:
+            index.stored(core, run.hashes)
+        index.tidy()
+
+    def _begin(self, block_size: int) -> None:
+        """Hashes of blocks of another size say nothing any more."""
+        index = BlockIndex(self.index.max_blocks, self.index.max_expected)
+        for core in self.index.places:
+            index.add(core)
+        self.block_size, self.index = block_size, index
+
+    # ---- where a request goes
+
+    def choose(self, prompt_ids: array, cache_salt: str, loads: Mapping[int, int]) -> int:
+        if len(loads) == 1:
+            return next(iter(loads))
+        hashes = block_hashes(prompt_ids, self.block_size, cache_salt) if self.block_size else []
+        hits = self._candidates(hashes, loads)
+        worth = self.prefix_weight * self.block_size
+        # of equals the first: who holds more, else whom the draw brought first
+        chosen = min(hits, key=lambda core: loads[core] - worth * hits[core])
+        if hashes and chosen in self.index.places:
+            self.index.expect(chosen, hashes[hits[chosen] :])
+            self.index.tidy()
+        return chosen
+
+    def _candidates(self, hashes: list[int], loads: Mapping[int, int]) -> dict[int, int]:
+        """Cores in `loads`, with how many blocks of the prompt each holds, those that hold most first."""
+        index = self.index
+        usable = index.live
+        if len(loads) != len(index.places):
+            usable = sum(1 << place for core, place in index.places.items() if core in loads)
+
+        def missing(name: int) -> bool:
+            return not index.holders(name) & usable
+
+        most = bisect_left(hashes, True, key=missing)
+        index.touch(hashes[:most])
+        hits: dict[int, int] = {}
+        best = index.holders(hashes[most - 1]) & usable if most else 0
+        self._pick(best, most, hits, loads)
+        more = bisect_left(hashes, True, hi=most, key=lambda name: index.holders(name) & usable == best)
+        if more:  # blocks that more cores hold
+            self._pick(index.holders(hashes[more - 1]) & usable & ~best, more, hits, loads)
+        for core in self._random.some(list(loads), max(OTHERS, CANDIDATES - len(hits)), hits):
+            place = index.places.get(core)
+            hits[core] = 0 if place is None else self._depth(hashes, most, 1 << place)
+        return hits
+
+    def _depth(self, hashes: list[int], most: int, bit: int) -> int:
+        holders = self.index.holders
+        return bisect_left(hashes, True, hi=most, key=lambda name: not holders(name) & bit)
+
+    def _pick(self, mask: int, depth: int, hits: dict[int, int], loads: Mapping[int, int]) -> None:
+        """Note up to HOLDERS cores of a mask, which hold so many blocks: all, or some at random."""
+        few = mask.bit_count() <= HOLDERS
+        for _ in range(HOLDERS):
+            if not mask:
+                break
+            above = mask if few else mask >> (start := self._random.below(mask.bit_length())) << start
+            bit = above & -above
+            mask ^= bit
+            core = self.index.core(bit)
+            if core in loads:
+                hits[core] = depth
+
+
+class Draws:
+    """Random numbers as a function of a seed and their count (splitmix64: Steele, Lea and Flood, OOPSLA 2014)."""
+
+    def __init__(self, seed: int):
+        self._seed, self._count = seed, 0
+
+    def below(self, bound: int) -> int:
+        self._count += 1
+        mask = 2**64 - 1
+        x = (self._seed + self._count * 0x9E3779B97F4A7C15) & mask
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return (x ^ x >> 31) % bound
+
+    def some(self, values: list[int], count: int, but: Mapping[int, int]) -> list[int]:
+        """So many of the values that are not in `but`, or all there are; the list is shuffled as far as it is read."""
+        found: list[int] = []
+        for i in range(len(values)):
+            if len(found) == count:
+                break
+            j = i + self.below(len(values) - i)
+            values[i], values[j] = values[j], values[i]
+            if values[i] not in but:
+                found.append(values[i])
+        return found
