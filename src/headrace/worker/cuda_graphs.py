@@ -176,14 +176,20 @@ class DecodeGraphs:
             self._todo += [Key(s, bucket, tail, related) for s, bucket in likely]
         return Replayed(captured.logits, self._rows, sent)
 
-    def capture_next(self) -> bool:
-        """Capture one of the graphs that are likely to be needed; False if there is none left, or no room."""
+    def next_planned(self) -> Key | None:
+        """A graph that is likely to be needed and is not there; None if there is none left, or no room."""
         while self._todo and len(self._graphs) < self.max_graphs:
             key = self._todo.pop(0)
             if key not in self._graphs:
-                self.capture(key)
-                return True
-        return False
+                return key
+        return None
+
+    def capture_next(self) -> bool:
+        """Capture one of those; False if there is none."""
+        key = self.next_planned()
+        if key is not None:
+            self.capture(key)
+        return key is not None
 
     def leave_planned(self) -> None:
         """Capture nothing ahead but what later steps make likely."""

@@ -1,6 +1,7 @@
 """A step plan becomes device work: rows, one forward pass, sampled ids that stay on the device. Nothing here waits.
 
     launch(plan) = forward(plan) -> Pending, then sample(pending) -> StepHandle
+    forward(plan) = replay(plan, tail) of a captured step, or compute(plan)
     StepHandle.result() is the only place where the host waits for the device.
 
 The two halves are separate for steps whose sampler needs what the previous step sampled (user logits processors, grammars):
@@ -60,7 +61,7 @@ class ModelRunner:
         if not self._is_captured(plan):
             return self.sample(self.forward(plan))
         tail = self.sampler.tail(plan)
-        pending = self._replay(plan, tail)
+        pending = self.replay(plan, tail)
         if tail is Tail.LOGITS:
             return self.sample(pending)
         return StepHandle(pending, pending.sampled, self.state.staging)
@@ -78,7 +79,10 @@ class ModelRunner:
         """Whether a captured decode step does it; there every row is a sequence."""
         return self.graphs is not None and plan.is_decode and plan.num_tokens <= self.graphs.sizes[-1]
 
-    def _replay(self, plan: StepPlan, tail: Tail) -> Pending:
+    def forward(self, plan: StepPlan) -> Pending:
+        return self.replay(plan, Tail.LOGITS) if self._is_captured(plan) else self.compute(plan)
+
+    def replay(self, plan: StepPlan, tail: Tail) -> Pending:
         assert self.graphs is not None
         self.state.staging.next_step()
         if self.drafter is not None:
@@ -115,9 +119,7 @@ class ModelRunner:
         self.state.enter(block_writes(others))
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Pending:
-        if self._is_captured(plan):
-            return self._replay(plan, Tail.LOGITS)
+    def compute(self, plan: StepPlan) -> Pending:
         self.state.apply(plan)
         for new in plan.admitted:
             self.sampler.load(new)
