@@ -34,7 +34,7 @@ from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.engine.observers import DrainRate, Observers
-from headrace.engine.streams import Stream
+from headrace.engine.streams import Streams
 from headrace.engine.wire import FromCore, News
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.config import Limits
@@ -45,6 +45,7 @@ from headrace.worker.model_runner import ModelRunner
 VOCAB = 32000
 CPU_VOCAB = 49152  # SmolLM2's
 PROMPT = 64
+SLOT = SimpleNamespace(number=0, began=lambda stream: None)
 SAMPLING: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.6},
@@ -135,9 +136,10 @@ def listener(core: EngineCore) -> EngineClient:
     """The client's side without its process: the streams of all requests."""
     client = EngineClient.__new__(EngineClient)
     requests = [EngineRequest(r.id, r.prompt_ids, r.params, output_ids=[]) for r in core.scheduler.decoding]
-    client._streams = {r.id: Stream(r) for r in requests}
-    client._leaving, client._drain, client._waiting_tokens, client.observers = {}, DrainRate(), 0, Observers()
-    client._probation = SimpleNamespace(active=False)  # type: ignore[assignment]
+    client._drain, client.observers = DrainRate(), Observers()
+    client._streams = Streams(client.observers.ended)
+    for request in requests:
+        client._streams.add(request).slot = SLOT
     return client
 
 
@@ -161,8 +163,8 @@ def measure(num_running: int, block_size: int, num_steps: int, sampling: str | N
         stepped = clock()
         data = encoder.encode(News(outputs))
         sent = clock()
-        client._take(decoder.decode(data))
-        for stream in client._streams.values():  # its reader has taken it
+        client.take(SLOT, decoder.decode(data))
+        for stream in client._streams.live.values():  # its reader has taken it
             stream.news = None
         heard = clock()
         values = [stepped - began, times.schedule, times.launch, times.wait + times.settle, sent - stepped, heard - sent]

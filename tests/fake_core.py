@@ -140,7 +140,7 @@ class FakeSupply:
         self.failures: list[BaseException] = []
         self.core: FakeCore | None = None
 
-    async def take(self) -> FakeCore:
+    async def take(self, number: int) -> FakeCore:
         if self.failures:
             raise self.failures.pop(0)
         made = self._engine.core
@@ -163,8 +163,7 @@ class FakeSupply:
         gave_up: list[str] = []
         client = EngineClient(
             self.config, SupervisionConfig(standby=False, restart_backoff=0.001, max_restarts=1000, **limits),
-            checkpoint=self._engine.checkpoint, on_give_up=gave_up.append,
+            checkpoint=self._engine.checkpoint, on_give_up=gave_up.append, supplies=lambda _: self,
         )
-        client._supervisor.supply = self  # type: ignore[assignment]
         client.gave_up_with = gave_up  # type: ignore[attr-defined]
         return client

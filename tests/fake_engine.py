@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config import EngineConfig
+from headrace.engine.interface import CoreStatus
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
 from headrace.engine.stats import CoreStats
 from headrace.errors import ParameterError
@@ -90,6 +91,7 @@ class FakeStatus:
     num_waiting: int = 0
     waiting_tokens: int = 0
     drain_rate: float = 100.0
+    num_cores: int = 1
 
 
 @dataclass
@@ -130,6 +132,9 @@ class FakeEngine:
 
     def counters(self) -> CoreStats:
         return CoreStats()
+
+    def cores(self) -> list[CoreStatus]:
+        return []
 
     def status(self) -> FakeStatus:
         return self.state

@@ -71,7 +71,7 @@ class Play:
 
     @property
     def core(self) -> FakeCore | None:
-        core = self.client._core
+        core = next(iter(self.client._slots)).core
         return core if isinstance(core, FakeCore) and not core.exited else None
 
     async def submit(self, kind: str, max_tokens: int) -> None:
@@ -131,18 +131,18 @@ class Play:
     async def finish(self) -> None:
         """Until all readers have ended and the core has nothing to do."""
         async with asyncio.timeout(60):
-            while not all(reader.done() for reader in self.readers) or self.client._leaving:
+            while not all(reader.done() for reader in self.readers) or self.client._streams.leaving:
                 await self.next_core()
                 self.compiled()
                 await self.turns(1)
-                self.client.tick()
+                next(iter(self.client._slots)).tick()
         await asyncio.gather(*self.readers, return_exceptions=True)
 
     def check_empty(self) -> None:
         """Nothing of any request is left in any table, and each was told of once (but what a dead engine took in at no time)."""
         client = self.client
-        assert not client._streams and not client._leaving and client._waiting_tokens == 0
-        assert not client._probation.active
+        assert not client._streams.live and not client._streams.leaving and client._streams.waiting_tokens == 0
+        assert not any(slot.probation.active or slot.load for slot in client._slots)
         assert self.witness.ends == {f"r{i}": 1 for i in range(len(self.readers))} or (client.dead and not self.witness.ends)
         if self.core is None:
             return
@@ -197,7 +197,7 @@ async def test_an_abort_while_the_grammar_is_compiled_is_answered(play):
     await play.submit("constrained", 5)
     await play.turns(2)
     await play.abort(0, by_closing=True)
-    assert "r0" in play.client._leaving
+    assert "r0" in play.client._streams.leaving
     with pytest.raises(ParameterError):  # its end would be taken for the end of this one
         await anext(play.client.generate("r0", PROMPT, complete(SamplingParams())))
     await play.turns(2)
@@ -249,7 +249,7 @@ async def test_no_exception_ends_the_supervision_silently(supply, monkeypatch, f
 async def test_a_bug_in_the_supervision_itself_is_told(play, monkeypatch):
     """Whatever the exception and wherever it comes from: streams are told, and so is whoever asks."""
     await play.read()
-    monkeypatch.setattr(play.client, "goes_on", lambda why, killed: 1 // 0)
+    monkeypatch.setattr(play.client._slots, "lost", lambda slot, why, killed: 1 // 0)
     await play.die(1)
     assert await asyncio.wait_for(play.readers[0], 20) == "EngineDeadError"
     assert "ZeroDivisionError" in play.client.dead and play.client.gave_up_with == [play.client.dead]
@@ -291,11 +291,11 @@ async def test_a_standby_that_cannot_be_started_costs_nothing():
     supply = StandbySupply(spawn)
     supply.prepare(0.0)
     await asyncio.sleep(0)
-    assert await supply.take() == "a core" and len(calls) == 2
+    assert await supply.take(0) == "a core" and len(calls) == 2
     supply.prepare(0.0)
     assert supply._standby is not None
     supply._standby.cancel()
-    assert await supply.take() == "a core"
+    assert await supply.take(0) == "a core"
     await supply.close()
 
 
@@ -305,7 +305,7 @@ def add(core, name: str, **params) -> None:
 
 async def test_a_second_request_of_one_id_is_refused_and_leaves_the_first_alone(supply):
     """Whatever the first is doing: it waits for its grammar, waits for a slot, or runs under its grammar."""
-    core = (await supply.take()).core
+    core = (await supply.take(0)).core
     wish = KINDS["odd"]
     add(core, "a", **wish)
     for second in ({}, wish):
@@ -326,7 +326,7 @@ async def test_a_second_request_of_one_id_is_refused_and_leaves_the_first_alone(
 
 async def test_idle_work_that_fails_is_left_out_and_the_core_goes_on(supply, monkeypatch, caplog):
     """A graph that cannot be captured, for want of memory or because its kernel does not compile: nobody had asked for it."""
-    core = (await supply.take()).core
+    core = (await supply.take(0)).core
     planned = ["a graph", "another"]
 
     def idle() -> bool:
@@ -360,7 +360,7 @@ async def test_embeddings_of_two_salts_share_no_prefix(play):
 
 @pytest.mark.parametrize("death", [None, 1, 6])
 async def test_readers_get_the_tokens_of_the_core_whenever_it_dies(play, supply, death):
-    core = (await supply.take()).core
+    core = (await supply.take(0)).core
     add(core, "alone", ignore_eos=True)
     want = []
     while core.has_work:
@@ -391,7 +391,7 @@ async def test_news_that_end_a_turn_let_the_next_ones_in(play):
 
 async def test_counters_are_sums_over_all_steps(supply, monkeypatch):
     monkeypatch.setattr(process, "STATS_SECONDS", -1.0)  # they come with every turn
-    core = (await supply.take()).core
+    core = (await supply.take(0)).core
     said: list[News] = []
     loop = CoreLoop(core, Inbox(), said.append, traced=True)  # type: ignore[arg-type]
     add(core, "good")

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from answers import parse_metrics
-from headrace.engine.client import EngineClient
 from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes
+from headrace.engine.slot import Slot
 from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.streams import Stream
 from headrace.engine.wire import Ready
@@ -125,15 +125,15 @@ def test_histograms_count_at_their_bounds():
 
 
 def test_counters_go_on_when_a_core_starts_from_zero():
-    client = EngineClient.__new__(EngineClient)
-    client._past, client.stats = CoreStats(), CoreStats(running=3, steps=5, wait_seconds=1.0, kv_usage=0.5)
-    before = client.counters()
-    client._past, client.stats = client.counters(), CoreStats()
-    after = client.counters()
+    slot = Slot.__new__(Slot)
+    slot.past, slot.stats = CoreStats(), CoreStats(running=3, steps=5, wait_seconds=1.0, kv_usage=0.5)
+    before = slot.counters()
+    slot.past, slot.stats = slot.counters(), CoreStats()
+    after = slot.counters()
     assert (after.steps, after.wait_seconds) == (before.steps, before.wait_seconds) == (5, 1.0)
     assert (after.running, after.kv_usage) == (0, 0.0)
-    client.stats = CoreStats(steps=2)
-    assert client.counters().steps == 7
+    slot.stats = CoreStats(steps=2)
+    assert slot.counters().steps == 7
 
 
 def test_the_line_of_statistics():
@@ -207,10 +207,10 @@ def test_the_dashboard_asks_for_what_there_is():
 
 def test_speculation_is_counted_over_all_cores():
     source = Source()
-    client = EngineClient.__new__(EngineClient)
-    client._past = CoreStats(drafts=2, draft_tokens=8, accepted_tokens=5, accepted_per_position=[2, 2, 1])
-    client.stats = CoreStats(drafts=1, draft_tokens=4, accepted_tokens=1, accepted_per_position=[1])
-    source.core = client.counters()
+    slot = Slot.__new__(Slot)
+    slot.past = CoreStats(drafts=2, draft_tokens=8, accepted_tokens=5, accepted_per_position=[2, 2, 1])
+    slot.stats = CoreStats(drafts=1, draft_tokens=4, accepted_tokens=1, accepted_per_position=[1])
+    source.core = slot.counters()
     values = parse_metrics(PrometheusMetrics(source).render()[0].decode())
     found = {name.split("{")[0].removeprefix("headrace:"): value for name, value in values.items() if "spec_decode" in name}
     assert found["spec_decode_num_drafts_total"] == 3

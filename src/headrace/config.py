@@ -46,6 +46,7 @@ class EngineConfig:
     attention_backend: Literal["auto", "torch", "triton", "cudnn", "fa3"] = "auto"
     enforce_eager: bool = False  # plain torch: no CUDA graphs, no native step on a CPU
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1  # cores behind one front, each of tensor_parallel_size; `serve` only
     speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = None  # None: one token per step and request
     speculative_model: str | None = None  # as `model`: a draft model of the same vocabulary, or an EAGLE-3 head
     num_speculative_tokens: int = 6  # drafts per request and step at most; fewer where they prove wrong
@@ -60,8 +61,8 @@ class EngineConfig:
         for name, low, high in (
             ("max_model_len", 1, 2**24), ("max_num_seqs", 1, 65536), ("max_num_batched_tokens", 1, 2**24),
             ("block_size", 1, 4096), ("kv_cache_bytes", 1, 2**50), ("num_kv_blocks", 1, 2**31 - 1),
-            ("tensor_parallel_size", 1, 64), ("num_speculative_tokens", 1, 64), ("prompt_lookup_min", 1, 64),
-            ("prompt_lookup_max", self.prompt_lookup_min, 64), ("speculative_max_rows", 2, 4096),
+            ("tensor_parallel_size", 1, 64), ("data_parallel_size", 1, 256), ("num_speculative_tokens", 1, 64),
+            ("prompt_lookup_min", 1, 64), ("prompt_lookup_max", self.prompt_lookup_min, 64), ("speculative_max_rows", 2, 4096),
             ("threads", 1, 4096),
         ):  # fmt: skip
             value = getattr(self, name)

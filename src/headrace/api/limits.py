@@ -70,8 +70,9 @@ class Limits:
         On an idle server a request is taken whatever its size: it could never come in otherwise.
         """
         self.check_ready()
-        seats = self.engine.config.max_num_seqs
-        queued = max(self.engine.status().num_waiting, self.active - seats, 0)
+        status = self.engine.status()
+        seats = self.engine.config.max_num_seqs * max(1, status.num_cores)
+        queued = max(status.num_waiting, self.active - seats, 0)
         will_wait = num_samples if queued else max(0, self.active + num_samples - seats)
         most = self.config.max_queued_requests
         if most is not None and self.active and will_wait and queued + will_wait > most:

@@ -78,6 +78,8 @@ def give_memory_back(device: torch.device) -> None:
 def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False) -> Engine:
     """Load the checkpoint and make an engine of it. Raises CheckpointError, CapacityError, ParameterError, EngineDeadError."""
     claim_process()
+    if config.data_parallel_size != 1:
+        raise ParameterError("data_parallel_size", config.data_parallel_size, "1 here: several cores need `headrace serve`")
     began = time.perf_counter()
     checkpoint = checkpoint or resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)

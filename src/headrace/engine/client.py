@@ -1,16 +1,16 @@
-"""The engine as the HTTP process sees it: one core in a process of its own, supervised, and streams that survive its death.
+"""The engine as the HTTP process sees it: cores in processes of their own, supervised, and streams that survive their deaths.
 
-When the core dies, or its heartbeat stops, another one takes over and every stream goes on where it was: the request is
-sent again as prompt + tokens so far with the same seed, and counted randomness gives it the very tokens it would have had.
-A standby process that has imported everything already waits for this, so that a restart costs the loading of the weights.
-The request that kills the core is found and failed (`engine.probation`); the rest go on.
+When a core dies, or its heartbeat stops, every stream goes on where it was, in another core at once or in its successor: the
+request is sent again as prompt + tokens so far with the same seed, and counted randomness gives it the very tokens it would
+have had. A standby process that has imported everything already waits for this, so that a restart costs the loading of the
+weights. The request that kills cores is found and failed (`engine.probation`); the rest go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -22,15 +22,16 @@ import zmq.asyncio
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
 from headrace.engine.core_supply import StandbySupply
-from headrace.engine.interface import EngineStatus
+from headrace.engine.interface import Balancer, CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
 from headrace.engine.options import check_options
-from headrace.engine.probation import Probation
+from headrace.engine.slot import Slot
+from headrace.engine.slots import Slots
 from headrace.engine.stats import CoreStats
-from headrace.engine.streams import Stream
-from headrace.engine.supervision import Core, CoreSupply, SupervisionConfig, Supervisor
-from headrace.engine.wire import Abort, Add, FromCore, News, Ready
+from headrace.engine.streams import Stream, Streams
+from headrace.engine.supervision import CoreSupply, SupervisionConfig
+from headrace.engine.wire import News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
@@ -39,12 +40,9 @@ from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.checks import packed
 from headrace.sampling.params import SamplingParams
 
-logger = logging.getLogger(__name__)
-STANDBY_DELAY = 2.0  # seconds after the first core is ready: its first requests have the machine for themselves
-
 
 class EngineClient:
-    """Starts, feeds, watches and restarts a core. All methods belong to one event loop."""
+    """Feeds cores, `data_parallel_size` of them at first, and reads what they say. All methods belong to one event loop."""
 
     supports_structured = is_installed("llguidance")
 
@@ -60,8 +58,10 @@ class EngineClient:
         on_give_up: Callable[[str], None] | None = None,
         traced: bool = False,
         supplies: Callable[[zmq.asyncio.Context], CoreSupply] | None = None,
+        balancer: Balancer | None = None,
     ):
-        """`supplies` makes what a core comes from, of other machines too; None: processes of this one."""
+        """`supplies` makes what cores come from, of other machines too; None: processes of this one. `balancer` chooses where
+        there are several; None: by their loads alone."""
         self.config, self.supervision = config, supervision or SupervisionConfig()
         # what the layers above must know of the model: read here, without torch, while the core loads the weights
         self.checkpoint = checkpoint or resolve_checkpoint(config)
@@ -71,49 +71,64 @@ class EngineClient:
         model_config = model_config_from_hf(self.checkpoint.config)
         check_options(config, self.checkpoint, model_config, here=supplies is None)
         self.model_config = replace(model_config, eos_token_ids=self.checkpoint.end_token_ids(self.tokenizer.end_token_ids))
-        self.info: Ready | None = None
-        self.stats = CoreStats()  # of the present core
-        self.restarts = self.num_poisonous = 0
         self.draining = False
         self.dead: str | None = None  # why there is no engine any more
         self._closed = False  # because its owner wanted so
         self.observers = Observers()
-        self._past = CoreStats()  # counters of the cores before
         self._on_give_up = on_give_up or (lambda why: None)
-        self._streams: dict[str, Stream] = {}
-        self._leaving: dict[str, Stream] = {}  # aborted, and the core has not said so yet
-        self._waiting_tokens = 0  # prompts of streams without any output
-        self._probation = Probation(self._submit)
+        self._streams = Streams(self.observers.ended)
         self._context = zmq.asyncio.Context()
         spawn = partial(CoreProcess.spawn, self._context, builder, log_level, log_format, traced)
         supply = StandbySupply(spawn) if supplies is None else supplies(self._context)
-        self._supervisor = Supervisor(config, self.supervision, supply, self)
+        self._slots = Slots(config, self.supervision, supply, balancer, self._streams, self)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()
 
     @property
-    def _core(self) -> Core | None:
-        return self._supervisor.core
+    def info(self) -> Ready | None:
+        return next((slot.info for slot in self._slots if slot.info is not None), None)
 
     @property
     def max_model_len(self) -> int:
-        if self.info is None:
+        """What fits into every core."""
+        lengths = [slot.info.max_model_len for slot in self._slots if slot.info is not None]
+        if not lengths:
             raise EngineDeadError("the model has not been loaded yet")
-        return self.info.max_model_len
+        return min(lengths)
+
+    @property
+    def restarts(self) -> int:
+        return self._slots.restarts
+
+    @property
+    def num_poisonous(self) -> int:
+        return self._slots.num_poisonous
 
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Start the core and return at once; `wait_loaded` waits for the model."""
+        """Start the cores and return at once; `wait_loaded` waits for the model."""
         remove_stale_directories()
-        self._supervisor.start()
+        self._slots.start()
 
     async def wait_loaded(self) -> Ready:
-        """Raises EngineDeadError with the reason if the core cannot start."""
+        """Until a core serves. Raises EngineDeadError with the reason if one of those it starts with cannot."""
         await self._loaded.wait()
-        if self.info is None:
+        if self.info is None or self.dead is not None:
             raise EngineDeadError(self.dead or "the engine did not start")
         return self.info
+
+    async def add_core(self) -> int:
+        """The number of one more core, when it takes requests. Raises EngineDeadError with the reason if it cannot start."""
+        self._check_lives()
+        return await self._slots.add()
+
+    async def retire_core(self, number: int, timeout: float = math.inf) -> None:
+        """Give a core nothing new, and end it when what it has is done; what is not after `timeout` seconds goes to others.
+
+        Cancelled while it waits, the core takes requests again. Raises ParameterError unless it is one of several that stay.
+        """
+        await self._slots.retire(number, timeout)
 
     async def drain(self, timeout: float) -> None:
         """Take nothing new; return when all streams have ended, or after `timeout` seconds."""
@@ -123,13 +138,13 @@ class EngineClient:
             await asyncio.sleep(0.05)
 
     async def close(self, grace: float = 2.0) -> None:
-        """End the core, which has `grace` seconds to do so by itself. Streams still open get an EngineClosedError."""
+        """End the cores, which have `grace` seconds to do so by themselves. Streams still open get an EngineClosedError."""
         self.draining = True
-        await self._supervisor.stop()
+        await self._slots.stop()
         if self.dead is None:
             self._closed = True
             self._end_all("it was closed")
-        await self._supervisor.end(grace)
+        await self._slots.end(grace)
         self._context.destroy(linger=0)
 
     @property
@@ -138,21 +153,24 @@ class EngineClient:
         return len(self._streams)
 
     def status(self) -> EngineStatus:
-        core = self._core
+        running = sum(slot.stats.running for slot in self._slots)
         return EngineStatus(
             loaded=self.info is not None,
             alive=self.dead is None or self._closed,
             draining=self.draining,
-            progressing=core is not None and core.ready is not None and self.supervision.fault(core) is None,
-            num_running=self.stats.running,
-            num_waiting=max(0, len(self._streams) - self.stats.running),
-            waiting_tokens=self._waiting_tokens,
+            progressing=any(slot.progressing for slot in self._slots),
+            num_running=running,
+            num_waiting=max(0, len(self._streams) - running),
+            waiting_tokens=self._streams.waiting_tokens,
             drain_rate=self._drain.rate(),
+            num_cores=self._slots.num_staying,
         )
 
     def counters(self) -> CoreStats:
-        """The present core's gauges, and counters over all cores that there have been: these never go back."""
-        return self.stats.added_to(self._past)
+        return self._slots.counters()
+
+    def cores(self) -> list[CoreStatus]:
+        return self._slots.statuses()
 
     # ---------------------------------------------------------------- requests
 
@@ -181,20 +199,16 @@ class EngineClient:
         raise HeadraceError("the request ended without a vector")
 
     async def abort(self, request_id: str) -> None:
-        stream = self._streams.get(request_id)
+        stream = self._streams.live.get(request_id)
         if stream is not None:
-            self._forget(stream)
+            self._streams.forget(stream)
             stream.push(EngineOutput(request_id, finish_reason="abort"))
 
     async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         self._check_lives()
-        if request.id in self._streams or request.id in self._leaving:
-            raise ParameterError("request_id", request.id, "an id that no live request has")
-        stream = self._streams[request.id] = Stream(request)
-        self._waiting_tokens += len(request.prompt_ids)
+        stream = self._streams.add(request)
         try:
-            if self._core is not None and self._core.ready is not None and not self._probation.active:
-                self._submit(stream)
+            self._slots.submit(stream)
             while True:
                 news = await stream.next()
                 if news.finish_reason == "error":
@@ -206,77 +220,33 @@ class EngineClient:
                     return
         finally:
             if not stream.ended:
-                self._forget(stream)
+                self._streams.forget(stream)
 
     def _check_lives(self) -> None:
         if self.dead is not None:
             raise (EngineClosedError if self._closed else EngineDeadError)(self.dead)
 
-    def _submit(self, stream: Stream) -> None:
-        if self._core is not None:
-            self._core.send(Add(stream.request))
-            stream.sent, stream.num_in_core = True, 0
+    # ---------------------------------------------------------------- told by the slots
 
-    def _forget(self, stream: Stream) -> None:
-        """Nobody waits for this any more."""
-        self._end(stream)
-        if stream.sent and self._core is not None:
-            self._leaving[stream.request.id] = stream  # until the core says that it has let go
-            self._core.send(Abort([stream.request.id]))
-        else:
-            self._gone(stream)
-        self.tick()
-
-    def _end(self, stream: Stream) -> None:
-        stream.ended = True
-        del self._streams[stream.request.id]
-        if not stream.request.output_ids:
-            self._waiting_tokens -= len(stream.request.prompt_ids)
-
-    # ---------------------------------------------------------------- told by the supervisor
-
-    def heard(self, message: FromCore) -> None:
-        if isinstance(message, News):
-            self._take(message)
-        elif isinstance(message, Ready):
-            self.info = message
-            self._loaded.set()
-            if not self._probation.active or self._probation.advance():
-                self._send_rest()
-            self._supervisor.prepare_standby(STANDBY_DELAY)
-
-    def tick(self) -> None:
-        """Whose turn it is may have changed."""
-        ready = self._core is not None and self._core.ready is not None
-        if ready and self._probation.active and self._probation.advance():
-            self._send_rest()
-
-    def died(self) -> bool:
-        progressed = self.stats.steps > 0
-        self._past, self.stats = self.counters(), CoreStats()
-        return progressed
-
-    def goes_on(self, why: str, killed: bool) -> None:
-        logger.error("the engine core died (%s); starting another, %d requests go on", why, len(self._streams))
-        self.restarts += 1
-        culprit = self._probation.after_death([*self._streams.values(), *self._leaving.values()], killed)
-        self._none_leaves()
-        for stream in self._streams.values():
-            stream.interrupted = stream.interrupted or bool(stream.deaths or stream.kills)
-        if culprit is not None:
-            self.num_poisonous += 1
-            name = culprit.request.id
-            logger.error("request %s: the core died %d times on it; failing it", name, culprit.deaths + culprit.kills)
-            self._fail(culprit, "this request ends the engine")
+    def loaded(self) -> None:
+        self._loaded.set()
 
     def gave_up(self, why: str) -> None:
-        self._end_all(why)
-        self._on_give_up(why)
+        if self.dead is None:
+            self._end_all(why)
+            self._on_give_up(why)
 
-    # ---------------------------------------------------------------- news
+    def _end_all(self, why: str) -> None:
+        """There is no engine any more: everybody who waits for it is told."""
+        self.dead = why
+        self._loaded.set()
+        for slot in self._slots:
+            self._streams.core_gone(slot)
+        for stream in list(self._streams.live.values()):
+            self._streams.fail(stream, why)
 
-    def _take(self, message: News) -> None:
-        now, tokens, outputs, streams = time.monotonic(), 0, message.outputs, self._streams
+    def take(self, slot: Slot, message: News) -> None:
+        now, tokens, outputs, streams = time.monotonic(), 0, message.outputs, self._streams.live
         for name, token in zip(outputs.ids, outputs.tokens, strict=True):
             stream = streams.get(name)
             if stream is not None:
@@ -285,21 +255,17 @@ class EngineClient:
         for news in outputs.news:
             tokens += self._deliver(news, now)
         self._drain.add(tokens, now)
-        if self._probation.active:
-            self.tick()
-        if message.stats is not None:
-            self.stats = message.stats
         if message.steps:
-            self.observers.steps(message.steps)
+            self.observers.steps(message.steps, slot.number)
 
     def _deliver(self, news: EngineOutput, now: float) -> int:
         """Returns the tokens that this has cost, prompt and output."""
-        stream, count, spent = self._streams.get(news.id), len(news.token_ids), 0
+        stream, count, spent = self._streams.live.get(news.id), len(news.token_ids), 0
         if stream is None:
-            stream = self._leaving.pop(news.id, None) if news.finish_reason is not None else None
+            stream = self._streams.leaving.pop(news.id, None) if news.finish_reason is not None else None
         else:
             if news.finish_reason is not None:
-                self._end(stream)
+                self._streams.end(stream)
             if count:
                 spent = self._note(stream, count, now)
             stream.push(news)
@@ -311,45 +277,13 @@ class EngineClient:
         """Count a stream's tokens; what they have cost, with the prompt before the first."""
         self.observers.tokens(stream, count, now)
         stream.last = now
-        if stream.first:
+        if stream.num_in_core:
+            return count
+        if not stream.ended:
+            stream.slot.began(stream)
+        if stream.first:  # another core has been at it
             return count
         stream.first = now
         if not stream.ended:
-            self._waiting_tokens -= len(stream.request.prompt_ids)
+            self._streams.waiting_tokens -= len(stream.request.prompt_ids)
         return count + len(stream.request.prompt_ids)
-
-    # ---------------------------------------------------------------- ends
-
-    def _send_rest(self) -> None:
-        for stream in list(self._streams.values()):
-            if not stream.sent:
-                try:
-                    self._submit(stream)
-                except Exception as e:  # what cannot be sent is its own reader's affair
-                    logger.exception("request %s cannot be sent to the core", stream.request.id)
-                    self._fail(stream, f"{type(e).__name__}: {e}")
-
-    def _end_all(self, why: str) -> None:
-        """There is no engine any more: everybody who waits for it is told."""
-        self.dead = self.dead or why
-        self._loaded.set()
-        self._none_leaves()
-        self._probation = Probation(self._submit)
-        for stream in list(self._streams.values()):
-            self._fail(stream, why)
-
-    def _fail(self, stream: Stream, why: str) -> None:
-        news = EngineOutput(stream.request.id, finish_reason="error", error=why)
-        self._end(stream)
-        stream.push(news)
-        self.observers.ended(stream, news, time.monotonic())
-
-    def _none_leaves(self) -> None:
-        """The core is gone, and with it what it had not let go of."""
-        for stream in self._leaving.values():
-            self._gone(stream)
-        self._leaving.clear()
-
-    def _gone(self, stream: Stream) -> None:
-        """Aborted, and there is no core that could say so."""
-        self.observers.ended(stream, EngineOutput(stream.request.id, finish_reason="abort"), time.monotonic())

@@ -1,4 +1,4 @@
-"""Where a supervisor's cores come from: whatever starts them, one can stand by that has imported everything already."""
+"""Where supervisors' cores come from: whatever starts them, one can stand by that has imported everything already."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ class StandbySupply:
         self._spawn = spawn
         self._standby: asyncio.Task[Core | None] | None = None
 
-    async def take(self) -> Core:
-        if self._standby is not None:
-            await asyncio.wait({self._standby})
-            standby, self._standby = self._standby, None
+    async def take(self, number: int) -> Core:
+        standby, self._standby = self._standby, None  # who comes while we wait for it gets another
+        if standby is not None:
+            try:
+                await asyncio.wait({standby})
+            except asyncio.CancelledError:
+                await _end(standby)
+                raise
             core = None if standby.cancelled() else standby.result()
             if core is not None and not core.exited:
                 return core
@@ -47,7 +51,11 @@ class StandbySupply:
     async def close(self) -> None:
         standby, self._standby = self._standby, None
         if standby is not None:
-            standby.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                if core := await standby:
-                    await core.kill()
+            await _end(standby)
+
+
+async def _end(standby: asyncio.Task[Core | None]) -> None:
+    standby.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        if core := await standby:
+            await core.kill()

@@ -20,14 +20,28 @@ from headrace.sampling.params import SamplingParams
 class EngineStatus:
     """A snapshot for /ready, admission and metrics; all fields are cheap to read."""
 
-    loaded: bool  # weights are there and the core has been built
-    alive: bool  # the core runs, or is being restarted; False: given up
+    loaded: bool  # weights are there and a core has been built
+    alive: bool  # a core runs, or is being restarted; False: given up
     draining: bool  # no new requests
-    progressing: bool  # the core's heartbeat is fresh
+    progressing: bool  # a core's heartbeat is fresh
     num_running: int
     num_waiting: int
     waiting_tokens: int
     drain_rate: float  # tokens per second, measured; 0: not known yet
+    num_cores: int  # that run or are being restarted: each takes config.max_num_seqs at the same time
+
+
+@dataclass(slots=True)
+class CoreStatus:
+    """One of an engine's cores, for metrics and for who scales."""
+
+    number: int
+    up: bool  # it has loaded its model and makes progress
+    leaving: bool  # takes nothing new, and ends when what it has is done
+    load: int  # tokens outstanding
+    restarts: int
+    stats: CoreStats  # gauges of the present process, counters over all that there have been under this number
+    info: Ready | None  # None: it has not loaded its model yet
 
 
 class AsyncEngine(Protocol):
@@ -44,9 +58,18 @@ class AsyncEngine(Protocol):
     generation_defaults: dict[str, Any]
     model_name: str
     supports_structured: bool
-    info: Ready | None  # None: the model has not been loaded yet
-    restarts: int
-    num_poisonous: int
+
+    @property
+    def info(self) -> Ready | None:
+        """None: no core has loaded the model yet."""
+
+    @property
+    def restarts(self) -> int:
+        """Cores started after one had died."""
+
+    @property
+    def num_poisonous(self) -> int:
+        """Requests failed because cores died on them."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -69,20 +92,23 @@ class AsyncEngine(Protocol):
 
     def status(self) -> EngineStatus: ...
 
-    def counters(self) -> CoreStats: ...
+    def counters(self) -> CoreStats:
+        """Over all cores."""
+
+    def cores(self) -> list[CoreStatus]: ...
 
 
 class Balancer(Protocol):
-    """Which of several cores a request goes to. Cores have numbers that are not used again while the engine lives.
+    """Which of several cores a request goes to. A core that takes the place of another has its number.
 
-    Called in the event loop, so it must be quick. What it knows of a core's blocks begins anew with `added`.
+    Called in the event loop, so it must be quick.
     """
 
     def added(self, core: int) -> None:
         """A core is there, with an empty cache."""
 
     def removed(self, core: int) -> None:
-        """It is gone, and its cache with it."""
+        """It is gone, and its cache with it; it may never have been `added`."""
 
     def blocks(self, core: int, events: BlockEvents) -> None:
         """What has become of a core's blocks since it was last told."""

@@ -22,8 +22,8 @@ class Observer(Protocol):
     def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
         """A request is over, and no core has it any more: told once of each. `news.times` are its times in the core."""
 
-    def steps(self, steps: list[StepTrace]) -> None:
-        """Steps since the last call; only for clients made with `traced`."""
+    def steps(self, steps: list[StepTrace], core: int = 0) -> None:
+        """Steps of a core since the last call; only for clients made with `traced`."""
 
 
 class Observers(list[Observer]):
@@ -43,10 +43,10 @@ class Observers(list[Observer]):
             except Exception:
                 self._dismiss(observer)
 
-    def steps(self, steps: list[StepTrace]) -> None:
+    def steps(self, steps: list[StepTrace], core: int = 0) -> None:
         for observer in reversed(self):
             try:
-                observer.steps(steps)
+                observer.steps(steps, core)
             except Exception:
                 self._dismiss(observer)
 

@@ -1,10 +1,12 @@
-"""Who enters a new core when, after a death: how the request that kills the core is found, and the rest lose nothing.
+"""Who enters a new core when, after a death: how the request that kills cores is found, and the rest lose nothing.
 
 A request is *proven* in a core when it has got a few tokens there. After a death
     1. those that the dead core had proven go in again together: whatever killed it, they had run for a while;
     2. when these are proven again, the others go in, one at a time, each alone in being unproven;
     3. then whatever has arrived since.
-A request that was alone in being unproven when the core died, and had been in the core at the death before, is to blame.
+Where other cores live, those of 1, and those that were unproven when somebody killed the core, go on there at once
+(`release`). So suspects of a core are tried in its successor alone, and the other cores know nothing of it.
+A request that was alone in being unproven when the core died, and had entered it because of a death before, is to blame.
 (Two killers at once can put the blame on a third: one that was proven reaches its fatal token just when an innocent one,
 interrupted by the other, has its turn. That is accepted: the alternative costs a third death each time.)
 """
@@ -31,6 +33,8 @@ class Probation:
         self._submit, self._clock = submit, clock
         self._turns: deque[list[Stream]] = deque()
         self._turn: list[Stream] = []  # entered, and not all proven
+        self._entered: set[Stream] = set()  # in any turn of the present core
+        self._free: set[Stream] = set()  # of those in turns to come: nothing is held against them
         self._began = 0.0
 
     @property
@@ -56,7 +60,7 @@ class Probation:
             else:
                 p.deaths += 1
         culprit = None
-        if len(unproven) == 1 and not unproven[0].ended:
+        if len(unproven) == 1 and not unproven[0].ended and unproven[0] in self._entered:
             p = unproven[0]
             if p.kills >= PATIENCE_WHEN_KILLED if killed else p.deaths >= PATIENCE:
                 culprit = p
@@ -66,11 +70,20 @@ class Probation:
         suspects = [p for p in unproven + outside if p is not culprit and not p.ended]
         suspects.sort(key=lambda p: p.deaths + p.kills)
         size = max(1, -(-len(suspects) // MOST_TURNS))
-        self._turn = []
+        self._turn, self._entered = [], set()
         self._turns = deque(suspects[i : i + size] for i in range(0, len(suspects), size))
         if proven:
             self._turns.appendleft(proven)
+        unblamed = [p for p in unproven if killed and p.kills == 1 and not p.deaths]
+        self._free = {*proven, *unblamed, *(p for p in outside if p in self._free)}
         return culprit
+
+    def release(self) -> list[Stream]:
+        """Take out those that other cores may have at once, if there are others."""
+        free = [p for turn in self._turns for p in turn if p in self._free and not p.ended]
+        self._turns = deque(rest for turn in self._turns if (rest := [p for p in turn if p not in self._free]))
+        self._free = set()
+        return free
 
     def advance(self) -> bool:
         """Let the next ones in if the present turn is over; True when there is no turn any more."""
@@ -81,6 +94,7 @@ class Probation:
         while self._turns and not self._turn:
             self._turn = [p for p in self._turns.popleft() if not p.ended]
         self._began = self._clock()
+        self._entered.update(self._turn)
         for p in self._turn:
             self._submit(p)
         return not self._turn

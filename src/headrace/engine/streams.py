@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.errors import ParameterError
 
 
 class Stream:
     """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
 
     __slots__ = (
-        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "news", "num_cached", "num_in_core",
-        "request", "sent",
+        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "load", "news", "num_cached",
+        "num_in_core", "request", "sent", "slot",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest):
@@ -28,10 +30,16 @@ class Stream:
         self.first = self.last = 0.0  # time.monotonic() of the first and the latest tokens; 0: none yet
         self.ended = False
         self.num_cached = 0
+        self.slot: Any = None  # the engine.slot.Slot whose core has it, or will try it; None: any may have it
+        self.load = 0  # tokens that it counts for there
         self.sent = False  # to the present core
         self.num_in_core = 0  # tokens got since then
         # cores that ended by themselves or hung, and that somebody killed, in a row; but for the first, it was unproven at each
         self.deaths = self.kills = 0
+
+    def detach(self) -> None:
+        """No core has it; whichever gets it begins anew."""
+        self.slot, self.load, self.sent, self.num_in_core = None, 0, False, 0
 
     def push(self, news: EngineOutput) -> None:
         request = self.request
@@ -68,6 +76,67 @@ class Stream:
         news, self.news = self.news, None
         assert news is not None
         return news
+
+
+class Streams:
+    """All that live, by id, and those that have been aborted and that a core still has. `ended` is told once of each."""
+
+    def __init__(self, ended: Callable[[Stream, EngineOutput, float], None]):
+        self._ended = ended
+        self.live: dict[str, Stream] = {}
+        self.leaving: dict[str, Stream] = {}
+        self.waiting_tokens = 0  # prompts of those without any output
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    def add(self, request: EngineRequest) -> Stream:
+        if request.id in self.live or request.id in self.leaving:
+            raise ParameterError("request_id", request.id, "an id that no live request has")
+        stream = self.live[request.id] = Stream(request)
+        self.waiting_tokens += len(request.prompt_ids)
+        return stream
+
+    def of(self, slot: object) -> list[Stream]:
+        """Those of a slot; of None those that any may have."""
+        return [stream for stream in self.live.values() if stream.slot is slot]
+
+    def leaving_of(self, slot: object) -> list[Stream]:
+        return [stream for stream in self.leaving.values() if stream.slot is slot]
+
+    def end(self, stream: Stream) -> None:
+        stream.ended = True
+        del self.live[stream.request.id]
+        if stream.load:
+            stream.slot.left(stream)
+        if not stream.request.output_ids:
+            self.waiting_tokens -= len(stream.request.prompt_ids)
+
+    def fail(self, stream: Stream, why: str) -> None:
+        news = EngineOutput(stream.request.id, finish_reason="error", error=why)
+        self.end(stream)
+        stream.push(news)
+        self._ended(stream, news, time.monotonic())
+
+    def forget(self, stream: Stream) -> None:
+        """Nobody waits for this any more."""
+        slot = stream.slot
+        self.end(stream)
+        if slot is not None and slot.abort(stream):
+            self.leaving[stream.request.id] = stream  # until the core says that it has let go
+        else:
+            self._gone(stream)
+        if slot is not None:
+            slot.tick()
+
+    def core_gone(self, slot: object) -> None:
+        """And with it what it had not let go of."""
+        for stream in self.leaving_of(slot):
+            self._gone(self.leaving.pop(stream.request.id))
+
+    def _gone(self, stream: Stream) -> None:
+        """Aborted, and there is no core that could say so."""
+        self._ended(stream, EngineOutput(stream.request.id, finish_reason="abort"), time.monotonic())
 
 
 def merged(a: EngineOutput, b: EngineOutput) -> EngineOutput:

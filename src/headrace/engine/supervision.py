@@ -58,8 +58,11 @@ class Core(Protocol):
 class CoreSupply(Protocol):
     """Where cores come from."""
 
-    async def take(self) -> Core:
-        """Raises OSError or HeadraceError if there is none to be had; whatever it raises later, it is asked again."""
+    async def take(self, number: int) -> Core:
+        """One for the slot of this number.
+
+        Raises OSError or HeadraceError if there is none to be had; whatever it raises later, it is asked again.
+        """
 
     def prepare(self, delay: float) -> None:
         """Have another at hand in `delay` seconds, if this supply can."""
@@ -155,8 +158,8 @@ class Owner(Protocol):
 class Supervisor:
     """Runs one core after another for as long as there is use in it. Its end is never silent: `gave_up` is told of it."""
 
-    def __init__(self, config: EngineConfig, limits: SupervisionConfig, supply: CoreSupply, owner: Owner):
-        self.config, self.limits, self.supply, self.owner = config, limits, supply, owner
+    def __init__(self, config: EngineConfig, limits: SupervisionConfig, supply: CoreSupply, owner: Owner, number: int = 0):
+        self.config, self.limits, self.supply, self.owner, self.number = config, limits, supply, owner, number
         self.core: Core | None = None
         self._loaded = self._restarted = self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -172,8 +175,7 @@ class Supervisor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def end(self, grace: float) -> None:
-        """End what has been started, after `stop`; the core has `grace` seconds to end by itself."""
-        await self.supply.close()
+        """End the core, after `stop`; it has `grace` seconds to do so by itself. The supply is others' too."""
         if self.core is not None:
             await self.core.end(grace)
             self.core = None
@@ -221,7 +223,7 @@ class Supervisor:
             await asyncio.sleep(deaths.backoff)
 
     async def _take(self) -> Core:
-        self.core = core = await self.supply.take()
+        self.core = core = await self.supply.take(self.number)
         core.begin(self.config)
         if self._restarted:  # the next death may be near
             self.prepare_standby(0.0)

@@ -119,7 +119,7 @@ class PrometheusMetrics(Collector):
         self.decode.observe(max(0.0, times.total - times.first_token))
         self.inference.observe(max(0.0, times.total - times.queue))
 
-    def steps(self, steps: list[StepTrace]) -> None:
+    def steps(self, steps: list[StepTrace], core: int = 0) -> None:
         pass  # their sums come with the core's counters
 
     # ---------------------------------------------------------------- told by the HTTP layer

@@ -1,6 +1,6 @@
 """A trace of steps and requests for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    track "steps"     step | schedule | launch | wait | settle    slices of the engine's loop, with tokens and sequences
+    track "steps"     step | schedule | launch | wait | settle    slices of a core's loop, with tokens and sequences
     track "requests"  queue | prefill | decode                    asynchronous slices, one row for each request
 
 The file is a complete JSON document after every flush: its end is written behind the events and overwritten by the next
@@ -26,7 +26,7 @@ FLUSH_SECONDS = 1.0
 FLUSH_EVENTS = 4096
 HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 TAIL = b"\n]}\n"
-CORE, REQUESTS = 1, 2  # process ids of the two tracks
+CORE, REQUESTS = 1, 2  # process ids of the tracks; that of core n > 0 is REQUESTS + n
 
 
 class TraceFile:
@@ -42,30 +42,35 @@ class TraceFile:
         self._events: list[bytes] = []
         self._first = True
         self._flushed = self._zero = time.monotonic()
-        self._gauges: tuple[int, int, float] | None = None
+        self._gauges: dict[int, tuple[int, int, float]] = {}  # by process id
         self._file.write(HEAD)
-        for pid, name in ((CORE, "engine"), (REQUESTS, "requests")):
-            self._add({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+        self._name(CORE, "engine")
+        self._name(REQUESTS, "requests")
         self._add({"ph": "M", "name": "thread_name", "pid": CORE, "tid": 1, "args": {"name": "steps"}})
+        self._known = {CORE}
         self.flush()
 
     # ---------------------------------------------------------------- told by the engine's client
 
-    def steps(self, steps: list[StepTrace]) -> None:
+    def steps(self, steps: list[StepTrace], core: int = 0) -> None:
+        pid = CORE if core == 0 else REQUESTS + core
+        if pid not in self._known:
+            self._known.add(pid)
+            self._name(pid, f"core {core}")
         for step in steps:
             parts = (("schedule", step.schedule), ("launch", step.launch), ("wait", step.wait), ("settle", step.settle))
             counts = {"tokens": step.num_tokens, "seqs": step.num_seqs}
             at = step.began
-            self._slice(f"{step.num_seqs} seqs, {step.num_tokens} tokens", at, sum(s for _, s in parts), counts)
+            self._slice(pid, f"{step.num_seqs} seqs, {step.num_tokens} tokens", at, sum(s for _, s in parts), counts)
             for name, seconds in parts:
                 if seconds > 0:
-                    self._slice(name, at, seconds, counts)
+                    self._slice(pid, name, at, seconds, counts)
                     at += seconds
             gauges = (step.running, step.waiting, step.kv_usage)
-            if gauges != self._gauges:
-                self._gauges = gauges
-                self._counter("requests", step.began, {"running": step.running, "waiting": step.waiting})
-                self._counter("KV usage", step.began, {"used": step.kv_usage})
+            if gauges != self._gauges.get(pid):
+                self._gauges[pid] = gauges
+                self._counter(pid, "requests", step.began, {"running": step.running, "waiting": step.waiting})
+                self._counter(pid, "KV usage", step.began, {"used": step.kv_usage})
         self._flush_if_due()
 
     def tokens(self, stream: Stream, count: int, now: float) -> None:
@@ -89,12 +94,15 @@ class TraceFile:
 
     # ---------------------------------------------------------------- events
 
-    def _slice(self, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
-        times = {"ts": self._us(start), "dur": round(seconds * 1e6, 1)}
-        self._add({"ph": "X", "name": name, "pid": CORE, "tid": 1, **times, "args": args})
+    def _name(self, pid: int, name: str) -> None:
+        self._add({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
 
-    def _counter(self, name: str, at: float, values: dict[str, float]) -> None:
-        self._add({"ph": "C", "name": name, "pid": CORE, "ts": self._us(at), "args": values})
+    def _slice(self, pid: int, name: str, start: float, seconds: float, args: dict[str, Any]) -> None:
+        times = {"ts": self._us(start), "dur": round(seconds * 1e6, 1)}
+        self._add({"ph": "X", "name": name, "pid": pid, "tid": 1, **times, "args": args})
+
+    def _counter(self, pid: int, name: str, at: float, values: dict[str, float]) -> None:
+        self._add({"ph": "C", "name": name, "pid": pid, "ts": self._us(at), "args": values})
 
     def _phase(self, request_id: str, name: str, start: float, stop: float, args: dict[str, Any]) -> None:
         common = {"cat": "request", "name": name, "id": request_id, "pid": REQUESTS, "tid": 0}
