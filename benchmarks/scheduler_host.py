@@ -74,6 +74,8 @@ class FakeGraphs:
 class FakeDecoder:
     """Costs nothing. Its logits are as wide as a model's: the likeliest ids have some tenths of the probability."""
 
+    vocab = None
+
     def __init__(self, vocab_size: int, most: int):
         self.vocab_size = vocab_size
         self._hidden = torch.zeros(most * PROMPT, 1)

@@ -17,7 +17,7 @@ from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from headrace.kernels.qkv import qkv_rope_write
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decoder import embed
+from headrace.model.vocabulary import embed
 from kernel_cases import PagedCase, attention_reference, batch_of, cache_of, check_qkv, paged_case, run_split, run_varlen
 
 pytestmark = pytest.mark.gpu

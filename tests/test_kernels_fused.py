@@ -115,7 +115,7 @@ def test_decoder_on_kernels(family: str, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
     run = Sequences(
         config, weights, max_len=64, block_size=16, attention=TritonAttention(config, torch.device("cpu")),
-        make=lambda weight, bias: MatrixLinear(weight.data) if bias is None else make_linear(weight, bias),
+        make=lambda weight, bias, _: MatrixLinear(weight.data) if bias is None else make_linear(weight, bias),
     )  # fmt: skip
     got = [logits for work, wanted in steps for logits in run.step(work, wanted)]
     close(torch.cat(got), torch.cat(want), 1e-4)

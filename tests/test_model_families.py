@@ -74,7 +74,7 @@ def test_products_that_add_in_place(pair):
     """The linears of a GPU: a residual is not added twice, nor lost, nor seen by anybody after it was changed."""
     config, weights, theirs = pair
     ids = tokens(40, seed=2)
-    run = Sequences(config, weights, max_len=64, make=lambda w, bias: MatrixLinear(w.data) if bias is None else make_linear(w, bias))
+    run = Sequences(config, weights, max_len=64, make=lambda w, bias, _: MatrixLinear(w.data) if bias is None else make_linear(w, bias))
     _split_mlp(run, 8)  # four parts of a prompt
     ours = run.step([(0, ids[:30])]) + [run.step([(0, [token])])[0] for token in ids[30:]]
     assert_close(torch.cat(ours), reference(theirs, ids))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.model.decoder import DecoderWeights, embed
+from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
+from headrace.model.vocabulary import embed
 from model_harness import Sequences, load_tiny
 from test_model_families import tokens
 from tiny_models import write_tiny

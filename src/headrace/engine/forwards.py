@@ -13,9 +13,11 @@ from headrace.engine.options import refuse_native_options
 from headrace.errors import ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights, weight_bytes
+from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.forward import Forward
 from headrace.model.loader import load_model
+from headrace.model.parts import weight_bytes
+from headrace.model.shard import WHOLE, Group, Shard
 from headrace.native.forward import NativeDecoder, why_not
 from headrace.native.load import NativeUnavailable, find_library
 from headrace.native.precision import choose_precision, for_draft, stored_encodings
@@ -32,12 +34,14 @@ class Loaded(NamedTuple):
 
 def load_forward(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, limits: Limits, device: torch.device, *,
-    draft: bool = False, progress: bool = False,
+    draft: bool = False, progress: bool = False, group: Group | None = None,
 ) -> Loaded:  # fmt: skip
-    """What runs the model, with its weights. Raises CheckpointError, CapacityError, and ParameterError for options that it
-    cannot honour."""
+    """What runs the model, with its weights; of `model`, the whole one, only the part of this rank of a `group`. Raises
+    CheckpointError, CapacityError, and ParameterError for options that it cannot honour."""
+    shard = WHOLE if group is None else group.shard
+    part = shard.config(model)
     if device.type == "cpu":
-        native = _native(config, checkpoint, model, limits, draft)
+        native = _native(config, checkpoint, model, limits, draft, shard)
         if native is not None:
             plan_memory(
                 config, limits, model, native.dtype, device, cache_dtype=native.cache_dtype, weight_bytes=native.num_bytes,
@@ -52,19 +56,19 @@ def load_forward(
     if device.type == "cpu":
         rows = limits.max_num_batched_tokens
         plan_memory(
-            config, limits, model, dtype, device, weight_bytes=weight_bytes(model, dtype), workspace_bytes=0,
-            activation_bytes=rows * row_elements(model) * dtype.itemsize, loaded=False,
+            config, limits, part, dtype, device, weight_bytes=weight_bytes(model, dtype, shard), workspace_bytes=0,
+            activation_bytes=rows * row_elements(part) * dtype.itemsize, loaded=False, ranks=shard.size,
         )  # fmt: skip
-    weights = load_model(checkpoint, model, dtype, device, progress and not draft)
+    weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard)
     decode_rows = 0 if draft else limits.max_decode_rows
-    return Loaded(make_decoder(config, model, weights, limits, decode_rows), weights.num_bytes)
+    return Loaded(make_decoder(config, part, weights, limits, decode_rows, group), weights.num_bytes)
 
 
 def _native(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, limits: Limits, draft: bool
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, limits: Limits, draft: bool, shard: Shard
 ) -> NativeDecoder | None:
     """The native step, or None where it cannot run the model: one line of the log says why."""
-    reason = why_not(config, model, limits)
+    reason = why_not(config, model, limits) if shard.size == 1 else f"it is one of {shard.size} ranks"
     if reason is None:
         try:
             library = find_library()
@@ -72,7 +76,7 @@ def _native(
             reason = str(error)
     if reason is not None:
         refuse_native_options(config, reason)
-        log = logger.info if config.enforce_eager else logger.warning
+        log = logger.info if config.enforce_eager or shard.rank else logger.warning
         log("the native CPU step does not run %s: %s; torch does", checkpoint.name, reason)
         return None
     encodings = stored_encodings(checkpoint)
@@ -83,15 +87,18 @@ def _native(
 
 
 def make_decoder(
-    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, limits: Limits, decode_rows: int = 0
-) -> Forward:
+    config: EngineConfig, model: ModelConfig, weights: DecoderWeights, limits: Limits, decode_rows: int = 0,
+    group: Group | None = None,
+) -> Forward:  # fmt: skip
     """The decoder in torch, and on a card the fused path for decode steps of few rows where it can run the model.
-    `decode_rows` as of Decoder."""
+    `decode_rows` and `group` as of Decoder."""
     dtype, device = weights.embedding.dtype, weights.embedding.device
     attention, why = select_attention(config.attention_backend, model, device)
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len)
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group)
+    if group is not None:
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
     from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
     from headrace.fast_decode.tiles import load_tiles
 

@@ -161,6 +161,21 @@ def _pick(
         tl.store(flag_ptr + row, 0)
 
 
+def uniform_rows(seed: Tensor, index: Tensor, sample_index: Tensor, purpose: int) -> Tensor:
+    """sampling/philox.py's uniform of R rows: int64, int64, int32 -> float32 [R]. CUDA tensors, or under the interpreter."""
+    out = torch.empty(len(seed), dtype=torch.float32, device=seed.device)
+    _uniform_rows[(-(-len(seed) // 256),)](seed, index, sample_index, out, len(seed), PURPOSE=purpose, BLOCK=256)
+    return out
+
+
+@jit(do_not_specialize=["count"], do_not_specialize_on_alignment=PARAMETERS)
+def _uniform_rows(seed_ptr, index_ptr, sample_ptr, out, count, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < count
+    seed, index = tl.load(seed_ptr + row, there, 0), tl.load(index_ptr + row, there, 0)
+    tl.store(out + row, uniform(seed, index, tl.load(sample_ptr + row, there, 0), PURPOSE), there)
+
+
 def add_mask(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
     """logits [R, V] of `rows` [Q] int64 (none twice) += 0 where the bit is set, else -inf, in place.
 

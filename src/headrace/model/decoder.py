@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
@@ -18,12 +16,13 @@ from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.families import weight_plan
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
+from headrace.model.linear import Linear, MatrixLinear, Reduce, Weight, make_linear
 from headrace.model.mlp import DenseMlp, Mlp
+from headrace.model.ranks import NormedQkv, VocabPart
 from headrace.model.rope import rope_tables
-from headrace.model.vocabulary import TokenlessIds
+from headrace.model.shard import Group
+from headrace.model.vocabulary import TokenlessIds, embed
 
 MATRICES = ("qkv", "o", "gate_up", "down")  # of LayerWeights
 
@@ -87,77 +86,79 @@ class DecoderWeights:
         return sum({t.data_ptr(): t.numel() * t.itemsize for t in tensors}.values())
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of all weights that a model of `config` may have, before anything is loaded."""
-    return sum(math.prod(spec.shape) for spec in weight_plan(config) if not spec.optional) * dtype.itemsize
-
-
 def row_elements(model: ModelConfig) -> int:
     """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
     return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
 
 
-MakeLinear = Callable[[Weight, Tensor | None], Linear]
+MakeLinear = Callable[[Weight, Tensor | None, Reduce | None], Linear]
 
 
 class _Layer:
     """A layer's weights in the form that they are run in."""
 
-    def __init__(self, w: LayerWeights, config: ModelConfig, make: MakeLinear):
-        self.qkv, self.o = make(w.qkv, w.qkv_bias), make(w.o, w.o_bias)
-        gate_up, down = make(w.gate_up, w.gate_up_bias), make(w.down, w.down_bias)
+    def __init__(self, w: LayerWeights, config: ModelConfig, make: MakeLinear, group: Group | None, offset: float):
+        reduce = None if group is None else group.sum
+        self.qkv, self.o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
+        gate_up, down = make(w.gate_up, w.gate_up_bias, None), make(w.down, w.down_bias, reduce)
         self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation)
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
         self.q_norm, self.k_norm = w.q_norm, w.k_norm
-
-
-def embed(token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-    """table[token_ids] * scale: token_ids [T] int32, table [V, H] -> [T, H] in table's dtype (product rounded once).
-
-    An id that is not in the table (a draft model may have fewer than its target) gets the row nearest to it.
-    """
-    rows = F.embedding(token_ids.clamp(0, table.shape[0] - 1), table)
-    return rows if scale == 1.0 else rows.mul_(scale)
+        if group is not None and w.q_norm is not None and w.k_norm is not None and config.qk_norm == "full":
+            self.qkv = NormedQkv(self.qkv, w.q_norm, w.k_norm, config, group, offset)
+            self.q_norm = self.k_norm = None
 
 
 class Decoder:
     """Runs a model (a `Forward`). Keeps no reference to `weights`: where linears are repacked, the caller's copy can be freed.
 
     `max_model_len` (default: the model's own) is the number of positions; it also fixes the rope tables (see rope.py).
-    `make` turns (weight, bias) into a linear: the place of quantized, split or device-specific ones. `decode_rows`: logits of
+    `make` turns (weight, bias, reduce) into a linear: the place of quantized or device-specific ones. `decode_rows`: logits of
     decode steps of up to so many rows lie in one place; those of each captured size would stay allocated for ever.
+
+    As one of several ranks it has a `group`, and `config` and `weights` are its part. Hidden states are then whole on every
+    rank, and logits those of its part of the vocabulary (`vocab`).
     """
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, *,
-        max_model_len: int | None = None, decode_rows: int = 0, make: MakeLinear = make_linear,
+        max_model_len: int | None = None, decode_rows: int = 0, make: MakeLinear = make_linear, group: Group | None = None,
     ):  # fmt: skip
         self.config, self.attention, self.vocab_size = config, attention, config.vocab_size
         self.dtype = self.cache_dtype = weights.embedding.dtype
         self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
-        self.layers = [_Layer(layer, config, make) for layer in weights.layers]
-        self.lm_head = make(weights.lm_head, None)
+        self.layers = [_Layer(layer, config, make, group, weights.norm_offset) for layer in weights.layers]
+        self.lm_head = make(weights.lm_head, None, None)
         # rounded to the weights' dtype, as the models were trained
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.embedding.dtype).item()
         device, length = self.embedding.device, max_model_len or config.max_position
+        self.vocab = None if group is None else VocabPart(group, config.vocab_size, device)
         kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
         self.layer_rope = kinds
         self.tokenless: TokenlessIds | None = None
         self.hidden_state_hook: HiddenStateHook | None = None
-        self._decoded = torch.empty((decode_rows, config.vocab_size), dtype=self.embedding.dtype, device=device)
+        columns = config.vocab_size if self.vocab is None else self.vocab.rows
+        self._decoded = torch.empty((decode_rows, columns), dtype=self.embedding.dtype, device=device)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.
 
         With `wanted` only those rows' hidden states [R, H].
         """
-        residual = embed(batch.token_ids, self.embedding, self.embed_scale)
+        residual = self.embed(batch.token_ids)
         normed, norm = residual, self.layers[0].input_norm
         if norm is not None:
             normed = rms_norm(residual, norm, self.config.norm_eps, self.norm_offset)
         return self.run_layers(normed, residual, batch, kv, wanted)[0]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int32 -> [T, H]: the residual stream before the first layer."""
+        if self.vocab is None:
+            return embed(token_ids, self.embedding, self.embed_scale)
+        rows = self.vocab.embed(token_ids, self.embedding)
+        return rows if self.embed_scale == 1.0 else rows.mul_(self.embed_scale)
 
     def run_layers(
         self, normed: Tensor, residual: Tensor, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None
@@ -227,7 +228,8 @@ class Decoder:
         return self.attention.workspace_bytes(max_num_seqs) + tables
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [R, H] -> logits [R, V], in `out` if it is given: float32 on the CPU, the model's dtype elsewhere."""
+        """hidden [R, H] -> logits [R, V], in `out` if it is given: float32 on the CPU, the model's dtype elsewhere. Of a rank
+        [R, vocab.rows]."""
         if out is not None and isinstance(self.lm_head, MatrixLinear):
             logits = self.lm_head.into(out, hidden)
         else:
@@ -239,4 +241,6 @@ class Decoder:
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
+        if self.vocab is not None:
+            return self.vocab.mask(logits, self.tokenless)
         return logits if self.tokenless is None else self.tokenless.mask(logits)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch, WantedRows
+from headrace.model.ranks import VocabPart
 from headrace.model.vocabulary import TokenlessIds
 
 # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
@@ -24,13 +25,14 @@ class Forward(Protocol):
     cache_dtype: torch.dtype  # of keys and values (see KVCache)
     hidden_state_hook: HiddenStateHook | None
     tokenless: TokenlessIds | None  # ids that no logits are given to
+    vocab: VocabPart | None  # of one of several ranks: what its logits are
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm; with `wanted` only those rows' [R, H]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> logits [R, V]."""
+        """hidden [R, H] -> logits [R, V], or those of `vocab`."""
         ...
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:

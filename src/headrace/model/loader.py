@@ -19,6 +19,8 @@ from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.parts import parts_of, taken
+from headrace.model.shard import WHOLE, Shard
 from headrace.model.streaming import Chunk, ChunkQueue, ChunkWorker, chunks_of, load_chunks
 from headrace.model.weight_names import IGNORED_SUFFIXES, WeightSpec
 
@@ -27,18 +29,20 @@ _DEVICE_CHUNK = 1 << 25  # bytes: long enough for a transfer at full speed
 
 
 def load_model(
-    source: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: bool = False
-) -> DecoderWeights:
+    source: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: bool = False,
+    shard: Shard = WHOLE,
+) -> DecoderWeights:  # fmt: skip
     """The decoder's weights from `source`, in `dtype` on `device`; random ones if its format is dummy.
 
+    `config` is the whole model's, and `shard` says which part of it is read.
     `progress` draws a bar on stderr. Raises CheckpointError that names the tensor and the file: missing, unexpected or
     misshapen tensors, truncated files, missing shards.
     """
     plan = weight_plan(config)
     if source.format == "dummy":
-        return DecoderWeights.from_tensors(dict(random_tensors(source, config, plan, dtype, device)), config)
+        return DecoderWeights.from_tensors(dict(random_tensors(source, config, plan, dtype, device, shard)), config)
     entries = source.tensors()
-    plan = checked_plan(source, plan, entries)
+    plan = parts_of(checked_plan(source, plan, entries), config, shard)
     tensors = load_tensors(plan, entries, dtype, device, progress)
     head, embedding = tensors.get("lm_head"), tensors["embedding"]
     if head is not None and torch.equal(head[0], embedding[0]) and torch.equal(head, embedding):
@@ -74,17 +78,20 @@ def filled_plan(path: Path, plan: list[WeightSpec], entries: dict[str, TensorEnt
 
 
 def random_tensors(
-    source: Checkpoint, config: ModelConfig, plan: list[WeightSpec], dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a model that was never trained, by target: normal with deviation 0.02, norms around 1; always the same."""
+    source: Checkpoint, config: ModelConfig, plan: list[WeightSpec], dtype: torch.dtype, device: torch.device,
+    shard: Shard = WHOLE,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Weights of a model that was never trained, by target: normal with deviation 0.02, norms around 1; always the same. A
+    rank takes its part of each, so that all together have the same model as one."""
     tied = source.config.get("tie_word_embeddings", config.family.startswith("gemma"))
+    parts = {part.target: part for part in parts_of(plan, config, shard)}
     generator = torch.Generator(device)
     for i, spec in enumerate(plan):
-        if spec.optional and tied:
+        if (spec.optional and tied) or (part := parts.get(spec.target)) is None:
             continue
         centre = 1.0 - config.norm_offset if "norm" in spec.target else 0.0
         tensor = torch.empty(spec.shape, dtype=dtype, device=device)
-        yield spec.target, tensor.normal_(centre, 0.02, generator=generator.manual_seed(i))
+        yield spec.target, taken(tensor.normal_(centre, 0.02, generator=generator.manual_seed(i)), spec, part)
 
 
 def load_tensors(
@@ -94,6 +101,8 @@ def load_tensors(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     tensors = {spec.target: torch.empty(spec.shape, dtype=dtype, device=device) for spec in plan}
+    for spec in plan:  # rows that stand for nothing
+        tensors[spec.target][sum(len(part.rows) for part in spec.reads) :] = 0
     limit, num_workers = (_CPU_CHUNK, min(torch.get_num_threads(), 8)) if device.type == "cpu" else (_DEVICE_CHUNK, 4)
     queue = ChunkQueue(chunks_of(plan, entries, limit))
     load_chunks(queue, lambda: _ToTensors(tensors, device, queue.size), num_workers, progress)

@@ -61,6 +61,9 @@ class Shard:
         )
 
 
+WHOLE = Shard()
+
+
 class Group(Protocol):
     """The ranks of one core. Every rank calls the same, in the same order, with tensors of the same shape and dtype."""
 

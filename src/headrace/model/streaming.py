@@ -48,13 +48,13 @@ def chunks_of(plan: list[WeightSpec], entries: dict[str, TensorEntry], limit: in
     where halves are interleaved."""
     for spec in plan:
         row = 0
-        for name, rows in spec.sources:
-            entry = entries[name]
+        for name, rows, columns in spec.reads:
+            entry = entries[name] if columns is None else entries[name].columns(columns)
             together = lcm(unit, entry.head_dim or 1)
             step = max(1, limit // (entry.row_bytes * together)) * together
-            for first in range(0, rows, step):
-                yield Chunk(entry, first, min(step, rows - first), spec.target, row + first)
-            row += rows
+            for first in rows[::step]:
+                yield Chunk(entry, first, min(step, rows.stop - first), spec.target, row + first - rows.start)
+            row += len(rows)
 
 
 class ChunkQueue:
@@ -129,13 +129,17 @@ def _single_threaded_ops() -> Iterator[None]:
 
 
 def _read_exactly(file: FileIO, chunk: Chunk, view: memoryview) -> None:
-    file.seek(chunk.entry.offset + chunk.first_row * chunk.entry.row_bytes)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise CheckpointError(f"{chunk.entry.file}: the file ends inside the tensor {chunk.entry.name!r}")
-        done += count
+    """All rows at once where they lie one behind the other."""
+    entry, at_once = chunk.entry, chunk.entry.row_bytes if chunk.entry.stride else len(view)
+    place = entry.offset + chunk.first_row * (entry.stride or entry.row_bytes)
+    for begin in range(0, len(view), max(1, at_once)):
+        file.seek(place)
+        place, done, piece = place + entry.stride, 0, view[begin : begin + at_once]
+        while done < at_once:
+            count = file.readinto(piece[done:])
+            if not count:
+                raise CheckpointError(f"{entry.file}: the file ends inside the tensor {entry.name!r}")
+            done += count
 
 
 @contextmanager

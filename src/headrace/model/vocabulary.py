@@ -1,10 +1,21 @@
-"""Rows of an lm_head that belong to no token: vocabularies are padded to round numbers, and tokenizers have holes."""
+"""The two ends of a model: rows of the embedding, and rows of an lm_head that belong to no token, because vocabularies are
+padded to round numbers and tokenizers have holes."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def embed(token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    """table[token_ids] * scale: token_ids [T] int32, table [V, H] -> [T, H] in table's dtype (product rounded once).
+
+    An id that is not in the table (a draft model may have fewer than its target) gets the row nearest to it.
+    """
+    rows = F.embedding(token_ids.clamp(0, table.shape[0] - 1), table)
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 class TokenlessIds:
@@ -28,6 +39,12 @@ class TokenlessIds:
         valid = np.zeros(vocab_size, np.bool_)
         valid[: len(self._valid)] = self._valid[:vocab_size]
         return TokenlessIds(valid, self._device)
+
+    def part(self, ids: range, rows: int) -> TokenlessIds | None:
+        """The same of logits [R, rows] of these ids, behind which are rows of no id."""
+        valid = np.zeros(rows, np.bool_)
+        valid[: len(ids)] = self._valid[ids.start : ids.stop]
+        return self.of(valid, self._device)
 
     def mask(self, logits: Tensor) -> Tensor:
         """`logits` [R, V], changed in place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.model.config import ModelConfig
 
@@ -33,18 +34,33 @@ FUSED_NAMES = {**PRE_NORM_NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("ml
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
+class Slice(NamedTuple):
+    """Some rows of a tensor of the checkpoint, and of each these columns; None: all."""
+
+    name: str
+    rows: range
+    columns: range | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """One of the decoder's weights: `target` ("embedding", "layers.3.qkv", ...), its shape, and the tensors of the
     checkpoint (name, rows) that are stacked along dimension 0 to make it.
 
-    `optional`: when the checkpoint has none of them the weight is not there (lm_head: the embedding is used).
+    `optional`: when the checkpoint has none of them the weight is not there (lm_head: the embedding is used). `slices`: what
+    a rank reads of the sources, where that is not all (see parts.py); `shape` is then that of its part.
     """
 
     target: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, int], ...]
     optional: bool = False
+    slices: tuple[Slice, ...] | None = None
+
+    @property
+    def reads(self) -> tuple[Slice, ...]:
+        """What is stacked."""
+        return tuple(Slice(name, range(rows)) for name, rows in self.sources) if self.slices is None else self.slices
 
 
 def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> list[WeightSpec]:

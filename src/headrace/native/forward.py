@@ -17,6 +17,7 @@ from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.forward import HiddenStateHook
+from headrace.model.ranks import VocabPart
 from headrace.model.rope import rope_tables
 from headrace.model.vocabulary import TokenlessIds
 from headrace.native.load import Library
@@ -56,6 +57,7 @@ class NativeDecoder:
         self.dtype = torch.float32  # of hidden states and logits
         self.cache_dtype: torch.dtype = getattr(torch, precision.cache)
         self.tokenless: TokenlessIds | None = None
+        self.vocab: VocabPart | None = None
         self.hidden_state_hook: HiddenStateHook | None = None
         self.threads = num_threads(config.threads)
         self._limits = limits

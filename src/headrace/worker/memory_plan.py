@@ -63,14 +63,16 @@ def graph_bytes(model: ModelConfig, rows: int, item: int, count: int) -> int:
     return count * kernels * KERNEL_BYTES + rows * (2 * row_elements(model) + model.vocab_size) * item
 
 
-def logits_bytes(rows: int, prompt_rows: int, vocab: int, item: int) -> int:
+def logits_bytes(rows: int, prompt_rows: int, vocab: int, item: int, ranks: int = 1) -> int:
     """Of sampling `rows` rows, or of the logprobs of so many rows of prompts, whichever is more.
 
     Penalties hold six float32 copies of the logits at their widest; the logprobs of all ids fewer, and what sorts a chunk of
-    them. Those of prompts have logits, their copy and its logprobs, the widest intermediate twice.
+    them. Those of prompts have logits, their copy and its logprobs, the widest intermediate twice. What other ranks have is
+    gathered, and then put in order.
     """
-    sampled = rows * vocab * (item + 6 * 4) + 8 * min(SAMPLED_CHUNK_BYTES, 4 * rows * vocab)
-    return max(sampled, 4 * min(PROMPT_CHUNK_BYTES, 4 * prompt_rows * vocab))
+    gathered = 0 if ranks == 1 else 2
+    sampled = rows * vocab * (item * (1 + gathered) + 6 * 4) + 8 * min(SAMPLED_CHUNK_BYTES, 4 * rows * vocab)
+    return max(sampled, (4 + gathered) * min(PROMPT_CHUNK_BYTES, 4 * prompt_rows * vocab))
 
 
 def plan_memory(
@@ -87,12 +89,14 @@ def plan_memory(
     loaded: bool = True,
     draft: ModelConfig | None = None,
     draft_block_bytes: int = 0,
+    ranks: int = 1,
 ) -> MemoryPlan:
     """Divide the device's memory, where the weights are already unless `loaded` says no. `limits.num_blocks` is what could be
     used, or was asked for; `dtype` is that of the logits, and of keys and values without a `cache_dtype`.
 
-    `draft`: a draft model or head, whose weights and workspaces are in those terms. Raises CapacityError with the numbers and
-    the options to change.
+    `draft`: a draft model or head, whose weights and workspaces are in those terms. `ranks`: `model` and weights are the part
+    of one of so many, each of which has a card to itself, or its share of the machine's memory. Raises CapacityError with
+    the numbers and the options to change.
     """
     max_num_seqs, block_size, item = limits.max_num_seqs, limits.block_size, dtype.itemsize
     vocab = max(model.vocab_size, draft.vocab_size if draft else 0)
@@ -100,7 +104,7 @@ def plan_memory(
         "weights": weight_bytes,
         "workspaces": workspace_bytes,
         "activations": activation_bytes,
-        "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item),
+        "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item, ranks),
         "state": BatchState.bytes(max_num_seqs, limits.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
         "graphs": 0,
         "reserve": 0,
@@ -115,7 +119,7 @@ def plan_memory(
             if draft is not None:
                 terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
-        free = available_memory() - (0 if loaded else weight_bytes)
+        free = available_memory() // ranks - (0 if loaded else weight_bytes)
         budget = free + weight_bytes  # they are no longer in what is free
     kv = budget - used_by_others - sum(terms.values())
     if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used

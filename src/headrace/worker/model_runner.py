@@ -29,6 +29,7 @@ from headrace.worker.batch_state import BatchState, block_writes
 from headrace.worker.drafter import Drafter, write_drafts
 from headrace.worker.rare_results import PromptResult, prompt_result, prompts_that_ask
 from headrace.worker.sampling import DeviceOutput, RowSampler, Tail
+from headrace.worker.split_sampling import SplitSampler
 from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class ModelRunner:
     ):  # fmt: skip
         self.drafter = drafter
         self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
-        self.sampler = RowSampler(state, decoder.vocab_size)
+        part = decoder.vocab
+        self.sampler = RowSampler(state, decoder.vocab_size) if part is None else SplitSampler(state, part)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         if not self._is_captured(plan):
@@ -148,12 +150,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(
-        self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = ()
+        self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = (), edited: bool = False
     ) -> StepHandle:
-        """`masks` and `users`: what only the host can do to the logits, with what the step before sampled."""
+        """`masks` and `users`: what only the host can do to the logits, with what the step before sampled; of several ranks
+        only the first one's host, and the others are told that it does (`edited`)."""
         output = None
         if pending.logits is not None and pending.rows is not None:
-            output = self.sampler(pending.logits, pending.plan, pending.rows, masks, users)
+            output = self.sampler(pending.logits, pending.plan, pending.rows, masks, users, edited)
         return StepHandle(pending, output, self.state.staging)
 
 

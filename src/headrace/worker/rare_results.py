@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -101,5 +102,11 @@ def prompt_result(prompt: AskingPrompt, hidden: Tensor, state: BatchState, decod
     assert num_top is not None
     stop = min(start + len(hidden), request.num_prompt - 1)
     targets = state.token_ids[request.slot, start + 1 : stop + 1].to(torch.int64)
-    found = prompt_logprobs(hidden[: stop - start], targets, decoder.logits, num_top, decoder.vocab_size)
+    found = prompt_logprobs(hidden[: stop - start], targets, partial(whole_logits, decoder), num_top, decoder.vocab_size)
     return PromptResult(sequence, scores=found)
+
+
+def whole_logits(decoder: Forward, hidden: Tensor) -> Tensor:
+    """[R, V], on every rank."""
+    logits = decoder.logits(hidden)
+    return logits if decoder.vocab is None else decoder.vocab.whole(logits)

@@ -16,7 +16,7 @@ from headrace.kernels.prepare import KEPT, Rows, publish
 from headrace.kernels.tables import Float, Int
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.penalties import UserProcessor
-from headrace.sampling.sampler import SampleInputs, Scratch, sample
+from headrace.sampling.sampler import SampleInputs, SampleOutput, Scratch, sample
 from headrace.scheduler.plan import Admitted, StepPlan
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, aligned
@@ -94,11 +94,13 @@ class RowSampler:
         return self._known
 
     def __call__(
-        self, logits: Tensor, plan: StepPlan, rows: Rows, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = ()
-    ) -> DeviceOutput:
+        self, logits: Tensor, plan: StepPlan, rows: Rows, masks: GrammarMasks | None = None,
+        users: Sequence[UserProcessor] = (), edited: bool = False,
+    ) -> DeviceOutput:  # fmt: skip
         """One id per row of logits [R, V]: for each sequence that samples one, and one for each of its drafts.
 
         What needs the ids before it on the host is given: `masks` of grammars, and what `users` do to the logits of rows.
+        `edited` says to other ranks that rank 0 has any.
         """
         num_sampled = plan.num_sampled
         slots = plan.slots if plan.is_plain else np.repeat(plan.slots, num_sampled)
@@ -110,13 +112,17 @@ class RowSampler:
         tops = {r.row: n for r in special if (n := self.state.request(r.slot).params.logprobs) is not None}
         if tops:
             inputs.logprobs = logprobs_request(tops, self.state.staging)
-        output = sample(logits, inputs)
+        output = self._sample(logits, inputs, any_special or edited or masks is not None or bool(users))
         verify = plan.num_drafts > 0
         sent = torch.empty((3, aligned(len(slots))), dtype=torch.int32, device=logits.device)[:, : len(slots)]
         publish(output.token_ids, output.failed, rows, self.state.tables, sent, None, verify)
         if inputs.edits is not None and inputs.edits.penalties is not None:
             self._edits.count(rows, output.token_ids, sent[KEPT] if verify else None)
         return DeviceOutput(sent, None if output.logprobs is None else RowLogprobs(tops, output.logprobs))
+
+    def _sample(self, logits: Tensor, inputs: SampleInputs, whole: bool) -> SampleOutput:
+        """`whole`: more is asked of the rows than of the largest sampler that can be captured."""
+        return sample(logits, inputs)
 
     def _rows(self, plan: StepPlan, num_sampled: np.ndarray, special: np.ndarray) -> list[SampledRow]:
         """The `special` rows of the logits [N], one by one."""

@@ -19,7 +19,11 @@ Decoder = Callable[[Tensor], Tensor]
 def decode_rows(entry: TensorEntry, raw: Tensor, num_rows: int) -> Tensor:
     """`num_rows` rows of a tensor from their bytes `raw`, uint8 [num_rows * row_bytes] on any device; whole heads where
     the entry has a head_dim. Returns [num_rows, *shape[1:]] in the file's type, or in float32 if that is quantized."""
-    out = _DECODERS[entry.encoding.name](raw).view(num_rows, *entry.shape[1:])
+    out = _DECODERS[entry.encoding.name](raw)
+    if entry.stride:
+        out = out.view(num_rows, -1)[:, entry.skip : entry.skip + entry.shape[1]]
+    else:
+        out = out.view(num_rows, *entry.shape[1:])
     if entry.head_dim:
         pairs = out.view(num_rows // entry.head_dim, entry.head_dim // 2, 2, *entry.shape[1:])
         out = pairs.transpose(1, 2).reshape(num_rows, *entry.shape[1:])

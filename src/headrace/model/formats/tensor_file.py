@@ -6,7 +6,7 @@ No torch here: the process that serves HTTP reads headers and tokenizers only, a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -24,7 +24,9 @@ class TensorEntry:
     """One tensor of a file. Its position and size were checked against the file's size by whoever made the entry.
 
     `head_dim` > 0 says that within each head of that many rows the two rotary halves are interleaved (llama GGUFs) and
-    must be separated again; `shift` is added to every element in float32 (-1 for the norms of Gemma GGUFs).
+    must be separated again; `shift` is added to every element in float32 (-1 for the norms of Gemma GGUFs). `stride` > 0:
+    these are some columns of a wider tensor, whose rows are so many bytes apart; what is read of a row begins `skip` elements
+    before them.
     """
 
     name: str
@@ -35,6 +37,8 @@ class TensorEntry:
     num_bytes: int
     head_dim: int = 0
     shift: float = 0.0
+    stride: int = 0
+    skip: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -43,6 +47,19 @@ class TensorEntry:
     @property
     def row_bytes(self) -> int:
         return self.num_bytes // self.num_rows if self.num_rows else 0
+
+    def columns(self, wanted: range) -> TensorEntry:
+        """The same with these columns alone: of each row, the blocks are read that hold them."""
+        size, num_bytes = self.encoding.block_size, self.encoding.block_bytes
+        first, stop = wanted.start // size, -(-wanted.stop // size)
+        return replace(
+            self,
+            shape=(self.num_rows, len(wanted)),
+            offset=self.offset + first * num_bytes,
+            num_bytes=self.num_rows * (stop - first) * num_bytes,
+            stride=self.row_bytes,
+            skip=wanted.start - first * size,
+        )
 
 
 def num_elements(shape: tuple[int, ...]) -> int:
