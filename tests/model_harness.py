@@ -42,9 +42,9 @@ class Sequences:
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, *,
-        max_len: int, num_seqs: int = 4, block_size: int = 4, seed: int = 0, attention=None, make=make_linear,
+        max_len: int, num_seqs: int = 4, block_size: int = 4, seed: int = 0, attention=None, make=make_linear, group=None,
     ):  # fmt: skip
-        self.decoder = Decoder(config, weights, attention or TorchAttention(), max_model_len=max_len, make=make)
+        self.decoder = Decoder(config, weights, attention or TorchAttention(), max_model_len=max_len, make=make, group=group)
         self.max_blocks = -(-max_len // block_size)
         total = num_seqs * self.max_blocks + 3
         self.kv = KVCache(config, total, block_size, weights.embedding.dtype, torch.device("cpu"))

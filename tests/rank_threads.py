@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
+import msgspec
 import torch
 from torch import Tensor
 
+from headrace.config import EngineConfig
+from headrace.engine.build import Worker, build_worker, structured_output
+from headrace.engine.core import EngineCore
+from headrace.engine.wire import step_from_wire, step_to_wire
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
 from headrace.model.shard import Shard
+from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.scheduler import Scheduler
+from headrace.speculative.setup import make_speculator
+from headrace.worker.model_runner import ModelRunner
 
 
 class ThreadGroup:
@@ -74,3 +87,92 @@ def run_ranks(size: int, run: Callable[[ThreadGroup], Any]) -> list[Any]:
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     assert len({group.calls for group in groups}) == 1
     return results
+
+
+# ---------------------------------------------------------------- engines
+
+encode = msgspec.msgpack.Encoder(enc_hook=step_to_wire).encode
+decode = msgspec.msgpack.Decoder(StepPlan, dec_hook=step_from_wire).decode
+
+
+class Leader:
+    """Rank 0's runner, which tells the others what it is about to do."""
+
+    def __init__(self, runner: ModelRunner, others: list[queue.Queue]):
+        self._runner, self._others = runner, others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def _tell(self, what: str, say: Any) -> None:
+        for other in self._others:
+            other.put((what, say))
+
+    def launch(self, plan: StepPlan):
+        self._tell("launch", encode(plan))
+        return self._runner.launch(plan)
+
+    def forward(self, plan: StepPlan):
+        self._tell("forward", encode(plan))
+        return self._runner.forward(plan)
+
+    def sample(self, pending, masks=None, users=()):
+        self._tell("sample", masks is not None or bool(users))
+        return self._runner.sample(pending, masks, users)
+
+
+def follow(runner: ModelRunner, orders: queue.Queue) -> None:
+    pending = None
+    while (order := orders.get()) is not None:
+        match order:
+            case "launch", plan:
+                runner.launch(decode(plan))
+            case "forward", plan:
+                pending = runner.forward(decode(plan))
+            case "sample", edited:
+                assert pending is not None
+                runner.sample(pending, edited=edited)
+
+
+@contextmanager
+def ranked_core(model: str, size: int, **options) -> Iterator[EngineCore]:
+    """As engine_driver.make_core, of `size` ranks: the core with rank 0 here, the others in threads of their own."""
+    small = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 256, "block_size": 8}
+    options = small | {"device": "cpu", "dtype": "float32", "debug_checks": True, "tensor_parallel_size": size} | options
+    config = EngineConfig(model=model, **options)
+    checkpoint = resolve_checkpoint(config)
+    whole, groups = model_config_from_hf(checkpoint.config), ThreadGroup.of(size)
+    orders: list[queue.Queue] = [queue.Queue() for _ in groups[1:]]
+    errors: list[BaseException] = []
+
+    def build(group: ThreadGroup) -> Worker:
+        return build_worker(config, checkpoint, whole, torch.device("cpu"), group)
+
+    def be_another(group: ThreadGroup) -> None:
+        try:
+            follow(build(group).runner, orders[group.shard.rank - 1])
+        except BaseException as error:
+            errors.append(error)
+            group.abort()
+
+    threads = [threading.Thread(target=be_another, args=(group,), daemon=True) for group in groups[1:]]
+    for thread in threads:
+        thread.start()
+    try:
+        worker = build(groups[0])
+        runner = Leader(worker.runner, orders)
+        structured = structured_output(config, whole, worker.tokenizer)
+        speculator = make_speculator(config, worker.limits, structured, worker.runner.drafter, torch.device("cpu"))
+        yield EngineCore(
+            Scheduler(worker.limits), cast(ModelRunner, runner), vocab_size=whole.vocab_size, debug_checks=True,
+            async_scheduling=config.async_scheduling, structured=structured, speculator=speculator,
+        )  # fmt: skip
+    except threading.BrokenBarrierError:
+        raise errors[0] if errors else AssertionError("rank 0 waited for the others in vain") from None
+    finally:
+        for other in orders:
+            other.put(None)
+        for thread in threads:
+            thread.join(60)
+    assert not errors, errors
+    assert len({group.calls for group in groups}) == 1, "all said the same"

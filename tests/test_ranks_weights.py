@@ -120,7 +120,13 @@ def test_dummy_ranks_have_the_model_of_one(tmp_path: Path):
 
 
 def test_no_rank_reads_or_holds_more_than_its_part(tmp_path: Path):
-    wide = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048}
+    wide = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 2048,
+    }
     checkpoint = of_checkpoint(write_tiny("mistral", tmp_path / "model", **wide))
     config = model_config_from_hf(checkpoint.config)
 

@@ -34,6 +34,7 @@ from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import Draft, load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
 from headrace.worker.batch_state import BatchState
+from headrace.worker.drafter import Drafter, SharedDrafter
 from headrace.worker.memory_plan import MemoryPlan, plan_memory
 from headrace.worker.model_runner import ModelRunner
 
@@ -123,20 +124,26 @@ def build_worker(
         torch.set_num_threads(threads_of_rank(config))
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
-        forward, weight_bytes = load_forward(config, checkpoint, model, limits, device, progress=progress)
+        forward, weight_bytes = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
     tokenizer = None if reading is None else reading.result()
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
-    draft = load_draft(config, limits, model, forward.dtype, device, load_forward)
+    draft = None
+    if group is None or group.shard.rank == 0:
+        source = None if group is None else checkpoint
+        draft = load_draft(config, limits, model, forward.dtype, device, load_forward, source)
     if device.type == "cpu":
         give_memory_back(device)
-    plan = planned(config, limits, model, forward, draft, weight_bytes, device)
+    part = model if group is None else group.shard.config(model)
+    plan = planned(config, limits, part, forward, draft, weight_bytes, device)
     num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)
     limits = fit_context(config, replace(limits, num_blocks=num_blocks))
-    kv = KVCache(model, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
+    kv = KVCache(part, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     graphs = decode_graphs(config, limits, forward, kv, state)
-    drafter = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
+    drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
+    if group is not None and config.speculative_model is not None:
+        drafter = SharedDrafter(drafter, state, group)
     return Worker(ModelRunner(forward, kv, state, graphs, drafter), limits, tokenizer)
 
 
@@ -168,6 +175,7 @@ def planned(
         activation_bytes=max(f.activation_bytes(limits.max_num_batched_tokens) for f in forwards),
         draft=draft.model if draft else None,
         draft_block_bytes=draft.block_bytes(limits.block_size) if draft else 0,
+        ranks=config.tensor_parallel_size,
     )  # fmt: skip
     plan.log()
     return plan

@@ -50,6 +50,15 @@ def load_model(
     return DecoderWeights.from_tensors(tensors, config)
 
 
+def load_embedding(source: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The embedding alone [V, H]; the plan begins with it."""
+    plan = weight_plan(config)[:1]
+    if source.format == "dummy":
+        return dict(random_tensors(source, config, plan, dtype, device))["embedding"]
+    entries = source.tensors()
+    return load_tensors(filled_plan(source.path, plan, entries), entries, dtype, device)["embedding"]
+
+
 def checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: dict[str, TensorEntry]) -> list[WeightSpec]:
     """As `filled_plan`, after a check that nothing is left over either."""
     present = filled_plan(source.path, plan, entries)

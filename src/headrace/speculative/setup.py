@@ -13,9 +13,11 @@ from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.model.batch import ForwardBatch
+from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.forward import Forward
+from headrace.model.loader import load_embedding
 from headrace.scheduler.config import Limits
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.speculative.draft_model import DraftModel
@@ -73,9 +75,10 @@ class Draft:
 
 def load_draft(
     config: EngineConfig, limits: Limits, target: ModelConfig, dtype: torch.dtype, device: torch.device,
-    load_forward: Callable[..., tuple[Forward, int]],
+    load_forward: Callable[..., tuple[Forward, int]], embedding_of: Checkpoint | None = None,
 ) -> Draft | None:  # fmt: skip
-    """The draft model or head, if the method has one; a head computes in `dtype`, the target's.
+    """The draft model or head, if the method has one; a head computes in `dtype`, the target's. `embedding_of`: the target's
+    checkpoint, from which a head without an embedding gets one where its target has only a part of it.
 
     Raises CheckpointError, or ParameterError for another vocabulary.
     """
@@ -84,6 +87,8 @@ def load_draft(
     checkpoint, model = draft_checkpoint(config, target)
     if config.speculative_method == "eagle3":
         layer, parts = load_eagle(checkpoint, model, target, dtype, device)
+        if embedding_of is not None and not parts.own_embedding:
+            layer.embedding, parts = load_embedding(embedding_of, target, dtype, device), parts._replace(own_embedding=True)
         attention, _ = select_attention(config.attention_backend, model, device)
         decoder = Decoder(model, layer, attention, max_model_len=limits.max_model_len)
         return Draft(model, decoder, layer.num_bytes + parts.num_bytes, len(layer.lm_head.data), parts)

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from headrace.model.shard import Group
 from headrace.scheduler.plan import StepPlan
 from headrace.worker.batch_state import BatchState
 
@@ -36,6 +37,30 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow]) -> None:
         """Write `num_drafts` ids of each row to the slots' token table, from position start + 1 on; never wait."""
         ...
+
+
+class SharedDrafter:
+    """The drafts of a drafter that rank 0 has, in every rank's token table. So a draft model is whole, and there once."""
+
+    def __init__(self, drafter: Drafter | None, state: BatchState, group: Group):
+        self.drafter, self.state, self.group = drafter, state, group
+        self.cost = 0.0 if drafter is None else drafter.cost
+
+    def placed(self, plan: StepPlan) -> None:
+        if self.drafter is not None:
+            self.drafter.placed(plan)
+
+    def propose(self, rows: Sequence[DraftRow]) -> None:
+        if not rows:
+            return
+        if self.drafter is not None:
+            self.drafter.propose(rows)
+        drafts = [(r.slot, r.start + i, r.unverified > 0) for r in rows for i in range(1, r.num_drafts + 1)]
+        slots, positions, moves = self.state.staging.upload(np.asarray(drafts, np.int64).T.copy())
+        where = slots, positions + self.state.tables.accepted[slots] * moves
+        ids = self.state.token_ids[where]
+        self.group.share(ids)
+        self.state.token_ids.index_put_(where, ids)
 
 
 def write_drafts(plan: StepPlan, state: BatchState, drafter: Drafter | None) -> None:
