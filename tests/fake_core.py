@@ -1,4 +1,4 @@
-"""A core without a process, for tests of its client: real steps of a tiny model, taken when the test says so, and real messages.
+"""Cores without processes, for tests of their client: real steps of a tiny model, taken when the test says so, and real messages.
 
 What a test decides: when a turn of the core's loop comes, when a grammar has been compiled, when the core dies, and whether
 there is another one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.process import CoreLoop
 from headrace.engine.supervision import SupervisionConfig
 from headrace.engine.wire import FromCore, Ready, ToCore, to_wire
+from headrace.errors import HeadraceError
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.speculator import Speculator
 from headrace.structured_output.manager import StructuredOutput
@@ -131,26 +133,31 @@ class FakeCore:
 
 
 class FakeSupply:
-    """An `engine.supervision.CoreSupply`. `failures` are raised, one for each core that is asked for."""
+    """An `engine.supervision.CoreSupply` of up to `most` cores at once. `failures` are raised, one for each that is asked for."""
 
-    def __init__(self, model: str, **options):
+    def __init__(self, model: str, most: int = 1, **options):
         small = {"max_num_seqs": 4, "max_model_len": 64, "num_kv_blocks": 64, "block_size": BLOCK}
         self.config = EngineConfig(model=model, device="cpu", dtype="float32", debug_checks=True, **small | options)
-        self._engine = build_engine(self.config)
+        self._engines = [build_engine(self.config) for _ in range(most)]
         self.failures: list[BaseException] = []
-        self.core: FakeCore | None = None
+        self.core: FakeCore | None = None  # the latest
 
     async def take(self, number: int) -> FakeCore:
         if self.failures:
             raise self.failures.pop(0)
-        made = self._engine.core
+        if number >= len(self._engines):
+            raise HeadraceError(f"there is no place for core {number}")
+        self.core = FakeCore(self.new(number), self.config)
+        return self.core
+
+    def new(self, number: int = 0) -> EngineCore:
+        """With nothing in it; whoever had this number has no use of it any more."""
+        made = self._engines[number].core
         grammars = Grammars(made.vocab_size)
-        core = EngineCore(
+        return EngineCore(
             Scheduler(made.scheduler.limits), made.runner, vocab_size=made.vocab_size, debug_checks=True, structured=grammars,
             speculator=Speculator(0, 16, 0.1, structured=grammars),
         )
-        self.core = FakeCore(core, self.config)
-        return self.core
 
     def prepare(self, delay: float) -> None:
         pass
@@ -158,12 +165,13 @@ class FakeSupply:
     async def close(self) -> None:
         pass
 
-    def client(self, **limits) -> EngineClient:
+    def client(self, cores: int = 1, balancer=None, **limits) -> EngineClient:
         """A client that this supplies with cores."""
         gave_up: list[str] = []
         client = EngineClient(
-            self.config, SupervisionConfig(standby=False, restart_backoff=0.001, max_restarts=1000, **limits),
-            checkpoint=self._engine.checkpoint, on_give_up=gave_up.append, supplies=lambda _: self,
+            replace(self.config, data_parallel_size=cores),
+            SupervisionConfig(standby=False, **{"restart_backoff": 0.001, "max_restarts": 1000} | limits),
+            checkpoint=self._engines[0].checkpoint, on_give_up=gave_up.append, supplies=lambda _: self, balancer=balancer,
         )
         client.gave_up_with = gave_up  # type: ignore[attr-defined]
         return client
