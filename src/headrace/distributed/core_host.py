@@ -1,0 +1,65 @@
+"""What starts, watches and ends the processes of cores on the machine where it lives; its caller may be on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+
+import msgspec
+
+from headrace import __version__
+from headrace.distributed.process import Door
+from headrace.errors import HeadraceError
+
+DOOR_SECONDS = 60.0  # for a process to listen: it has imported next to nothing by then
+
+
+class CoreHost:
+    """Its processes end with it. Arguments and results are plain values: calls may come through anything."""
+
+    def __init__(self, address: str):
+        self._address = address  # of this machine, where the cores listen
+        self._processes: dict[int, asyncio.subprocess.Process] = {}  # until somebody has learnt how they ended
+        self._numbers = itertools.count()
+
+    async def introduce(self) -> tuple[str, str]:
+        """The machine's address, and Headrace's version here."""
+        return self._address, __version__
+
+    async def start(self, front_key: str, builder: str, log_level: str, log_format: str, traced: bool) -> tuple[int, Door]:
+        """Start a process that lets in the owner of this key alone; its number here, and its door."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "headrace.distributed.process", self._address, str(os.getpid()), builder, log_level,
+            log_format, str(int(traced)), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        number = next(self._numbers)
+        self._processes[number] = process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(front_key.encode() + b"\n")
+            process.stdin.close()
+            line = await asyncio.wait_for(process.stdout.readline(), DOOR_SECONDS)
+            return number, msgspec.json.decode(line, type=Door)
+        except BaseException as e:
+            await self.kill(number)
+            del self._processes[number]
+            if isinstance(e, TimeoutError | OSError | msgspec.DecodeError):
+                raise HeadraceError(f"a core on {self._address} does not listen: exit code {process.returncode}") from None
+            raise
+
+    async def wait(self, number: int) -> int:
+        """The exit code, when the process has ended."""
+        code = await self._processes[number].wait()
+        self._processes.pop(number, None)
+        return code
+
+    async def kill(self, number: int) -> None:
+        process = self._processes.get(number)
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,134 @@
+"""A core on any machine as its front holds it: a `supervision.Core` over TCP, encrypted and authenticated by ZMQ's CURVE.
+
+Its end is seen in three ways, whichever comes first: its host says so, the connection is lost, or it says nothing any more.
+A connection that was lost is never made again: what was under way in it is not known to have arrived, and a stream goes on
+in another core at the token after the last that did arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from signal import SIGKILL
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from headrace.distributed.process import Door
+from headrace.engine.core_link import CoreLink
+from headrace.engine.wire import Shutdown
+
+HOST_SECONDS = 1.0  # for the host to say how the process ended, when the connection is lost
+KILL_SECONDS = 5.0  # for the host to end it
+ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+ENDS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Host(Protocol):
+    """As `core_host.CoreHost`, wherever that is. When it is gone, or cannot be reached, its methods raise HostGoneError."""
+
+    def start(
+        self, front_key: str, builder: str, log_level: str, log_format: str, traced: bool
+    ) -> Awaitable[tuple[int, Door]]: ...
+
+    def wait(self, number: int) -> Awaitable[int]: ...
+
+    def kill(self, number: int) -> Awaitable[None]: ...
+
+
+class HostGoneError(Exception):
+    """The place where a core ran is no more, or is not to be reached."""
+
+
+class RemoteCore(CoreLink):
+    """One process of a host, connected to."""
+
+    def __init__(self, context: zmq.asyncio.Context, host: Host, number: int, door: Door, keys: tuple[bytes, bytes]):
+        inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
+        super().__init__(inbox, outbox)
+        self._host, self._number = host, number
+        self._lost = self._loop.create_future()
+        self._monitor = outbox.get_monitor_socket(ENDS)
+        self._loop.add_reader(self._monitor.fileno(), self._look)
+        for socket, address in ((inbox, door.inbox), (outbox, door.outbox)):
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.reconnect_ivl = -1
+            socket.ipv6 = "[" in address
+            socket.curve_serverkey = door.public_key.encode()
+            socket.curve_publickey, socket.curve_secretkey = keys
+            socket.connect(address)
+        self._ended = self._loop.create_task(self._watch())
+        self._look()
+
+    @classmethod
+    async def start(
+        cls, context: zmq.asyncio.Context, host: Host, builder: str, log_level: str, log_format: str, traced: bool
+    ) -> RemoteCore:
+        """Raises HeadraceError if the machine gives no process, HostGoneError if there is no such machine any more."""
+        keys = zmq.curve_keypair()
+        number, door = await host.start(keys[0].decode(), builder, log_level, log_format, traced)
+        core = cls(context, host, number, Door(*door), keys)
+        core.greet()
+        return core
+
+    async def _watch(self) -> int | None:
+        """The exit code; None: the host is gone, and with it all that it had started."""
+        try:
+            return await self._host.wait(self._number)
+        except HostGoneError:
+            return None
+
+    def _look(self) -> None:
+        """What the monitor of the connection has to say."""
+        while not self._monitor.closed and self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            recv_monitor_message(self._monitor)  # every kind that is asked for is an end
+            if not self._lost.done():
+                self._lost.set_result(None)
+
+    @property
+    def exited(self) -> bool:
+        return self._ended.done() or self._lost.done()
+
+    @property
+    def killed(self) -> bool:
+        """A host that is gone and a cut connection are nobody's request's fault either."""
+        code = self._ended.result() if self._ended.done() and not self._ended.cancelled() else None
+        return self.exited and code in (None, -SIGKILL)
+
+    async def wait(self) -> str:
+        """Until it has ended or cannot be reached any more; returns why."""
+        await asyncio.wait({self._ended, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._ended}, timeout=HOST_SECONDS)
+        await asyncio.wait({self._lost}, timeout=0.05)  # until then its last words may come
+        self._read()
+        if self.fatal is not None:
+            return self.fatal.error
+        if not self._ended.done():
+            return "the connection to it was lost"
+        code = self._ended.result()
+        return "its host is gone" if code is None else f"exit code {code}"
+
+    async def end(self, grace: float) -> None:
+        """Ask it to end, insist after `grace` seconds."""
+        if grace > 0 and self.ready is not None and not self.exited:
+            self.send(Shutdown())
+            await asyncio.wait({self._ended}, timeout=grace)
+        await self.kill()
+
+    async def kill(self) -> None:
+        if not self._ended.done():
+            with contextlib.suppress(HostGoneError, TimeoutError):
+                await asyncio.wait_for(self._host.kill(self._number), KILL_SECONDS)
+        self._ended.cancel()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        if not self._monitor.closed:
+            self._loop.remove_reader(self._monitor.fileno())
+            self._outbox.disable_monitor()
+            self._monitor.close(linger=0)
+        super().hang_up()
