@@ -159,7 +159,10 @@ class FakeSupply:
             speculator=Speculator(0, 16, 0.1, structured=grammars),
         )
 
-    def prepare(self, delay: float) -> None:
+    def prepare(self, number: int, delay: float) -> None:
+        pass
+
+    def release(self, number: int) -> None:
         pass
 
     async def close(self) -> None:

@@ -289,10 +289,10 @@ async def test_a_standby_that_cannot_be_started_costs_nothing():
         return "a core"
 
     supply = StandbySupply(spawn)
-    supply.prepare(0.0)
+    supply.prepare(0, 0.0)
     await asyncio.sleep(0)
     assert await supply.take(0) == "a core" and len(calls) == 2
-    supply.prepare(0.0)
+    supply.prepare(0, 0.0)
     assert supply._standby is not None
     supply._standby.cancel()
     assert await supply.take(0) == "a core"

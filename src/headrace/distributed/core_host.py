@@ -10,7 +10,6 @@ import sys
 
 import msgspec
 
-from headrace import __version__
 from headrace.distributed.process import Door
 from headrace.errors import HeadraceError
 
@@ -27,7 +26,7 @@ class CoreHost:
 
     async def introduce(self) -> tuple[str, str]:
         """The machine's address, and Headrace's version here."""
-        return self._address, __version__
+        return self._address, sys.modules["headrace"].__version__
 
     async def start(self, front_key: str, builder: str, log_level: str, log_format: str, traced: bool) -> tuple[int, Door]:
         """Start a process that lets in the owner of this key alone; its number here, and its door."""

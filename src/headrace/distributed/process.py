@@ -49,7 +49,8 @@ class Listener:
             socket.curve_secretkey = secret
             socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         self.outbox.sndtimeo = 1000  # when there is no front any more, this process is about to end
-        self.door = Door(*(s.getsockopt_string(zmq.LAST_ENDPOINT) for s in (self.inbox, self.outbox)), public.decode())
+        inbox, outbox = (s.getsockopt_string(zmq.LAST_ENDPOINT) for s in (self.inbox, self.outbox))
+        self.door = Door(inbox, outbox, public.decode())
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Asked by the authenticator: may the owner of this public key come in?"""

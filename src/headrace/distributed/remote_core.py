@@ -26,6 +26,8 @@ KILL_SECONDS = 5.0  # for the host to end it
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 ENDS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
+READABLE = int(zmq.POLLIN)
+
 
 class Host(Protocol):
     """As `core_host.CoreHost`, wherever that is. When it is gone, or cannot be reached, its methods raise HostGoneError."""
@@ -84,7 +86,7 @@ class RemoteCore(CoreLink):
 
     def _look(self) -> None:
         """What the monitor of the connection has to say."""
-        while not self._monitor.closed and self._monitor.get(zmq.EVENTS) & zmq.POLLIN:
+        while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & READABLE:
             recv_monitor_message(self._monitor)  # every kind that is asked for is an end
             if not self._lost.done():
                 self._lost.set_result(None)

@@ -34,10 +34,13 @@ class StandbySupply:
                 await core.kill()
         return await self._spawn()
 
-    def prepare(self, delay: float) -> None:
-        """Have a standby in `delay` seconds."""
+    def prepare(self, number: int, delay: float) -> None:
+        """Have a standby in `delay` seconds: one for all slots."""
         if self._standby is None:
             self._standby = asyncio.create_task(self._stand_by(delay))
+
+    def release(self, number: int) -> None:
+        pass
 
     async def _stand_by(self, delay: float) -> Core | None:
         """None if there cannot be one: a restart takes longer then."""

@@ -83,8 +83,8 @@ class Slots:
 
     async def end(self, grace: float) -> None:
         """After `stop`: end all cores, which have `grace` seconds to do so by themselves."""
-        await self.supply.close()
         await asyncio.gather(*(slot.supervisor.end(grace) for slot in self))
+        await self.supply.close()
 
     async def add(self) -> int:
         """The number of one more, when it takes requests. Raises EngineDeadError with the reason if it cannot start."""
@@ -140,6 +140,7 @@ class Slots:
         if self._slots.get(slot.number) is slot:
             del self._slots[slot.number]
             self._past[slot.number] = slot.past, slot.restarts
+            self.supply.release(slot.number)
 
     # ---------------------------------------------------------------- where streams go
 

@@ -64,11 +64,14 @@ class CoreSupply(Protocol):
         Raises OSError or HeadraceError if there is none to be had; whatever it raises later, it is asked again.
         """
 
-    def prepare(self, delay: float) -> None:
-        """Have another at hand in `delay` seconds, if this supply can."""
+    def prepare(self, number: int, delay: float) -> None:
+        """Have another at hand for this slot in `delay` seconds, if this supply can."""
+
+    def release(self, number: int) -> None:
+        """The slot of this number is no more, and its core has ended."""
 
     async def close(self) -> None:
-        """Nothing of what was prepared is left behind."""
+        """All cores have ended; nothing of what was prepared is left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +185,7 @@ class Supervisor:
 
     def prepare_standby(self, delay: float) -> None:
         if self.limits.standby:
-            self.supply.prepare(delay)
+            self.supply.prepare(self.number, delay)
 
     async def _run(self) -> None:
         reason = "its supervision was cancelled"
