@@ -29,6 +29,13 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields)
 
 
+def settings() -> tuple[str, str]:
+    """Level and form of the lines of this process, for `configure` in another one."""
+    level = logging.getLevelName(logging.getLogger("headrace").getEffectiveLevel())
+    is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+    return level if level in logging.getLevelNamesMapping() else "INFO", FORMATS[is_json]
+
+
 def configure(part: str, level: str, form: str = "text") -> None:
     """All loggers of this process, the libraries' too, write to stderr. `part`: what this process calls itself."""
     if logging.getLogger().handlers:  # whoever runs us in a process of his own has decided

@@ -13,21 +13,21 @@ from functools import partial
 from headrace.extras import is_installed
 
 
-def prewarm(device: str) -> None:
-    """Begin, in threads; whatever fails here is done again, and reported, where it is needed."""
+def prewarm(device: str, card: int = 0) -> None:
+    """Begin, in threads, for one of the visible cards; what fails here is done again, and reported, where it is needed."""
     if device not in ("auto", "cuda") or not is_installed("triton"):
         return
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver, no card
         return
-    for work in (partial(_make_context, driver), _hash_triton):
+    for work in (partial(_make_context, driver, card), _hash_triton):
         threading.Thread(target=work, daemon=True).start()
 
 
-def _make_context(driver: ctypes.CDLL) -> None:
+def _make_context(driver: ctypes.CDLL, card: int) -> None:
     if driver.cuInit(0) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), card)
 
 
 def _hash_triton() -> None:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -33,6 +33,9 @@ from headrace.scheduler.config import Limits
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import Draft, load_draft, make_speculator
 from headrace.structured_output.manager import StructuredOutput
+from headrace.tensor_parallel.leading_runner import LeadingRunner
+from headrace.tensor_parallel.messages import Built
+from headrace.tensor_parallel.ranks import Ranks
 from headrace.worker.batch_state import BatchState
 from headrace.worker.drafter import Drafter, SharedDrafter
 from headrace.worker.memory_plan import MemoryPlan, plan_memory
@@ -56,10 +59,13 @@ class Engine:
     device: torch.device
     dtype: torch.dtype
     load_seconds: float
+    ranks: Ranks | None = None  # the other processes of a tensor-parallel core
 
     def close(self) -> None:
         """Drop every tensor and give the memory back."""
         self.core.close()
+        if self.ranks is not None:
+            self.ranks.close()
         gc.collect()
         give_memory_back(self.device)
 
@@ -85,8 +91,11 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     checkpoint = checkpoint or resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
     check_options(config, checkpoint, model)
-    device = choose_device(config.device)
-    worker = build_worker(config, checkpoint, model, device, progress=progress)
+    device, ranks = choose_device(config.device, 0, config.tensor_parallel_size), None
+    if config.tensor_parallel_size == 1:
+        worker = build_worker(config, checkpoint, model, device, progress=progress)
+    else:
+        worker, ranks = build_leader(config, checkpoint, model, device, progress)
     runner, limits = worker.runner, worker.limits
     structured = structured_output(config, model, worker.tokenizer)
     speculator = make_speculator(config, limits, structured, runner.drafter, device, runner.graphs)
@@ -102,7 +111,35 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     )
     seconds, dtype = time.perf_counter() - began, runner.decoder.dtype
     logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
-    return Engine(core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, seconds)
+    return Engine(core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, seconds, ranks)
+
+
+def build_leader(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, device: torch.device, progress: bool
+) -> tuple[Worker, Ranks]:
+    """The first rank's worker, and the others, which are told what it does. If anything fails nothing of them is left."""
+    # what had to be downloaded is there
+    ranks = Ranks(replace(config, local_files_only=True), f"{build_rank.__module__}:{build_rank.__name__}")
+    try:
+        worker = build_worker(config, checkpoint, model, device, ranks.join(device), progress=progress)
+        ranks.wait_for(Built)
+    except BaseException as e:
+        reason = ranks.explain(e)
+        ranks.close()
+        if reason is e:
+            raise
+        raise reason from e
+    worker.runner = LeadingRunner(worker.runner, ranks)
+    return worker, ranks
+
+
+def build_rank(config: EngineConfig, rank: int, join: Callable[[torch.device], Group]) -> ModelRunner:
+    """What another rank's process runs. `join` meets the others, when they are all there."""
+    checkpoint = resolve_checkpoint(config)
+    device = choose_device(config.device, rank, config.tensor_parallel_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return build_worker(config, checkpoint, model_config_from_hf(checkpoint.config), device, join(device)).runner
 
 
 @dataclass(slots=True)
@@ -209,12 +246,16 @@ def decode_graphs(
     return DecodeGraphs(forward.decode, kv, state, limits.max_num_seqs, limits.max_model_len, limits.max_draft_rows)
 
 
-def choose_device(wanted: str) -> torch.device:
-    """The named device, or the best one there is. Raises ParameterError if it is not there."""
+def choose_device(wanted: str, rank: int = 0, ranks: int = 1) -> torch.device:
+    """The named device, or the best one there is; each of several ranks has its own. Raises ParameterError if it is missing."""
     has_card = torch.cuda.is_available()
     if wanted == "cuda" and not has_card:
         raise ParameterError("device", wanted, "auto or cpu: torch finds no CUDA device here")
-    return torch.device("cuda" if has_card and wanted != "cpu" else "cpu")
+    if wanted == "cpu" or not has_card:
+        return torch.device("cpu")
+    if ranks > (cards := torch.cuda.device_count()):
+        raise ParameterError("tensor_parallel_size", ranks, f"at most {cards}, the cards that this process sees")
+    return torch.device("cuda") if ranks == 1 else torch.device("cuda", rank)
 
 
 def fit_context(asked: EngineConfig, limits: Limits) -> Limits:

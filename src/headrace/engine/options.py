@@ -13,6 +13,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
+from headrace.model.shard import check_size
 from headrace.native.precision import choose_precision, stored_encodings
 from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
@@ -23,8 +24,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
 
     `here`: the engine will run on this machine; else on one that has what `device` asks for, as far as is known now.
     """
-    if config.tensor_parallel_size != 1:
-        raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, "1 (more is not supported yet)")
+    check_size(model, config.tensor_parallel_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")
     driver = _has_cuda_driver() if here else config.device != "cpu"

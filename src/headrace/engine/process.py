@@ -29,17 +29,19 @@ from headrace.config import EngineConfig, prepare_threads
 from headrace.engine.messages import Outputs
 from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.wire import Abort, Add, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
-from headrace.errors import HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
     from headrace.engine.core import EngineCore
+    from headrace.tensor_parallel.ranks import Death
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.5
 STATS_SECONDS = 0.1
 IDLE_POLL_MS = 100
+LAST_WORDS_SECONDS = 0.05  # for the socket's own thread to send them: it does not say when it has
 PR_SET_PDEATHSIG = 1
 READABLE = int(zmq.POLLIN)
 
@@ -205,6 +207,14 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
         with lock, contextlib.suppress(zmq.Again):  # two threads send
             outbox.send(encoder.encode(message))
 
+    def end_with_ranks(death: Death) -> None:
+        """Other ranks of this core are dead, and a step that waits for them never ends: this process does, in any thread."""
+        send(Fatal(death.why, permanent=False))
+        time.sleep(LAST_WORDS_SECONDS)
+        if death.killed:  # by somebody: no request's doing (see engine.probation)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+
     loop: CoreLoop | None = None
     begun = threading.Event()
     threading.Thread(target=watch, args=(lambda: loop, begun, send, parent), daemon=True).start()
@@ -218,6 +228,8 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
         config = config or decoder.decode(inbox.recv())
         begun.set()
         engine = build(config)
+        if engine.ranks is not None:
+            engine.ranks.on_death(end_with_ranks)
         resolved = engine.config
         ready = Ready(
             max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
@@ -229,7 +241,7 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
         loop.run()
         return 0
     except HeadraceError as e:
-        send(Fatal(str(e), permanent=loop is None))
+        send(Fatal(str(e), permanent=loop is None and not isinstance(e, EngineDeadError)))
         return 2
     except Exception as e:
         logger.exception("the engine core fails")

@@ -1,0 +1,84 @@
+"""What the ranks of a core say to each other on the device, over torch's process groups: gloo on a CPU, NCCL on cards.
+
+The groups are made directly, over a store in an unnamed file that the ranks share: no default group, which a process has once,
+no port for the store, nothing left behind. Parts are gathered and added here, in the order of ranks: what a library's
+all-reduce adds first depends on the size of the message.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.model.shard import Shard
+
+PIECE_BYTES = 16 << 20  # of each rank's part that is gathered at once for a sum
+MEETING_SECONDS = 60.0  # until all are there; each has said before that it is about to come
+FOR_EVER = timedelta(days=365)  # that a rank has died is seen by others than its peers
+
+
+class ProcessGroup:
+    """A Group over one of torch's backends."""
+
+    def __init__(self, shard: Shard, device: torch.device, store: str):
+        """Meets the others; `store` is a path of the file that they share. Raises RuntimeError if one does not come."""
+        self.shard, self.device = shard, device
+        self.store = dist.FileStore(store, shard.size)
+        self.store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+        self.backend: Any = _nccl(self.store, shard) if device.type == "cuda" else _gloo(self.store, shard)
+
+    def gather(self, part: Tensor) -> Tensor:
+        parts = torch.empty((self.shard.size, *part.shape), dtype=part.dtype, device=part.device)
+        if part.numel():
+            self.backend._allgather_base(_bytes(parts), _bytes(part.contiguous())).wait()
+        return parts
+
+    def sum(self, part: Tensor) -> Tensor:
+        flat = part.reshape(-1)
+        total = torch.empty_like(flat)
+        size = PIECE_BYTES // part.itemsize
+        for begin in range(0, len(flat), size):
+            piece = flat[begin : begin + size]
+            first, *others = self.gather(piece)
+            running = first.float()
+            for other in others:
+                running += other
+            total[begin : begin + size] = running
+        return total.view(part.shape)
+
+    def share(self, tensor: Tensor) -> None:
+        if not tensor.numel():
+            return
+        whole = tensor.contiguous()
+        self.backend.broadcast([_bytes(whole)]).wait()
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    def abort(self) -> None:
+        """Somebody is gone for good: let go whoever waits for him."""
+        self.backend.abort()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Of any dtype: they are moved, not computed with."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _gloo(store: dist.Store, shard: Shard) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=MEETING_SECONDS)
+    group = gloo(dist.PrefixStore("gloo", store), shard.rank, shard.size, options)
+    group._set_default_timeout(FOR_EVER)
+    return group
+
+
+def _nccl(store: dist.Store, shard: Shard) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = FOR_EVER
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), shard.rank, shard.size, options)

@@ -1,0 +1,60 @@
+"""Rank 0's runner: it tells the other ranks what it is about to do, and then does it.
+
+What it decides (a captured step or not, and which; whether the sampler has whole rows) it says; the others decide nothing. If
+it fails in between, they have done what it has not, and nobody can go on: all end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from headrace.sampling.penalties import UserProcessor
+from headrace.scheduler.plan import StepPlan
+from headrace.structured_output.manager import GrammarMasks
+from headrace.tensor_parallel.messages import Capture, Compute, Replay, Sample, ToRank
+from headrace.tensor_parallel.ranks import Ranks
+from headrace.worker.model_runner import ModelRunner, Pending, StepHandle
+from headrace.worker.sampling import Tail
+
+Done = TypeVar("Done")
+
+
+class LeadingRunner(ModelRunner):
+    """See ModelRunner. Takes over what `runner` has."""
+
+    def __init__(self, runner: ModelRunner, ranks: Ranks):
+        super().__init__(runner.decoder, runner.kv, runner.state, runner.graphs, runner.drafter)
+        self._ranks = ranks
+
+    def compute(self, plan: StepPlan) -> Pending:
+        return self._all(Compute(plan), lambda: super(LeadingRunner, self).compute(plan))
+
+    def replay(self, plan: StepPlan, tail: Tail) -> Pending:
+        return self._all(Replay(plan, tail.value), lambda: super(LeadingRunner, self).replay(plan, tail))
+
+    def sample(
+        self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = (), edited: bool = False
+    ) -> StepHandle:
+        edited = edited or masks is not None or bool(users)
+        return self._all(Sample(edited), lambda: super(LeadingRunner, self).sample(pending, masks, users, edited))
+
+    def idle(self) -> bool:
+        self._ranks.check()
+        graphs = self.graphs
+        key = None if graphs is None else graphs.next_planned()
+        if graphs is None or key is None:
+            return False
+        self._all(Capture(key.rows, key.context, key.tail.value, key.related), lambda: graphs.capture(key))
+        return True
+
+    def _all(self, message: ToRank, act: Callable[[], Done]) -> Done:
+        self._ranks.check()
+        try:
+            self._ranks.tell(message)
+            return act()
+        except BaseException as e:
+            reason = self._ranks.give_up(e)
+            if reason is e:
+                raise
+            raise reason from e

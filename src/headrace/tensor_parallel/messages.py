@@ -1,0 +1,88 @@
+"""What rank 0 tells the others to do, one frame of the ring each, and what these say of themselves: msgpack, never pickle.
+
+    Begin        the options: build what runs the steps
+    Replay       a captured step, with what follows its forward (None of these is decided by the rank itself)
+    Compute      a step that is not captured, up to its logits
+    Sample       the rows of the last Compute, or of a Replay that ends with the logits
+    Capture      a step that is likely to be needed, while there is nothing else to do
+    End          nothing more will come
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.config import EngineConfig
+from headrace.scheduler.plan import StepPlan
+
+
+class Begin(msgspec.Struct, tag=True, array_like=True):
+    config: EngineConfig
+
+
+class Replay(msgspec.Struct, tag=True, array_like=True):
+    plan: StepPlan
+    tail: str
+
+
+class Compute(msgspec.Struct, tag=True, array_like=True):
+    plan: StepPlan
+
+
+class Sample(msgspec.Struct, tag=True, array_like=True):
+    edited: bool  # rank 0 has masks of grammars or users' functions for the rows
+
+
+class Capture(msgspec.Struct, tag=True, array_like=True):
+    rows: int
+    context: int
+    tail: str
+    related: bool
+
+
+class End(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+ToRank = Begin | Replay | Compute | Sample | Capture | End
+
+
+class Here(msgspec.Struct, tag=True):
+    """A rank has imported everything and looks for the others."""
+
+
+class Built(msgspec.Struct, tag=True):
+    """It can run steps."""
+
+
+class LastWords(msgspec.Struct, tag=True):
+    """It ends because of this. `refused`: options or memory do not allow it, and another try would end in the same way."""
+
+    error: str
+    refused: bool
+
+
+FromRank = Here | Built | LastWords
+
+
+def to_wire(value: Any) -> Any:
+    """For encoders: arrays as type, shape and bytes, packed ids as their bytes."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, array):
+        return value.tobytes()
+    raise NotImplementedError(f"a {type(value).__name__} does not travel")
+
+
+def from_wire(kind: type, value: Any) -> Any:
+    """For decoders: the reverse."""
+    if kind is np.ndarray:
+        dtype, shape, data = value
+        return np.frombuffer(data, dtype).reshape(shape)
+    if kind is array:
+        return array("i", value)
+    raise NotImplementedError(f"a {kind.__name__} does not travel")
