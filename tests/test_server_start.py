@@ -55,7 +55,7 @@ def never_starts(monkeypatch):
 
 WRONG = [  # options, what the error begins with, the same for the library
     (["--max-model-len", "99999"], "--max-model-len: got 99999, allowed: at most 256", {"max_model_len": 99999}),
-    (["--tensor-parallel-size", "2"], "--tensor-parallel-size: got 2, allowed: 1", {"tensor_parallel_size": 2}),
+    (["--tensor-parallel-size", "4"], "--tensor-parallel-size: got 4, allowed: 1, 2 (what divides", {"tensor_parallel_size": 4}),
     (["--attention-backend", "fa3", "--device", "cpu"], "--attention-backend: got 'fa3', allowed: auto or torch",
      {"attention_backend": "fa3", "device": "cpu"}),
     (["--attention-backend", "best"], "--attention-backend: got 'best', allowed: one of auto", {"attention_backend": "best"}),

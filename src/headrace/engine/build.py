@@ -251,11 +251,11 @@ def choose_device(wanted: str, rank: int = 0, ranks: int = 1) -> torch.device:
     has_card = torch.cuda.is_available()
     if wanted == "cuda" and not has_card:
         raise ParameterError("device", wanted, "auto or cpu: torch finds no CUDA device here")
-    if wanted == "cpu" or not has_card:
-        return torch.device("cpu")
+    if ranks == 1 or wanted == "cpu" or not has_card:
+        return torch.device("cuda" if has_card and wanted != "cpu" else "cpu")
     if ranks > (cards := torch.cuda.device_count()):
         raise ParameterError("tensor_parallel_size", ranks, f"at most {cards}, the cards that this process sees")
-    return torch.device("cuda") if ranks == 1 else torch.device("cuda", rank)
+    return torch.device("cuda", rank)
 
 
 def fit_context(asked: EngineConfig, limits: Limits) -> Limits:

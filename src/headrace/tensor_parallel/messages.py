@@ -1,11 +1,11 @@
 """What rank 0 tells the others to do, one frame of the ring each, and what these say of themselves: msgpack, never pickle.
 
-    Begin        the options: build what runs the steps
-    Replay       a captured step, with what follows its forward (None of these is decided by the rank itself)
-    Compute      a step that is not captured, up to its logits
-    Sample       the rows of the last Compute, or of a Replay that ends with the logits
-    Capture      a step that is likely to be needed, while there is nothing else to do
-    End          nothing more will come
+Begin        the options: build what runs the steps
+Replay       a captured step, with what follows its forward (None of these is decided by the rank itself)
+Compute      a step that is not captured, up to its logits
+Sample       the rows of the last Compute, or of a Replay that ends with the logits
+Capture      a step that is likely to be needed, while there is nothing else to do
+End          nothing more will come
 """
 
 from __future__ import annotations

@@ -60,14 +60,14 @@ class Ranks:
         ring = make_ring(others)
         # the file in which the groups of all ranks find each other: it has no name, and is open as long as this object lives
         self._store = os.memfd_create("headrace-store")
-        try:
-            self._processes = processes = _Processes(others, ring, self._store, builder)
-            self._writer = Writer(ring, others, self.check)
-        finally:
-            os.close(ring)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+        self._processes = processes = _Processes(others, ring, self._store, builder)
         self._finish = weakref.finalize(self, _finish, processes, self._store)
-        processes.start()
+        try:
+            self._writer = Writer(ring, others, self.check)
+            processes.start()
+        finally:
+            os.close(ring)  # it is mapped here, and open in the others
         self.tell(Begin(config))
 
     @property
