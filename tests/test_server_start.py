@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
+from headrace.api.tls import tls_context
 from headrace.cli import main
-from headrace.cli.tls import tls_context
 from headrace.config import EngineConfig
 from headrace.engine import core_process
 from headrace.engine.build import build_engine
@@ -197,7 +197,7 @@ def test_a_file_without_permission_is_named(tls, monkeypatch):
     def refuse(self, *_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("headrace.cli.tls._check_readable", lambda option, path: None)
+    monkeypatch.setattr("headrace.api.tls._check_readable", lambda option, path: None)
     monkeypatch.setattr("ssl.SSLContext.load_cert_chain", refuse)
     with pytest.raises(ParameterError, match="--ssl-"):
         tls_context(str(tls / "cert"), str(tls / "key"))

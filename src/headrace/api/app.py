@@ -22,11 +22,12 @@ from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
+from headrace.api.limits import Limits
 from headrace.api.middleware import Gate
 from headrace.api.responses import responses
 from headrace.api.sse import RAW_SEND
 from headrace.engine.interface import AsyncEngine
-from headrace.metrics.prometheus import PrometheusMetrics
+from headrace.metrics.prometheus import HttpMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,13 @@ class Application(Starlette):
 
 
 def create_app(
-    engine: AsyncEngine, config: ServerConfig | None = None, metrics: PrometheusMetrics | None = None
+    engine: AsyncEngine, config: ServerConfig | None = None, metrics: HttpMetrics | None = None, limits: Limits | None = None
 ) -> Starlette:
-    """The server's application around a running (or still loading) engine. It does not own the engine."""
-    ctx = ApiContext(engine, config or ServerConfig(), metrics)
+    """The server's application around a running (or still loading) engine. It does not own the engine.
+
+    `metrics` and `limits`: where something else counts than this application.
+    """
+    ctx = ApiContext(engine, config or ServerConfig(), metrics, limits)
 
     def route(path: str, handler: Handler, method: str, *, needs_engine: bool = False) -> Route:
         return Route(path, Endpoint(ctx, handler, needs_engine), methods=[method])

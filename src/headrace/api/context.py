@@ -22,7 +22,7 @@ from headrace.conversation.template import ChatTemplate
 from headrace.conversation.turn_end import end_token_ids
 from headrace.engine.interface import AsyncEngine
 from headrace.errors import ParameterError
-from headrace.metrics.prometheus import PrometheusMetrics
+from headrace.metrics.prometheus import HttpMetrics, PrometheusMetrics
 from headrace.sampling.params import SamplingParams
 from headrace.text.inputs import InputProcessor
 
@@ -33,9 +33,11 @@ T = TypeVar("T")
 class ApiContext:
     """State of one application; attributes that need the model are made at first use, after it has been loaded."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, metrics: PrometheusMetrics | None = None):
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, metrics: HttpMetrics | None = None, limits: Limits | None = None
+    ):
         self.engine, self.config, self.metrics = engine, config, metrics or PrometheusMetrics(engine)
-        self.limits = Limits(engine, config)
+        self.limits = limits or Limits(engine, config)
         self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")

@@ -1,8 +1,9 @@
-"""Who may be let in now: readiness, queue limits, Retry-After from the measured drain rate."""
+"""Who may be let in now: readiness, queue limits, requests of one key, Retry-After from the measured drain rate."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, too_many, unavailable
@@ -39,12 +40,16 @@ class Ticket:
 
 
 class Limits:
-    """Counts what this process has accepted, so that a burst cannot slip in between two reports of the engine."""
+    """Counts what has been accepted, so that a burst cannot slip in between two reports of the engine.
+
+    The methods that let in are coroutines: where several processes serve, another one counts for all of them.
+    """
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig):
         self.engine, self.config = engine, config
         self.active = 0  # samples accepted and not ended
         self.unstarted_tokens = 0  # prompt tokens of those without any output yet
+        self._in_progress: Counter[int] = Counter()  # index of the key -> requests
 
     def check_ready(self) -> None:
         """Raise a 503 while the model loads, while the server drains and when the engine has given up."""
@@ -64,8 +69,26 @@ class Limits:
             return 1
         return max(1, min(MAX_RETRY_AFTER, math.ceil(waiting / status.drain_rate)))
 
-    def admit(self, num_samples: int, num_tokens: int) -> Ticket:
-        """Take `num_samples` samples of `num_tokens` prompt tokens together, or raise a 429. Use it as a context manager.
+    async def admit(self, num_samples: int, num_tokens: int) -> Ticket:
+        """As `take`."""
+        return self.take(num_samples, num_tokens)
+
+    async def enter(self, key: int) -> None:
+        """As `take_key`."""
+        self.take_key(key)
+
+    def take_key(self, key: int) -> None:
+        """One more request of this key, until it leaves; raises a 429 if there are as many as may be."""
+        most = self.config.max_concurrent_per_key
+        if most is not None and self._in_progress[key] >= most:
+            raise too_many(f"{most} requests are in progress for this key already.", self.retry_after())
+        self._in_progress[key] += 1
+
+    def leave(self, key: int) -> None:
+        self._in_progress[key] -= 1
+
+    def take(self, num_samples: int, num_tokens: int) -> Ticket:
+        """Take `num_samples` samples of `num_tokens` prompt tokens together, or raise a 429. The ticket is a context manager.
 
         On an idle server a request is taken whatever its size: it could never come in otherwise.
         """

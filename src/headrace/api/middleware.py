@@ -13,7 +13,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import ApiError, invalid, too_many
+from headrace.api.errors import ApiError, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ class Gate:
             for index, key in enumerate(ctx.config.api_keys)
             for form in {key.encode(), key.encode("latin-1" if max(key) <= "\xff" else "utf-8")}
         ]
-        self._in_progress: dict[int, int] = {}  # index of the key -> requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +58,10 @@ class Gate:
 
         key = None
         try:
-            key = self._enter(scope, headers)
+            counted = self._key_of(scope, headers)
+            if counted is not None:
+                await self.ctx.limits.enter(counted)
+                key = counted
             state = scope.setdefault("state", {})
             state["arrival"], state["timeout"] = arrival, self._timeout(headers.get(b"x-request-timeout"))
             state["request_id"] = request_id.decode()
@@ -68,14 +70,14 @@ class Gate:
             await error.response()(scope, receive, send_with_id)
         finally:
             if key is not None:
-                self._in_progress[key] -= 1
+                self.ctx.limits.leave(key)
             self.ctx.metrics.answered(scope["path"], status)
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             seconds = time.monotonic() - arrival
             logger.log(level, "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, seconds)
 
-    def _enter(self, scope: Scope, headers: dict[bytes, bytes]) -> int | None:
-        """Checks before anything is read. Returns the key under which the request counts as in progress, if it does."""
+    def _key_of(self, scope: Scope, headers: dict[bytes, bytes]) -> int | None:
+        """Checks before anything is read. Returns the key under which the request is to count as in progress, if it is."""
         if sum(len(k) + len(v) for k, v in scope["headers"]) > self.ctx.config.max_header_bytes:
             raise ApiError(431, "The headers are too large.", code="headers_too_large", headers={"connection": "close"})
         key = 0
@@ -85,13 +87,7 @@ class Gate:
                 text = "A valid API key is needed: `Authorization: Bearer KEY`."
                 raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             key = found
-        most = self.ctx.config.max_concurrent_per_key
-        if most is None or scope["method"] != "POST":
-            return None
-        if self._in_progress.get(key, 0) >= most:
-            raise too_many(f"{most} requests are in progress for this key already.", self.ctx.limits.retry_after())
-        self._in_progress[key] = self._in_progress.get(key, 0) + 1
-        return key
+        return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" else key
 
     def _key(self, authorization: bytes) -> int | None:
         """Index of the key; every key is compared, in time that does not depend on the content."""

@@ -76,7 +76,7 @@ async def server_version(ctx: ApiContext, request: Request) -> Response:
 
 
 async def metrics_page(ctx: ApiContext, request: Request) -> Response:
-    data, media_type = ctx.metrics.render()
+    data, media_type = await ctx.metrics.page()
     return Response(data, headers={"content-type": media_type})
 
 
@@ -173,7 +173,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
         ticket.ended()
 
     async with Lifeline(request.receive, seconds_left(request)):
-        with ctx.limits.admit(len(batch), tokens) as ticket:
+        with await ctx.limits.admit(len(batch), tokens) as ticket:
             await run_all([one(i, ids, ticket) for i, ids in enumerate(batch)])
     data = [{"object": "embedding", "index": i, "embedding": _encoded(body, v)} for i, v in enumerate(vectors)]
     return json_response(

@@ -16,10 +16,10 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from headrace.api.tls import tls_context
 from headrace.cli.keys import server_keys
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
-from headrace.cli.tls import tls_context
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.files import read_text
@@ -233,9 +233,8 @@ class Server:
 
     def _parts(self, builder: str):
         """The client of the engine, its metrics and the HTTP server, put together and not started."""
-        import uvicorn
-
         from headrace.api.app import create_app
+        from headrace.api.http_server import http_server
         from headrace.config import EngineConfig
         from headrace.engine.client import EngineClient
         from headrace.engine.supervision import SupervisionConfig
@@ -263,14 +262,7 @@ class Server:
             self.trace = TraceFile(args.trace)
             client.observers.append(self.trace)
         app = create_app(client, config, metrics)
-        options = uvicorn.Config(
-            app, log_config=None, log_level=args.log_level, access_log=False, lifespan="on", timeout_keep_alive=75,
-            server_header=False,
-        )  # fmt: skip
-        options.load()
-        options.ssl = self.tls
-        http = uvicorn.Server(options)
-        http.capture_signals = contextlib.nullcontext  # type: ignore  # ours drain first
+        http = http_server(app, args.log_level, self.tls)
         return client, metrics, http
 
     async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:

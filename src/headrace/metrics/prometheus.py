@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -58,6 +58,17 @@ class SampleRecord:
     cached_tokens: int
     first_output: float | None  # arrival of the request to the sample's first tokens
     total: float  # arrival to end
+
+
+class HttpMetrics(Protocol):
+    """Who is told what the HTTP layer does, and asked for the metrics page. It may be in another process."""
+
+    def sample_ended(self, record: SampleRecord) -> None: ...
+
+    def answered(self, path: str, status: int) -> None: ...
+
+    async def page(self) -> tuple[bytes, str]:
+        """The page and its media type."""
 
 
 class Histogram:
@@ -143,6 +154,9 @@ class PrometheusMetrics(Collector):
             self.rejections[REJECTIONS[status]] += 1
 
     # ---------------------------------------------------------------- asked by Prometheus
+
+    async def page(self) -> tuple[bytes, str]:
+        return self.render()
 
     def render(self) -> tuple[bytes, str]:
         return generate_latest(self._registry), CONTENT_TYPE
