@@ -20,12 +20,19 @@ from headrace.api.tls import tls_context
 from headrace.cli.keys import server_keys
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
+from headrace.cli.port import bind
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.files import read_text
 from headrace.logs import FORMATS, configure
 
 if TYPE_CHECKING:
+    import uvicorn
+
+    from headrace.api.config import ServerConfig
+    from headrace.api_processes.parent import ApiProcesses
+    from headrace.engine.client import EngineClient
+    from headrace.metrics.prometheus import PrometheusMetrics
     from headrace.metrics.trace import TraceFile
 
 logger = logging.getLogger("headrace.server")
@@ -39,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", type=text, default="127.0.0.1", help="address to listen on; the default is this machine only")
     server.add_argument("--port", type=int, metavar="N", default=8000, help="0: any free one, which is printed")
+    server.add_argument(
+        "--api-processes", type=int, metavar="N", default=1, help="that serve HTTP on this port, in front of one engine"
+    )
     server.add_argument(
         "--served-model-name", type=text, action="append", metavar="NAME",
         help="name clients use (repeatable; default: the model's)",
@@ -116,26 +126,13 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
         raise ParameterError("--metrics-prefix", args.metrics_prefix, "a name of letters, digits and _")
     if not 0 <= args.stats_interval < 1e7:
         raise ParameterError("--stats-interval", args.stats_interval, "seconds in [0, 1e7]")
+    if not 1 <= args.api_processes <= 64:
+        raise ParameterError("--api-processes", args.api_processes, "an integer in [1, 64]")
     args.model = args.model_tag or args.model
-    listener = bind(args.host, args.port)
-    server = Server(args, listener, began, builder)
+    listeners = bind(args.host, args.port, args.api_processes)
+    server = Server(args, listeners, began, builder)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     return loop.run(server.run())
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Listen on exactly this address. Raises ParameterError at once if that is not possible."""
-    if not 0 <= port <= 65535:
-        raise ParameterError("--port", port, "an integer in [0, 65535]")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as e:
-        raise ParameterError("--host, --port", f"{host}:{port}", f"an address that can be bound ({e.strerror or e})") from None
-    return listener
 
 
 def generation_defaults(text: str) -> dict[str, Any]:
@@ -178,8 +175,8 @@ def server_config(args: argparse.Namespace):
 class Server:
     """One run of the server, from the bound port to the exit code. Making one looks at all that the options say."""
 
-    def __init__(self, args: argparse.Namespace, listener: socket.socket, began: float, builder: str):
-        self.args, self.listener, self.began = args, listener, began
+    def __init__(self, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str):
+        self.args, self.listeners, self.began = args, listeners, began
         self.signals = 0
         self.stop = asyncio.Event()
         self.failed: str | None = None  # why this ends although nobody wanted it to
@@ -191,11 +188,11 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signal)
-        host, port = self.listener.getsockname()[:2]
+        host, port = self.listeners[0].getsockname()[:2]
         base = f"{'http' if self.tls is None else 'https'}://{host if ':' not in host else f'[{host}]'}:{port}"
         logger.info("listening on %s", base)
         await self.client.start()
-        serving = self._task(self.http.serve(sockets=[self.listener]), "the HTTP server", vital=True)
+        serving = self._task(self.http.serve(sockets=self.listeners), "the HTTP server", vital=True)
         background = [self._task(self._loaded(base), "the message that the model is loaded")]
         if self.args.stats_interval > 0:
             from headrace.metrics.log_line import StatsLine
@@ -227,14 +224,12 @@ class Server:
         task.add_done_callback(ended)
         return task
 
-    def _gave_up(self, why: str) -> None:
-        self.failed = f"the engine has ended: {why}"
+    def _give_up(self, why: str) -> None:
+        self.failed = self.failed or why
         self.stop.set()
 
     def _parts(self, builder: str):
-        """The client of the engine, its metrics and the HTTP server, put together and not started."""
-        from headrace.api.app import create_app
-        from headrace.api.http_server import http_server
+        """The client of the engine, its metrics and what serves HTTP, put together and not started."""
         from headrace.config import EngineConfig
         from headrace.engine.client import EngineClient
         from headrace.engine.supervision import SupervisionConfig
@@ -250,8 +245,8 @@ class Server:
                 heartbeat_timeout=args.heartbeat_timeout, step_timeout=args.step_timeout, max_restarts=args.max_restarts,
                 standby=args.standby,
             ),
-            builder=builder, log_level=args.log_level, log_format=args.log_format, on_give_up=self._gave_up,
-            traced=args.trace is not None,
+            builder=builder, log_level=args.log_level, log_format=args.log_format,
+            on_give_up=lambda why: self._give_up(f"the engine has ended: {why}"), traced=args.trace is not None,
         )  # fmt: skip
         client.generation_defaults |= defaults
         logger.info("%s: tokenizer and configuration read", client.model_name)
@@ -261,9 +256,25 @@ class Server:
         if args.trace is not None:
             self.trace = TraceFile(args.trace)
             client.observers.append(self.trace)
-        app = create_app(client, config, metrics)
-        http = http_server(app, args.log_level, self.tls)
-        return client, metrics, http
+        return client, metrics, self._http(client, config, metrics)
+
+    def _http(self, client: EngineClient, config: ServerConfig, metrics: PrometheusMetrics) -> uvicorn.Server | ApiProcesses:
+        """The application in this process, or processes that each have one."""
+        from headrace.api.app import create_app
+        from headrace.api.http_server import http_server
+        from headrace.api_processes.parent import ApiProcesses
+        from headrace.api_processes.wire import Start
+        from headrace.distributed.remote_wire import EngineState
+
+        args = self.args
+        if args.api_processes == 1:
+            return http_server(create_app(client, config, metrics), args.log_level, self.tls)
+        start = Start(
+            client.config, config, EngineState.of(client), client.model_name, client.generation_defaults, int(time.time()),
+            args.log_level, args.ssl_certfile, args.ssl_keyfile,
+        )  # fmt: skip
+        limits = args.heartbeat_timeout, args.max_restarts
+        return ApiProcesses(client, metrics, start, args.log_format, *limits, give_up=self._give_up)
 
     async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         """Let what runs finish, as far as the time goes; who is cut off is told so."""

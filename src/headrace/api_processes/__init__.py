@@ -1,0 +1,1 @@
+"""Several HTTP processes in front of one engine's client, on one port."""

@@ -1,0 +1,37 @@
+"""The server's port: bound before anything slow happens, for one process or for several."""
+
+from __future__ import annotations
+
+import socket
+
+from headrace.errors import ParameterError
+
+
+def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
+    """Listen on exactly this address, with so many sockets. Raises ParameterError at once if that is not possible.
+
+    The first is bound alone, which fails where another server has the port; then it lets the others beside it. The kernel
+    spreads connections over them by a hash of their addresses.
+    """
+    if not 0 <= port <= 65535:
+        raise ParameterError("--port", port, "an integer in [0, 65535]")
+    listeners: list[socket.socket] = []
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        for number in range(count):
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if number > 0:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            listener.bind(address)
+            if number == 0 and count > 1:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                address = listener.getsockname()
+        for listener in listeners:
+            listener.listen(2048)
+    except OSError as e:
+        for listener in listeners:
+            listener.close()
+        raise ParameterError("--host, --port", f"{host}:{port}", f"an address that can be bound ({e.strerror or e})") from None
+    return listeners

@@ -1,0 +1,143 @@
+"""Both ways between two processes of one machine, each bounded: what is said in one turn of the event loop is one message.
+
+A reader that takes nothing fills two queues of sockets, and nothing else: then the pipe is `full`, and whoever has much to say
+waits for `room`. What must be said all the same (answers to what the other side has asked) is kept until there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from headrace.engine.wire import from_wire, to_wire
+
+QUEUE = 64  # messages in each end's queue
+RETRY_SECONDS = 0.01  # between looks whether a full pipe has room again
+TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
+POLL_MS = 100
+
+
+class Pipe:
+    """One end. `kinds`: the union of what comes; `handler` gets each of it, and what it raises ends the reading."""
+
+    def __init__(self, inbox: zmq.Socket, outbox: zmq.Socket, kinds: Any, handler: Callable[[Any], None]):
+        self._inbox, self._outbox, self._handler = inbox, outbox, handler
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
+        self._decoder = msgspec.msgpack.Decoder(list[kinds], dec_hook=from_wire)
+        self._said: list[msgspec.Raw] = []
+        self._due = self._again = self._closed = False
+        self._rest: bytes | None = None  # a message for which there was no room
+        self._roomy = asyncio.Event()
+        self.broken: asyncio.Future[None] = self._loop.create_future()  # gets what the handler raises
+        self._loop.add_reader(inbox.fileno(), self._read)
+        self._loop.call_soon(self._read)
+
+    @property
+    def full(self) -> bool:
+        return self._rest is not None
+
+    async def room(self) -> None:
+        while self._rest is not None:
+            await self._roomy.wait()
+
+    def say(self, message: Any) -> None:
+        """Raises what msgspec raises for a message that cannot travel."""
+        self._said.append(msgspec.Raw(self._encoder.encode(message)))
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send now what has been said."""
+        self._due = False
+        if self._closed or not self._said or self._rest is not None:
+            return
+        data, self._said = self._encoder.encode(self._said), []
+        self._send(data)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._outbox.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            self._rest = data
+            self._roomy.clear()
+            self._loop.call_later(RETRY_SECONDS, self._retry)
+        except zmq.ZMQError:  # the other end dies: that is handled where it is noticed
+            pass
+
+    def _retry(self) -> None:
+        data, self._rest = self._rest, None
+        if data is None or self._closed:
+            return
+        self._send(data)
+        if self._rest is None:
+            self._roomy.set()
+            self.flush()
+
+    def _read(self) -> None:
+        self._again = False
+        end = time.perf_counter() + TURN_SECONDS
+        try:
+            while not self._closed:
+                for message in self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)):
+                    self._handler(message)
+                if time.perf_counter() > end:
+                    if not self._again:
+                        self._again = True
+                        self._loop.call_soon(self._read)
+                    return
+        except zmq.Again:
+            pass
+        except Exception as e:
+            if not self.broken.done():
+                self.broken.set_exception(e)
+
+    def close(self, linger: float = 0.0) -> None:
+        """`linger`: seconds for what has been said and not been taken yet."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        self._rest = None
+        self._roomy.set()
+        self._loop.remove_reader(self._inbox.fileno())
+        self._inbox.close(linger=0)
+        self._outbox.close(linger=int(1000 * linger))
+        self.broken.cancel()
+
+
+def bounded(context: zmq.Context, kind: int) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.set_hwm(QUEUE)
+    socket.linger = 0
+    return socket
+
+
+def connect(context: zmq.Context, inbox_address: str, outbox_address: str, parent: int) -> tuple[zmq.Socket, zmq.Socket]:
+    """A child's two sockets. Nobody needs their names any more when they are connected, and the directory goes.
+
+    Ends this process if its parent has died.
+    """
+    home = Path(inbox_address.removeprefix("ipc://")).parent
+    inbox, outbox = bounded(context, zmq.PULL), bounded(context, zmq.PUSH)
+    outbox.immediate = True  # it can be written to when there is a connection
+    inbox.connect(inbox_address)
+    outbox.connect(outbox_address)
+    try:
+        while not inbox.poll(POLL_MS) or not outbox.poll(POLL_MS, zmq.POLLOUT):
+            if os.getppid() != parent:
+                os._exit(1)
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(home)
+    return inbox, outbox
