@@ -1,0 +1,239 @@
+"""`headrace serve --api-processes 2`: one port, one set of limits and figures; a process dies alone, and none outlives the server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.port import bind
+from headrace.engine.core_process import PREFIX
+from headrace.errors import ParameterError
+from server_driver import SRC, ServerProcess, alive, until
+from test_server_life import LONG
+from tiny_models import write_tiny
+
+ENDLESS = 60_000  # tokens: a stream that runs for as long as a test needs it
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=65536))
+
+
+def start(model: str, tmp: Path, *options: str, **more) -> ServerProcess:
+    return ServerProcess(model, "--served-model-name", "tiny", "--api-processes", "2", "--max-num-seqs", "4", *options, tmp=tmp, **more)
+
+
+def is_http(pid: int) -> bool:
+    try:
+        return b"headrace.api_processes.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def http_processes(server: ServerProcess) -> list[int]:
+    return [pid for pid in server.children() if is_http(pid)]
+
+
+def owner(server: ServerProcess, connection: socket.socket) -> int:
+    """The process that answers on a connection: the one that has the other end of it."""
+    port = connection.getsockname()[1]
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[2].rpartition(":")[2], 16) == port:
+            for pid in http_processes(server):
+                for link in Path(f"/proc/{pid}/fd").iterdir():
+                    try:
+                        if os.readlink(link) == f"socket:[{fields[9]}]":
+                            return pid
+                    except OSError:
+                        pass
+    return 0
+
+
+class Stream(threading.Thread):
+    """One stream on a connection of its own, which process `pid` answers; its `text` grows."""
+
+    def __init__(self, server: ServerProcess, pid: int, **more):
+        super().__init__(daemon=True)
+        self.text, self.error, self.status = "", None, 0
+        host, port = server.url.removeprefix("http://").split(":")
+        connections = []
+        while True:
+            connection = http.client.HTTPConnection(host, int(port), timeout=60)
+            connection.connect()
+            if until(lambda c=connection: owner(server, c.sock), 10) == pid:
+                break
+            connections.append(connection)
+        for other in connections:
+            other.close()
+        self.connection, self.body = connection, {**LONG, **more}
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.connection.request("POST", "/v1/completions", json.dumps(self.body), {"content-type": "application/json"})
+            response = self.connection.getresponse()
+            self.status = response.status
+            while piece := response.read1(4096):
+                self.text += piece.decode()
+        except (OSError, http.client.HTTPException) as e:
+            self.error = e
+
+    def begun(self) -> Stream:
+        until(lambda: self.text or self.error, 30)
+        assert self.text
+        return self
+
+    def tokens(self) -> str:
+        events = [json.loads(line[6:]) for line in self.text.split("\n\n") if line.startswith("data: {")]
+        assert self.text.endswith("data: [DONE]\n\n") and self.error is None
+        return "".join(c["text"] for e in events for c in e["choices"])
+
+
+def counters(server: ServerProcess) -> dict[str, float]:
+    return {k: v for k, v in server.metrics().items() if "_total" in k or "_bucket" in k or "_count" in k}
+
+
+def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
+    trace = tmp_path / "trace.json"
+    with start(model, tmp_path, "--trace", str(trace), "--log-level", "info") as server:
+        server.wait_ready()
+        one, two = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        wanted = Stream(server, one)
+        wanted.join(60)
+        before = counters(server)
+        doomed, other = Stream(server, one, n=3, max_tokens=ENDLESS).begun(), Stream(server, two).begun()
+        os.kill(one, signal.SIGKILL)
+        doomed.join(10)
+        assert not doomed.is_alive() and "[DONE]" not in doomed.text
+        # what it had asked for is aborted, and the others go on as if nothing had been
+        other.join(30)
+        assert other.tokens() == wanted.tokens()
+        until(lambda: server.metrics()["headrace:num_requests_running"] == 0, 10)
+        third = until(lambda: next((p for p in http_processes(server) if p not in (one, two)), 0), 10)
+        again = Stream(server, third)
+        again.join(60)
+        assert again.tokens() == wanted.tokens()
+        # figures are the whole server's wherever they are asked for, and never go back
+        until(lambda: server.metrics()['headrace:request_success_total{finished_reason="length"}'] >= 3, 10)
+        after = counters(server)
+        assert all(after[name] >= value for name, value in before.items())
+        assert after["headrace:prompt_tokens_total"] == before["headrace:prompt_tokens_total"] * 6
+        assert server.terminate() == 0
+        log = server.log()
+        assert log.count("listening on") == log.count("ready after") == log.count("draining:") == 1 and "Traceback" not in log
+        assert log.count("signal 9") == 1 and "3 requests are lost" in log
+        assert log.count(" POST /v1/completions 200 ") == 3
+    assert not any(map(alive, (one, two, third))) and not list(tmp_path.glob(f"{PREFIX}*"))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(e.get("name") == "decode" and e["ph"] == "b" for e in events) == 6
+    assert {e["id"].partition(".")[0] for e in events if e.get("cat") == "request"} == {"0", "1"}
+
+
+def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, tmp_path):
+    options = ["--max-num-seqs", "1", "--max-queued-requests", "1", "--heartbeat-timeout", "1.5"]
+    with start(model, tmp_path, *options) as server:
+        server.wait_ready()
+        one, two = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        streams = [Stream(server, one, max_tokens=ENDLESS).begun(), Stream(server, two, max_tokens=ENDLESS)]
+        until(lambda: server.metrics()["headrace:num_requests_waiting"] == 1, 10)
+        for pid in (one, two):  # one runs, one waits, wherever they came in: that is all
+            late = Stream(server, pid)
+            late.join(20)
+            assert late.status == 429 and "queue_full" in late.text
+        os.kill(one, signal.SIGSTOP)
+        until(lambda: one not in http_processes(server), 20)
+        streams[1].begun()
+        assert not streams[1].error
+        third = until(lambda: next((p for p in http_processes(server) if p != two), 0), 10)
+        late = Stream(server, third)
+        until(lambda: server.metrics()["headrace:num_requests_waiting"] == 1, 20)  # its place was given back, and taken
+        streams[1].connection.sock.shutdown(socket.SHUT_RDWR)
+        late.join(60)
+        assert late.tokens() and "no sign of life" in server.log()
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        until(lambda: not any(map(alive, (two, third))), 5)
+        assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_signals_drain_all_processes(model, tmp_path, signals):
+    with start(model, tmp_path) as server:
+        server.wait_ready()
+        children = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        streams = [Stream(server, pid, n=2).begun() for pid in children]
+        if signals == 2:
+            os.kill(next(p for p in server.children() if p not in children), signal.SIGSTOP)  # it will never end by itself
+        server.interrupt()
+        until(lambda: "draining: 4 requests run" in server.log(), 5)
+        if signals == 1:
+            until(lambda: server.http.get("/ready").status_code == 503, 5)
+            late = server.http.post("/v1/completions", json=LONG)
+            assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
+        else:
+            server.interrupt()
+        assert server.process.wait(30) == 0
+        for stream in streams:
+            stream.join(5)
+            assert not stream.error
+            assert stream.tokens() if signals == 1 else '"code":"shutting_down"' in stream.text
+        until(lambda: not any(map(alive, children)), 5)
+        assert "Traceback" not in server.log() and not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+def test_a_process_that_never_starts_ends_the_server_with_its_reason(tmp_path):
+    directory = Path(write_tiny("llama", tmp_path / "model"))
+    with start(str(directory), tmp_path) as server:
+        server.wait_ready()
+        (directory / "tokenizer.json").unlink()
+        os.kill(until(lambda: http_processes(server), 20)[0], signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert "3 starts in a row failed" in server.log() and "tokenizer" in server.log().rpartition("the last:")[2]
+        assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+# ---------------------------------------------------------------- the port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_one_port_for_all_and_for_no_other_server(host):
+    try:
+        listeners = bind(host, 0, 3)
+    except ParameterError:
+        pytest.skip(f"no {host} here")
+    port = listeners[0].getsockname()[1]
+    assert {each.getsockname()[:2] for each in listeners} == {(host, port)} and port
+    for count in (1, 3):
+        with pytest.raises(ParameterError, match=f"{port}.*Address already in use"):
+            bind(host, port, count)
+    clients = [socket.create_connection((host, port), 5) for _ in range(120)]
+    taken = []
+    for listener in listeners:
+        listener.settimeout(0.2)
+        taken.append(0)
+        try:
+            while listener.accept():
+                taken[-1] += 1
+        except TimeoutError:
+            pass
+    assert sum(taken) == len(clients) and min(taken) > 10, taken
+    for each in (*clients, *listeners):
+        each.close()
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "65"])
+def test_the_number_of_processes_is_checked(count):
+    command = [sys.executable, "-m", "headrace.cli", "serve", "--api-processes", count]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "--api-processes" in done.stderr and "[1, 64]" in done.stderr and count in done.stderr
