@@ -42,7 +42,8 @@ def test_packed_ids_out_of_range_are_refused_too():
 
 @pytest.mark.parametrize("kind", [list, packed])
 def test_ids_travel_between_processes_as_they_are(kind):
-    ids = [random.Random(1).randrange(2**31) for _ in range(500)]
+    rng = random.Random(1)
+    ids = [rng.randrange(2**31) for _ in range(500)]
     message = Add(EngineRequest("a", kind(ids), SamplingParams(), output_ids=[4]))
     data = msgspec.msgpack.Encoder(enc_hook=to_wire).encode(message)
     request = msgspec.msgpack.Decoder(ToCore, dec_hook=from_wire).decode(data).request

@@ -41,7 +41,8 @@ def reference(model, ids: list[int]) -> torch.Tensor:
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(3, VOCAB) for _ in range(count)]
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(count)]
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:

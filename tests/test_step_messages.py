@@ -87,7 +87,8 @@ def ban_even(ids: list[int], logits):
 def test_a_run_whose_plans_and_results_are_sent_says_the_same(model, options, overlap):
     plain = make_core(model, enable_prefix_caching=False)
     requests = requests_of_all_kinds(plain.vocab_size)
-    arrivals = [random.Random(2).randint(0, 12) for _ in requests]
+    rng = random.Random(2)
+    arrivals = [rng.randint(0, 12) for _ in requests]
     wanted = run(plain, requests, arrivals=arrivals)
     core = drafting_core(model, overlap=overlap, **options)
     core.scheduler._admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted
