@@ -103,7 +103,7 @@ def test_logprobs(api, top):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"), ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"custom": {}}]}, "tools[0].function"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -148,8 +148,8 @@ def test_accepted(api, body):
 def test_allowed_values_are_named(api):
     error = error_of(api.post(PATH, {"messages": HI, "reasoning_effort": "huge"}))
     assert "huge" in error["message"] and "high, low, max, medium, minimal" in error["message"]
-    error = error_of(api.post(PATH, {"messages": HI, "tools": [{"type": "custom", "function": {"name": "f"}}]}))
-    assert error["param"] == "tools[0].type" and error["message"].endswith("allowed: function")
+    error = error_of(api.post(PATH, {"messages": HI, "thinking": {"type": "much"}}))
+    assert error["param"] == "thinking.type" and error["message"].endswith("allowed: adaptive, auto, disabled, enabled")
     error = error_of(api.post(PATH, {"messages": HI, "temperature": 3}))
     assert error["message"] == "temperature: got 3.0, allowed: a number in [0, 2]"
 

@@ -328,7 +328,7 @@ def test_responses_input_keeps_everything_in_its_order(kinds):
         ({"conversation": "x"}, "conversation"), ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"include": ["everything"]}, "include"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"), ({"max_output_tokens": 0}, "max_output_tokens"), ({"n": 2}, "n"), ({"max_tokens": 5}, "max_tokens"),
+        ({"tools": [{"type": 5}]}, "tools[0]"), ({"max_output_tokens": 0}, "max_output_tokens"), ({"n": 2}, "n"), ({"max_tokens": 5}, "max_tokens"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"), ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"tool_choice": "required"}, "tool_choice"), ({"prompt": {"id": "x"}}, "prompt"), ({"stream_options": {}}, "stream_options"),
     ],

@@ -140,8 +140,9 @@ def server(kind: str, folder: Path) -> Iterator[dict[str, str]]:
         write_tiny(folder / "tiny")
         command = [*headrace, str(folder / "tiny"), "--load-format", "dummy", "--served-model-name", "tiny"]
     else:
-        # llm-comply sends no temperature and wants answers that come to an end; no max_tokens, and does not wait for ever
-        command = [*headrace, "--max-model-len", "1024", "--override-generation-config", '{"temperature": 0}']
+        # llm-comply sends no temperature and wants answers that come to an end; no max_tokens, and does not wait for ever; it
+        # wants a 400 for want of a model, which only the strict rule gives
+        command = [*headrace, "--unknown-fields", "refuse", "--max-model-len", "1024", "--override-generation-config", '{"temperature": 0}']
     with real_tokenizers.listening(command, folder / f"server-{kind}.log") as url, urllib.request.urlopen(url + "/v1/models") as answer:
         yield {"url": url, "model": json.load(answer)["data"][0]["id"]}
 

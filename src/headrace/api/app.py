@@ -90,7 +90,7 @@ def create_app(
             0,
             Middleware(
                 CORSMiddleware, allow_origins=list(ctx.config.cors_origins), allow_methods=["GET", "POST"],
-                allow_headers=["*"], expose_headers=["x-request-id", "retry-after"],
+                allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-headrace-ignored"],
             ),
         )  # fmt: skip
     app = Application(

@@ -15,19 +15,28 @@ from starlette.requests import Request
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, ClientGone, bad_request
+from headrace.api.unknown_fields import Refused, leave_out
 from headrace.sampling.foreign import advice
 
 T = TypeVar("T")
 _PLACE = re.compile(r" - at `([^`]*)`$")
 _NAME = re.compile(r"(?:unknown|required) field `([^`]*)`")
 _STEP = re.compile(r"([^.\[\]]+)|\[[^\]]*\]")
+_UNKNOWN = re.compile(r"unknown field `|Invalid enum value .* - at `\$\.tools\[")
 _NEVER_JSON = ("multipart/", "image/", "audio/", "video/", "font/")
 
 
 async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
-    """The body as a `kind`. Raises ApiError: 400 for anything that is not such a document, 408, 413."""
+    """The body as a `kind`. Raises ApiError: 400 for anything that is not such a document, 408, 413.
+
+    Unknown fields that are ignored are named in the request's state, for the header of the answer.
+    """
     _check_media_type(request)
-    return decode(await read_body(request, config), kind)
+    ignored: list[str] | None = [] if config.unknown_fields == "ignore" else None
+    body = decode(await read_body(request, config), kind, ignored)
+    if ignored:
+        request.state.ignored = ignored
+    return body
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
@@ -54,15 +63,23 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
-    """Strict JSON (no NaN, no lone surrogates, no repeated keys, no unknown fields) as a `kind`."""
+def decode(data: bytes, kind: type[T], ignored: list[str] | None = None) -> T:
+    """Strict JSON (no NaN, no lone surrogates, no repeated keys) as a `kind`. Its unknown fields are refused; with `ignored`
+    only those that might matter, and the others are added to it (see unknown_fields)."""
     if not data.strip():
         raise bad_request("The body is empty; a JSON object is expected.", code="invalid_json")
     try:
-        result = msgspec.json.decode(data, type=kind)
+        try:
+            result = msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            if ignored is None or not _UNKNOWN.search(str(error)):
+                raise
+            result = _without_unknown(data, kind, ignored)
         json.loads(data, object_pairs_hook=_unique)
     except msgspec.ValidationError as error:
         raise from_validation(error, kind) from None
+    except Refused as refused:
+        raise _refusal(refused, kind) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"The body is not valid JSON: {error}", code="invalid_json") from None
     except UnicodeDecodeError:
@@ -72,6 +89,19 @@ def decode(data: bytes, kind: type[T]) -> T:
     except _RepeatedKey as error:
         raise bad_request(f"The key `{error}` stands twice in one object.", str(error), "invalid_json") from None
     return result
+
+
+def _without_unknown(data: bytes, kind: Any, ignored: list[str]) -> Any:
+    document = msgspec.json.decode(data)
+    ignored += leave_out(document, _type_info(kind))
+    return msgspec.json.decode(msgspec.json.encode(document), type=kind)
+
+
+def _refusal(refused: Refused, kind: Any) -> ApiError:
+    path = f"{refused.path}.{refused.name}" if refused.path else refused.name
+    instead = refused.instead or advice(refused.name, getattr(kind, "__struct_fields__", ()))
+    text = f"Object contains unknown field `{refused.name}`" + (f"; {instead}" if instead else "")
+    return ApiError(400, f"{path}: {text}", param=path, code="unknown_parameter")
 
 
 class _RepeatedKey(Exception):

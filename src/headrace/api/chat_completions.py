@@ -19,7 +19,7 @@ from headrace.api.context import ApiContext, for_sample
 from headrace.api.errors import allowed_only, bad_request, unsupported
 from headrace.api.generation import ChoicesAnswer, Generation
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
-from headrace.api.protocol import ChatRequest
+from headrace.api.protocol import ChatRequest, Thinking
 from headrace.api.structured import constrain, spec_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
@@ -45,7 +45,7 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     params = constrain(ctx, _parameters(ctx, body), spec)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
-    kwargs = effort_kwargs(body.reasoning_effort) | (body.chat_template_kwargs or {})
+    kwargs = thinking_kwargs(body) | (body.chat_template_kwargs or {})
     special, cut = bool(body.add_special_tokens), body.truncate_prompt_tokens is not None
     rendered, end = await prompt_of(
         ctx, body.messages, policy.tools, kwargs, special=special, truncated=cut, **prompt_end(body)
@@ -75,6 +75,27 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def thinking_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the request says of thinking, in whatever words. Raises ApiError where they contradict each other."""
+    reasoning, thinking = body.reasoning, body.thinking
+    if reasoning is not None and reasoning.max_tokens is not None:
+        raise unsupported("reasoning.max_tokens", "not supported by this server; max_completion_tokens bounds the whole answer")
+    effort = reasoning.effort if reasoning is not None and body.reasoning_effort is None else body.reasoning_effort
+    kwargs = effort_kwargs(effort)
+    wanted = {
+        "reasoning.enabled": None if reasoning is None else reasoning.enabled,
+        "thinking": thinking.type != "disabled" if isinstance(thinking, Thinking) else thinking,
+        "enable_thinking": body.enable_thinking,
+    }
+    for name, value in wanted.items():
+        if value is None:
+            continue
+        if kwargs.setdefault("enable_thinking", value) != value:
+            raise bad_request(f"{name} contradicts what else the request says of thinking.", name, "invalid_value")
+        kwargs["thinking"] = value
+    return kwargs
 
 
 def prompt_end(body: Any) -> dict[str, bool]:
@@ -156,7 +177,8 @@ class ChatChoice:
         body = answer.body
         self.answer, self.index, self.reader = answer, index, reader
         self.streaming = bool(body.stream)
-        self.reasoning_shown = body.include_reasoning is not False
+        hidden = body.reasoning is not None and body.reasoning.exclude
+        self.reasoning_shown = body.include_reasoning is not False and not hidden
         self.form = answer.logprob_format(params)
         self.logprobs = ChatLogprobs(self.form, body.top_logprobs or 0) if body.logprobs else None
         self.with_ids = bool(body.return_token_ids)

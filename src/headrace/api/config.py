@@ -20,6 +20,8 @@ class ServerConfig:
     """
 
     served_model_names: tuple[str, ...] = ()  # (): the engine's model_name; the first is reported, all are accepted
+    any_model_name: bool = False  # a request may name any model: there is one
+    unknown_fields: str = "ignore"  # those that cannot change an answer: ignore (and say so) | refuse
     api_keys: tuple[str, ...] = ()  # (): no authentication
     max_concurrent_per_key: int | None = None  # requests in progress for one key (for all, without keys)
     max_queued_requests: int | None = 4096  # samples that wait for a slot; beyond: 429
@@ -60,6 +62,8 @@ class ServerConfig:
                 raise ParameterError(name, value, "seconds in (0, 1e7]")
         if self.embedding_pooling not in ("mean", "last"):
             raise ParameterError("embedding_pooling", self.embedding_pooling, "mean or last")
+        if self.unknown_fields not in ("ignore", "refuse"):
+            raise ParameterError("unknown_fields", self.unknown_fields, "ignore or refuse")
         if self.special_tokens_in_content not in FORMS:
             raise ParameterError("special_tokens_in_content", self.special_tokens_in_content, " or ".join(FORMS))
         AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)

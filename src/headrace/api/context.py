@@ -49,9 +49,12 @@ class ApiContext:
     def model_names(self) -> tuple[str, ...]:
         return self.config.served_model_names or (self.engine.model_name,)
 
-    def check_model(self, name: str | None) -> str:
-        """The name to report. Raises the 404 of a model that is not served here."""
-        if name is None:
+    def check_model(self, name: str | None, *, optional: bool = False) -> str:
+        """The name to report. Raises the 404 of a model that is not served here; the strict rule wants a name, where it is not
+        `optional` anyway."""
+        if name is None and not optional and self.config.unknown_fields == "refuse":
+            raise bad_request("model: a name is needed.", "model", "missing_required_parameter")
+        if name is None or (self.config.any_model_name and name not in self.model_names):
             return self.model_names[0]
         if name not in self.model_names:
             shown = name if len(name) <= 200 else name[:200] + "..."

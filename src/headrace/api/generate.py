@@ -41,7 +41,7 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
     Streamed: an event per burst with one output's news, then one with the usage, then [DONE].
     """
     body = await read_json(request, GenerateRequest, ctx.config)
-    ctx.check_model(body.model)
+    ctx.check_model(body.model, optional=True)
     check_common(ctx, body)
     if body.logprobs is not None:
         check_int("logprobs", body.logprobs, 0, ctx.config.max_logprobs)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, invalid
+from headrace.api.unknown_fields import HEADER, header_value
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,18 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                own = [(b"x-request-id", request_id)]
+                if ignored := scope["state"].get("ignored"):
+                    own.append((HEADER, header_value(ignored)))
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        key = None
+        key, state = None, scope.setdefault("state", {})
         try:
             counted = self._key_of(scope, headers)
             if counted is not None:
                 await self.ctx.limits.enter(counted)
                 key = counted
-            state = scope.setdefault("state", {})
             state["arrival"], state["timeout"] = arrival, self._timeout(headers.get(b"x-request-timeout"))
             state["request_id"] = request_id.decode()
             await self.app(scope, receive, send_with_id)
@@ -71,7 +74,7 @@ class Gate:
         finally:
             if key is not None:
                 self.ctx.limits.leave(key)
-            self.ctx.metrics.answered(scope["path"], status)
+            self.ctx.metrics.answered(scope["path"], status, state.get("ignored", ()))
             level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
             seconds = time.monotonic() - arrival
             logger.log(level, "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, seconds)

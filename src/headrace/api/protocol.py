@@ -4,8 +4,8 @@ Every field is one of
 - served: it has an effect;
 - ignored: OpenAI's API knows it and an answer without it is still right (marked so below);
 - neutral only: known elsewhere, not served here, so accepted only with the value that asks for nothing (`checks.NEUTRAL`).
-A field that would have no effect for want of another (truncation_side) is refused where it is read. Anything else is refused
-with a 400 that names it. null always means: not given.
+A field that would have no effect for want of another (truncation_side) is refused where it is read. What is not here at all
+is left out and named in the answer's header, or refused (see unknown_fields). null always means: not given.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SAMPLING_NAMES = (*(f for f in SamplingFields.__struct_fields__ if f != "trunca
 class OpenAIFields(SamplingFields, kw_only=True):
     """What /v1/completions, /v1/chat/completions and /v1/responses share beyond sampling."""
 
-    model: str
+    model: str | None = None  # there is one
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
@@ -109,7 +109,6 @@ class GenerationFields(OpenAIFields, kw_only=True):
     stream_interval: Any = None
     kv_transfer_params: Any = None
     vllm_xargs: Any = None
-    session_id: Any = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -132,6 +131,27 @@ class NamedTool(Body, kw_only=True):
     type: Literal["function"] = "function"
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatReasoning(Body, kw_only=True):
+    """How gateways ask for it."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # reasoning is thought and not shown
+    summary: str | None = None  # ignored: reasoning is given in full
+    max_tokens: Any = None  # refused
+
+
+class Thinking(Body, kw_only=True):
+    """How Anthropic's, DeepSeek's and GLM's APIs ask for it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None  # ignored: a bound that is rarely reached, and never exact
+    clear_thinking: bool | None = None  # ignored: templates decide what they show of earlier turns
+
+
 class ChatRequest(GenerationFields, kw_only=True):
     """POST /v1/chat/completions. The messages are checked by the chat template's reader."""
 
@@ -142,7 +162,10 @@ class ChatRequest(GenerationFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: ChatReasoning | None = None  # this and the next two: other servers' words for it
+    thinking: bool | Thinking | None = None
+    enable_thinking: bool | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from headrace.api.errors import invalid, unsupported
-from headrace.api.protocol import Body, FunctionName, NamedTool, OpenAIFields
+from headrace.api.protocol import Body, Effort, FunctionName, NamedTool, OpenAIFields
 from headrace.api.structured import Structure, from_response_format, json_schema
 from headrace.conversation.tool_grammar import FunctionDef, Tool
 
@@ -34,7 +34,7 @@ class TextOptions(Body, kw_only=True):
 
 
 class ReasoningOptions(Body, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: str | None = None  # ignored: reasoning is given in full
     generate_summary: str | None = None  # ignored
 

@@ -83,8 +83,8 @@ async def metrics_page(ctx: ApiContext, request: Request) -> Response:
 class EmbeddingRequest(Body, kw_only=True):
     """POST /v1/embeddings."""
 
-    model: str
     input: str | list[Any]
+    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: str | None = None
@@ -119,7 +119,7 @@ class DetokenizeRequest(Body, kw_only=True):
 async def tokenize(ctx: ApiContext, request: Request) -> Response:
     """POST /tokenize."""
     body = await read_json(request, TokenizeRequest, ctx.config)
-    ctx.check_model(body.model)
+    ctx.check_model(body.model, optional=True)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give prompt or messages: one of them.", "prompt", "invalid_value")
     if body.chat_template is not None:
@@ -146,7 +146,7 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
 async def detokenize(ctx: ApiContext, request: Request) -> Response:
     """POST /detokenize."""
     body = await read_json(request, DetokenizeRequest, ctx.config)
-    ctx.check_model(body.model)
+    ctx.check_model(body.model, optional=True)
     tokenizer = ctx.engine.tokenizer
     checked_ids(body.tokens, tokenizer.vocab_size, "tokens", tokenizer.valid_ids(tokenizer.vocab_size))
     text = await ctx.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError
@@ -117,8 +117,8 @@ class RemoteMetrics:
     def sample_ended(self, record: SampleRecord) -> None:
         self._questions.say(SampleEnded(record))
 
-    def answered(self, path: str, status: int) -> None:
-        self._questions.say(Answered(path, status))
+    def answered(self, path: str, status: int, ignored: Collection[str] = ()) -> None:
+        self._questions.say(Answered(path, status, list(ignored)))
 
     async def page(self) -> tuple[bytes, str]:
         page = await self._questions.ask(PageWanted(self._questions.new_number()))

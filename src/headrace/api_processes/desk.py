@@ -43,7 +43,7 @@ class Desk:
         elif isinstance(message, Admit | Enter | PageWanted):
             self._pipe.say(self._answer(message))
         elif isinstance(message, Answered):
-            self._metrics.answered(message.path, message.status)
+            self._metrics.answered(message.path, message.status, message.ignored)
         elif isinstance(message, SampleEnded):
             self._metrics.sample_ended(message.record)
         elif isinstance(message, Left):

@@ -109,6 +109,7 @@ class Left(msgspec.Struct, tag=True):
 class Answered(msgspec.Struct, tag=True):
     path: str
     status: int
+    ignored: list[str] = []
 
 
 class SampleEnded(msgspec.Struct, tag=True):

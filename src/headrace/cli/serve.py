@@ -53,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--served-model-name", type=text, action="append", metavar="NAME",
         help="name clients use (repeatable; default: the model's)",
     )  # fmt: skip
+    server.add_argument("--any-model-name", action="store_true", help="a request may name any model (default: off)")
+    server.add_argument(
+        "--unknown-fields", default="ignore", choices=("ignore", "refuse"),
+        help="of bodies, that cannot change an answer; ignore: x-headrace-ignored names them",
+    )  # fmt: skip
     server.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's template)")
     server.add_argument(
         "--tool-parser", type=text, metavar="NAME", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none"
@@ -158,6 +163,8 @@ def server_config(args: argparse.Namespace):
         template = read_text("--chat-template", args.chat_template)
     return ServerConfig(
         served_model_names=tuple(args.served_model_name or ()),
+        any_model_name=args.any_model_name,
+        unknown_fields=args.unknown_fields,
         api_keys=server_keys(args),
         max_concurrent_per_key=args.max_concurrent_per_key,
         max_queued_requests=args.max_queued_requests,

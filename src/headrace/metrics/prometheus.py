@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ REJECTIONS = {
     400: "invalid", 401: "unauthorized", 404: "not_found", 405: "invalid", 408: "timeout", 413: "too_large", 415: "invalid",
     422: "invalid", 429: "overload", 431: "too_large", 503: "unavailable", 504: "timeout",
 }  # fmt: skip
+MAX_FIELDS = 100  # names of ignored fields that are counted apart
 PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
 
 
@@ -65,7 +66,7 @@ class HttpMetrics(Protocol):
 
     def sample_ended(self, record: SampleRecord) -> None: ...
 
-    def answered(self, path: str, status: int) -> None: ...
+    def answered(self, path: str, status: int, ignored: Collection[str] = ()) -> None: ...
 
     async def page(self) -> tuple[bytes, str]:
         """The page and its media type."""
@@ -101,6 +102,7 @@ class PrometheusMetrics(Collector):
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.responses: Counter[tuple[str, int]] = Counter()
+        self.ignored: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter(dict.fromkeys(sorted(set(REJECTIONS.values())), 0))
         self.first_token, self.between = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS)
         self.per_token, self.whole = Histogram(BETWEEN_TOKENS), Histogram(WHOLE_REQUEST)
@@ -146,12 +148,16 @@ class PrometheusMetrics(Collector):
         if record.first_output is not None and record.output_tokens > 1:
             self.per_token.observe((record.total - record.first_output) / (record.output_tokens - 1))
 
-    def answered(self, path: str, status: int) -> None:
+    def answered(self, path: str, status: int, ignored: Collection[str] = ()) -> None:
+        """`ignored`: fields of the body that were left out."""
         if path not in PATHS:
             path = "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
         self.responses[path, status] += 1
         if status in REJECTIONS and path not in PROBES:
             self.rejections[REJECTIONS[status]] += 1
+        for field in ignored:
+            known = field in self.ignored or len(self.ignored) < MAX_FIELDS  # clients invent names
+            self.ignored[field[:64] if known else "other"] += 1
 
     # ---------------------------------------------------------------- asked by Prometheus
 
@@ -207,6 +213,8 @@ class PrometheusMetrics(Collector):
         yield self._counter("http_responses", "HTTP answers", responses, ("path", "status"))
         rejections = {(k,): v for k, v in self.rejections.items()}
         yield self._counter("request_rejections", "Requests that were refused, by why", rejections, ("reason",))
+        ignored = {(k,): v for k, v in self.ignored.items()}
+        yield self._counter("request_ignored_fields", "Fields of bodies that were left out, by name", ignored, ("field",))
         yield from self._histograms()
 
     def _histograms(self) -> Iterator[Metric]:
