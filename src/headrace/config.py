@@ -31,6 +31,7 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     activation_dtype: Literal["auto", "int16", "int8"] = "auto"  # of the inputs of products with integer weights, on a CPU
     threads: int | None = None  # of a CPU; None: one for each core that is this process's own
+    host_memory_bytes: int | None = None  # on a CPU, of weights and cache together at most; None: what is free
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -63,7 +64,7 @@ class EngineConfig:
             ("block_size", 1, 4096), ("kv_cache_bytes", 1, 2**50), ("num_kv_blocks", 1, 2**31 - 1),
             ("tensor_parallel_size", 1, 64), ("data_parallel_size", 1, 256), ("num_speculative_tokens", 1, 64),
             ("prompt_lookup_min", 1, 64), ("prompt_lookup_max", self.prompt_lookup_min, 64), ("speculative_max_rows", 2, 4096),
-            ("threads", 1, 4096),
+            ("threads", 1, 4096), ("host_memory_bytes", 1, 2**50),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
@@ -118,6 +119,16 @@ def prepare_threads() -> None:
         os.environ.update(WAITING)
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(usable_cores())
+
+
+def visible_cards() -> list[str]:
+    """The cards that CUDA_VISIBLE_DEVICES names, as it names them; none: it does not say."""
+    return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+
+
+def show_cards(names: list[str]) -> None:
+    """This process, and those that it starts, shall see these and no others. Of no effect once CUDA has been used."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def hub_offline() -> bool:

@@ -27,17 +27,28 @@ def available_memory(root: Path = ROOT) -> int:
     return available
 
 
+def usable_cpus(root: Path = ROOT) -> list[list[int]]:
+    """The logical CPUs of this process's affinity, those of a core together, the cores of a socket after one another."""
+    try:
+        mine = os.sched_getaffinity(0)
+    except AttributeError:  # not Linux
+        mine = set(range(os.cpu_count() or 1))
+    cores: dict[str, list[int]] = {}
+    sockets: dict[str, int] = {}
+    for i in sorted(mine):
+        topology = root / f"sys/devices/system/cpu/cpu{i}/topology"
+        siblings = " ".join(_words(topology / "thread_siblings_list")) or str(topology)
+        cores.setdefault(siblings, []).append(i)
+        sockets[siblings] = _number(topology / "physical_package_id") or 0
+    return [cores[core] for core in sorted(cores, key=lambda core: (sockets[core], cores[core]))]
+
+
 def usable_cores(root: Path = ROOT) -> int:
     """Cores that this process may keep busy, at least one: those of its affinity, or a control group's quota if that is less.
 
     Two threads of a core count once: they wait for the same memory and the same arithmetic.
     """
-    try:
-        mine = os.sched_getaffinity(0)
-    except AttributeError:  # not Linux
-        mine = set(range(os.cpu_count() or 1))
-    topology = (root / f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list" for i in mine)
-    cores = len({" ".join(_words(path)) or path for path in topology})
+    cores = len(usable_cpus(root))
     for group, is_v2 in _groups("cpu", root):
         if is_v2:
             quota, period = (*_words(group / "cpu.max"), "", "")[:2]

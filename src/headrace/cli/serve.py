@@ -70,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='sampling parameters of requests that do not say, before the checkpoint\'s own: \'{"temperature": 0}\'',
     )  # fmt: skip
     server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"), help="how an embedding is made")
+    server.add_argument(
+        "--data-parallel-size", type=int, metavar="N", help="cores behind this server, each with its own cache (default: 1)"
+    )
     _add_limits(parser.add_argument_group("limits"))
     _add_security(parser.add_argument_group("security"))
     _add_supervision(parser.add_argument_group("operation"))
@@ -324,6 +327,9 @@ class Server:
                 time.perf_counter() - self.began, info.device, info.dtype.removeprefix("torch."), info.load_seconds,
                 info.max_model_len, info.num_blocks, info.block_size,
             )  # fmt: skip
+            if (count := client.config.data_parallel_size) > 1:
+                up = await client.wait_settled()
+                logger.info("%d of %d cores are ready after %.2f s", up, count, time.perf_counter() - self.began)
             name = (self.args.served_model_name or [client.model_name])[0]
             question = {"role": "user", "content": "Explain in one sentence why plants need water."}
             body = json.dumps({"model": name, "messages": [question], "max_tokens": 64})

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.config import EngineConfig
 from headrace.distributed.remote_wire import Cancel, EngineState, FromEngine, Submit, ToEngine, Tokens
-from headrace.engine.interface import EngineStatus
+from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream
@@ -52,6 +52,9 @@ class RemoteEngine:
 
     def counters(self) -> CoreStats:
         return self._state.stats
+
+    def cores(self) -> list[CoreStatus]:
+        return self._state.cores
 
     def generate(
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""

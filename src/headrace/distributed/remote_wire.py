@@ -6,7 +6,7 @@ from array import array
 
 import msgspec
 
-from headrace.engine.interface import AsyncEngine, EngineStatus
+from headrace.engine.interface import AsyncEngine, CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
 from headrace.engine.wire import Ready
@@ -68,12 +68,15 @@ class EngineState(msgspec.Struct, tag=True):
     max_model_len: int | None
     restarts: int
     num_poisonous: int
+    cores: list[CoreStatus]
 
     @classmethod
     def of(cls, engine: AsyncEngine) -> EngineState:
         status = engine.status()
         longest = engine.max_model_len if status.loaded else None
-        return cls(status, engine.counters(), engine.info, longest, engine.restarts, engine.num_poisonous)
+        return cls(
+            status, engine.counters(), engine.info, longest, engine.restarts, engine.num_poisonous, engine.cores()
+        )  # fmt: skip
 
 
 ToEngine = Submit | Cancel

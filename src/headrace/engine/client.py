@@ -21,11 +21,11 @@ import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, remove_stale_directories
-from headrace.engine.core_supply import StandbySupply
 from headrace.engine.interface import Balancer, CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
 from headrace.engine.options import check_options
+from headrace.engine.placement import PlacedSupply, Placement
 from headrace.engine.slot import Slot
 from headrace.engine.slots import Slots
 from headrace.engine.stats import CoreStats
@@ -79,7 +79,7 @@ class EngineClient:
         self._streams = Streams(self.observers.ended)
         self._context = zmq.asyncio.Context()
         spawn = partial(CoreProcess.spawn, self._context, builder, log_level, log_format, traced)
-        supply = StandbySupply(spawn) if supplies is None else supplies(self._context)
+        supply = PlacedSupply(spawn, Placement(config)) if supplies is None else supplies(self._context)
         self._slots = Slots(config, self.supervision, supply, balancer, self._streams, self)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()
@@ -117,6 +117,11 @@ class EngineClient:
         if self.info is None or self.dead is not None:
             raise EngineDeadError(self.dead or "the engine did not start")
         return self.info
+
+    async def wait_settled(self) -> int:
+        """Until each core has been ready once, or has been given up; how many that are there now are ready."""
+        await self._slots.settled()
+        return sum(slot.ready for slot in self._slots)
 
     async def add_core(self) -> int:
         """The number of one more core, when it takes requests. Raises EngineDeadError with the reason if it cannot start."""

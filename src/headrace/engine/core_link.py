@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.wire import Fatal, FromCore, Heartbeat, Ready, ToCore, to_wire
+from headrace.engine.wire import Begin, Fatal, FromCore, Heartbeat, Place, Ready, ToCore, to_wire
 
 TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
 
@@ -31,6 +31,7 @@ class CoreLink:
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self.last_sign = self._looked = time.monotonic()
         self.busy_seconds = 0.0
+        self.place = Place()
         self.ready: Ready | None = None
         self.fatal: Fatal | None = None
 
@@ -40,7 +41,7 @@ class CoreLink:
 
     def begin(self, config: EngineConfig) -> None:
         self.last_sign = self._looked = time.monotonic()
-        self._inbox.send(self._encoder.encode(config))
+        self._inbox.send(self._encoder.encode(Begin(config, self.place)))
 
     def send(self, message: ToCore) -> None:
         with contextlib.suppress(zmq.ZMQError):  # a dying core: its death is handled where it is noticed

@@ -1,7 +1,7 @@
 """The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
 
 Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL LOGFORMAT TRACED`. The
-first message is empty, the second the EngineConfig; between them everything is imported, so that a process can wait there
+first message is empty, the second a Begin; between them everything is imported, so that a process can wait there
 until it is needed. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
 """
 
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,10 +26,10 @@ import msgspec
 import zmq
 
 from headrace.cache.recorded_tree import RecordedTree
-from headrace.config import EngineConfig, prepare_threads
+from headrace.config import EngineConfig, prepare_threads, show_cards
 from headrace.engine.messages import Outputs
 from headrace.engine.stats import CoreStats, StepTrace
-from headrace.engine.wire import Abort, Add, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
+from headrace.engine.wire import Abort, Add, Begin, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure
 from headrace.prewarm import prewarm
@@ -219,13 +220,12 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
     begun = threading.Event()
     threading.Thread(target=watch, args=(lambda: loop, begun, send, parent), daemon=True).start()
     try:
-        decoder = msgspec.msgpack.Decoder(EngineConfig)
-        config = decoder.decode(inbox.recv()) if inbox.poll(0) else None  # None: we are to stand by
+        config = take_place(inbox.recv()) if inbox.poll(0) else None  # None: we are to stand by
         if config is not None:
             prewarm(config.device)
         module, _, function = builder.partition(":")
         build = getattr(importlib.import_module(module), function)
-        config = config or decoder.decode(inbox.recv())
+        config = config or take_place(inbox.recv())
         begun.set()
         engine = build(config)
         if engine.ranks is not None:
@@ -249,6 +249,20 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
         return 3
     finally:
         context.destroy(linger=1000)
+
+
+def take_place(message: bytes) -> EngineConfig:
+    """Be where this core is to run, before anything asks what the machine has; what it is to do there."""
+    begin = msgspec.msgpack.decode(message, type=Begin)
+    config, place = begin.config, begin.place
+    if place.cards is not None:
+        show_cards(place.cards)
+    if place.cpus is not None and hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, place.cpus)  # of this thread, and so of all that it will start
+        except OSError as e:  # they were this process's when the server started
+            logger.warning("this core runs on whichever of the CPU's cores it gets: %s", e)
+    return replace(config, threads=place.threads or config.threads, host_memory_bytes=place.memory)
 
 
 def leave(code: int) -> NoReturn:

@@ -77,6 +77,10 @@ class Slots:
         for slot in self:
             slot.supervisor.start()
 
+    async def settled(self) -> None:
+        """Until each has been ready once, or has been given up."""
+        await asyncio.gather(*(slot.settled.wait() for slot in self))
+
     async def stop(self) -> None:
         """Supervise no longer; no core is touched."""
         await asyncio.gather(*(slot.supervisor.stop() for slot in self))

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from headrace.cache.events import BlockEvents
+from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest, Outputs
 from headrace.engine.stats import CoreStats, StepTrace
 
@@ -37,6 +38,22 @@ def step_from_wire(kind: type, value: Any) -> Any:
         return from_wire(kind, value)
     dtype, shape, data = value
     return np.frombuffer(data, dtype).reshape(shape)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The part of its machine that a core has to itself. None: all that the machine gives any process."""
+
+    cards: list[str] | None = None  # as in CUDA_VISIBLE_DEVICES
+    cpus: list[int] | None = None  # logical ones that its threads run on
+    threads: int | None = None
+    memory: int | None = None  # bytes of the host, for weights and cache on a CPU
+
+
+class Begin(msgspec.Struct):
+    """What a core does, and where: its first message."""
+
+    config: EngineConfig
+    place: Place = Place()
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -120,6 +120,8 @@ def plan_memory(
                 terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
         free = available_memory() // ranks - (0 if loaded else weight_bytes)
+        if config.host_memory_bytes is not None:  # the rest is for the other cores of this machine
+            free = min(free, config.host_memory_bytes // ranks - weight_bytes)
         budget = free + weight_bytes  # they are no longer in what is free
     kv = budget - used_by_others - sum(terms.values())
     if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used
