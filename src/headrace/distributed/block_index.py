@@ -90,6 +90,17 @@ class BlockIndex:
         """The mask of the cores that hold a block, or are about to."""
         return (self._held.get(name, 0) | self._expected.get(name, 0)) & self.live
 
+    def depth(self, hashes: list[int], bits: int, most: int) -> int:
+        """How many blocks from a prompt's beginning on some of these cores hold, `most` at most: who holds one holds all before."""
+        held, expected, low = self._held, self._expected, 0
+        while low < most:
+            middle = (low + most) // 2
+            if (held.get(hashes[middle], 0) | expected.get(hashes[middle], 0)) & bits:
+                low = middle + 1
+            else:
+                most = middle
+        return low
+
     def core(self, bit: int) -> int:
         """The core whose bit this is."""
         return self._cores[bit.bit_length() - 1]

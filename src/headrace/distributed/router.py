@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Mapping
 
 from headrace.cache.events import BlockEvents, block_hashes
@@ -12,6 +11,7 @@ from headrace.distributed.block_index import BlockIndex
 HOLDERS = 4  # candidates that hold as much of a prompt as each other
 OTHERS = 2  # candidates that are looked at whatever they hold, at least
 CANDIDATES = 2 * HOLDERS + OTHERS
+MASK = 2**64 - 1
 MAX_BLOCKS = 2_000_000  # about 100 bytes each with up to 60 cores, 260 with 1,000
 MAX_EXPECTED = 65_536
 
@@ -87,26 +87,21 @@ class Router:
         usable = index.live
         if len(loads) != len(index.places):
             usable = sum(1 << place for core, place in index.places.items() if core in loads)
-
-        def missing(name: int) -> bool:
-            return not index.holders(name) & usable
-
-        most = bisect_left(hashes, True, key=missing)
-        index.touch(hashes[:most])
         hits: dict[int, int] = {}
-        best = index.holders(hashes[most - 1]) & usable if most else 0
-        self._pick(best, most, hits, loads)
-        more = bisect_left(hashes, True, hi=most, key=lambda name: index.holders(name) & usable == best)
-        if more:  # blocks that more cores hold
+        most = index.depth(hashes, usable, len(hashes))
+        more, anyone = 0, 0
+        if most:
+            index.touch(hashes[:most])
+            best = index.holders(hashes[most - 1]) & usable
+            self._pick(best, most, hits, loads)
+            more = index.depth(hashes, usable & ~best, most)
+            anyone = index.holders(hashes[0])
+        if more:
             self._pick(index.holders(hashes[more - 1]) & usable & ~best, more, hits, loads)
         for core in self._random.some(list(loads), max(OTHERS, CANDIDATES - len(hits)), hits):
-            place = index.places.get(core)
-            hits[core] = 0 if place is None else self._depth(hashes, most, 1 << place)
+            bit = 1 << index.places[core] if core in index.places else 0
+            hits[core] = index.depth(hashes, bit, most) if bit & anyone else 0
         return hits
-
-    def _depth(self, hashes: list[int], most: int, bit: int) -> int:
-        holders = self.index.holders
-        return bisect_left(hashes, True, hi=most, key=lambda name: not holders(name) & bit)
 
     def _pick(self, mask: int, depth: int, hits: dict[int, int], loads: Mapping[int, int]) -> None:
         """Note up to HOLDERS cores of a mask, which hold so many blocks: all, or some at random."""
@@ -123,27 +118,26 @@ class Router:
 
 
 class Draws:
-    """Random numbers as a function of a seed and their count (splitmix64: Steele, Lea and Flood, OOPSLA 2014)."""
+    """Random numbers as a function of a seed and their count."""
 
     def __init__(self, seed: int):
         self._seed, self._count = seed, 0
 
     def below(self, bound: int) -> int:
+        """splitmix64 (Steele, Lea and Flood, OOPSLA 2014), without its last round."""
         self._count += 1
-        mask = 2**64 - 1
-        x = (self._seed + self._count * 0x9E3779B97F4A7C15) & mask
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        return (x ^ x >> 31) % bound
+        x = (self._seed + self._count * 0x9E3779B97F4A7C15) & MASK
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        return (x ^ x >> 27) % bound
 
     def some(self, values: list[int], count: int, but: Mapping[int, int]) -> list[int]:
         """So many of the values that are not in `but`, or all there are; the list is shuffled as far as it is read."""
         found: list[int] = []
         for i in range(len(values)):
-            if len(found) == count:
-                break
             j = i + self.below(len(values) - i)
-            values[i], values[j] = values[j], values[i]
-            if values[i] not in but:
-                found.append(values[i])
+            value, values[j] = values[j], values[i]
+            if value not in but:
+                found.append(value)
+                if len(found) == count:
+                    break
         return found
