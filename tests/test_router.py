@@ -27,7 +27,7 @@ def cores_of(index: BlockIndex, name: int) -> set[int]:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_masks_are_those_of_a_naive_model(data):
     index = BlockIndex(1000, 1000)
     held: dict[int, set[int]] = {}
@@ -135,7 +135,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_choice_has_the_fewest_tokens_before_it(data):
     """With as many cores as are looked at, the choice is the best of all by what they really hold."""
     cores = Cores(Router(seed=data.draw(st.integers(0, 2**64)), max_expected=0), data.draw(st.integers(2, CANDIDATES)))
@@ -160,7 +160,7 @@ def test_the_choice_has_the_fewest_tokens_before_it(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_core_that_is_gone_is_never_chosen(data):
     """Whatever it was told and in which order, also of cores that it was never told of."""
     router = Router(max_blocks=64, max_expected=16)

@@ -91,7 +91,7 @@ class BlockIndex:
         return (self._held.get(name, 0) | self._expected.get(name, 0)) & self.live
 
     def depth(self, hashes: list[int], bits: int, most: int) -> int:
-        """How many blocks from a prompt's beginning on some of these cores hold, `most` at most: who holds one holds all before."""
+        """How many of a prompt's first `most` blocks some of these cores hold: who holds one holds all before it."""
         held, expected, low = self._held, self._expected, 0
         while low < most:
             middle = (low + most) // 2
