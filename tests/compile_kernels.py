@@ -32,6 +32,7 @@ from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
+from headrace.kernels.sample_ranks import WORDS, sample_parts
 
 META = torch.device("meta")
 
@@ -121,7 +122,9 @@ def push(size: int, hidden: int) -> Callable[[], None]:
     """The all-reduce of `size` ranks, alone and with what closes a part of a layer."""
 
     def run() -> None:
-        space = PushSpace(1, size, ints(*slots_shape(size, 64, hidden), dtype=torch.int16), ints(size, dtype=torch.int64), ints(64))
+        space = PushSpace(
+            1, size, ints(*slots_shape(size, 64, hidden), dtype=torch.int16), ints(size, dtype=torch.int64), ints(64)
+        )
         all_reduce(meta(32, hidden), space)
         f32 = meta(32, hidden, dtype=torch.float32)
         for slabs in (1, 2):
@@ -131,6 +134,15 @@ def push(size: int, hidden: int) -> Callable[[], None]:
                         post=meta(hidden))  # fmt: skip
 
     return run
+
+
+def sampling_of_ranks() -> None:
+    space = PushSpace(1, 2, ints(*slots_shape(2, 64, WORDS)), ints(2, dtype=torch.int64), ints(64))
+    for greedy in (True, False):
+        sample_parts(
+            meta(4, 75968), 75968, space, meta(4, dtype=torch.float32), ints(4, dtype=torch.int64), ints(4, dtype=torch.int64), ints(4),
+            purpose=0, greedy_eps=1e-5, all_greedy=greedy,
+        )  # fmt: skip
 
 
 def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b") -> Callable[[], None]:
@@ -170,6 +182,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
     "sampling": sampling,
+    "ranks' sampling": sampling_of_ranks,
     "all-reduce of 2": push(2, 4096),
     "all-reduce of 8": push(8, 4096),
     "all-reduce of 2 wide": push(2, 5120),

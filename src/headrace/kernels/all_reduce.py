@@ -170,7 +170,7 @@ def _launch(
         raise ValueError(f"an all-reduce of {rows} rows of {width} {out.dtype}: the space holds {most}")
     if not rows:
         return
-    block = next_power_of_2(width)
+    block = max(32, next_power_of_2(width))  # every thread waits for something of its own
     num_warps = min(THREADS // 32, max(1, block // 256))  # 16 bytes a thread, more of the widest rows
     _push_sum_kernel[(min(rows, num_multiprocessors(x.device)),)](
         x, space.slots, space.peers, space.turns, residual, post, norm, total, out,
