@@ -62,6 +62,12 @@ class ThreadGroup:
     def gather(self, part: Tensor) -> Tensor:
         return torch.stack(self._exchange("gather", part))
 
+    def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        pass
+
+    def push_space(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        return None
+
     def share(self, tensor: Tensor) -> None:
         first, *_ = self._exchange("share", tensor)
         tensor.copy_(first)

@@ -243,7 +243,9 @@ def decode_graphs(
         return None
     from headrace.worker.cuda_graphs import DecodeGraphs
 
-    return DecodeGraphs(forward.decode, kv, state, limits.max_num_seqs, limits.max_model_len, limits.max_draft_rows)
+    return DecodeGraphs(
+        forward.decode, kv, state, limits.max_num_seqs, limits.max_model_len, limits.max_draft_rows, part=forward.vocab
+    )  # fmt: skip
 
 
 def choose_device(wanted: str, rank: int = 0, ranks: int = 1) -> torch.device:

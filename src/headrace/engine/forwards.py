@@ -59,6 +59,8 @@ def load_forward(
             config, limits, part, dtype, device, weight_bytes=weight_bytes(model, dtype, shard), workspace_bytes=0,
             activation_bytes=rows * row_elements(part) * dtype.itemsize, loaded=False, ranks=shard.size,
         )  # fmt: skip
+    if group is not None:
+        group.prepare(limits.max_decode_rows, model.hidden_size, dtype)
     weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard)
     decode_rows = 0 if draft else limits.max_decode_rows
     return Loaded(make_decoder(config, part, weights, limits, decode_rows, group), weights.num_bytes)
@@ -97,19 +99,26 @@ def make_decoder(
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
         return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group)
-    if group is not None:
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
     from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows)
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
+    space = None if group is None else group.push_space(1, model.hidden_size, dtype)
+    if group is not None and space is None:
+        logger.info("small batches: the general path; the fused one needs cards that see each other's memory")
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
     tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
     rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
-    fast = FastDecode(model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype)
+    rows = rows if space is None else min(rows, space.max_rows)
+    fast = FastDecode(
+        model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype, group=group
+    )  # fmt: skip
     decode_rows = decode_rows if decode_rows > rows else 0
-    return FastDecoder(model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows)
+    return FastDecoder(
+        model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group
+    )  # fmt: skip
 
 
 def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -9,9 +9,9 @@ from headrace.fast_decode.epilogues import runs_triton, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, jit, next_power_of_2, pdl, tl
 
 
-@jit(do_not_specialize=["tiles"])
+@jit(do_not_specialize=["tiles", "first_id"])
 def _embed_residual_kernel(
-    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, vocab, scale, norm_offset, tiles,
+    ids_ptr, table_ptr, norm_ptr, residual_ptr, normed_ptr, sumsq_ptr, vocab, first_id, scale, norm_offset, tiles,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -20,7 +20,7 @@ def _embed_residual_kernel(
     r = tl.arange(0, BLOCK)
     ok = r < WIDTH
     norm = tl.load(norm_ptr + r, mask=ok, other=0.0).to(tl.float32) + norm_offset
-    token = tl.load(ids_ptr + row).to(tl.int64)
+    token = tl.load(ids_ptr + row).to(tl.int64) - first_id
     known = (token >= 0) & (token < vocab)  # a padded row may hold anything
     x = tl.load(table_ptr + token * WIDTH + r, mask=ok & known, other=0.0)
     x = (x.to(tl.float32) * scale).to(table_ptr.dtype.element_ty).to(tl.float32)
@@ -32,25 +32,26 @@ def _embed_residual_kernel(
 
 def embed_residual(
     token_ids: Tensor, table: Tensor, residual: Tensor, normed: Tensor, sumsq: Tensor, next_norm: Tensor, *,
-    scale: float = 1.0, norm_offset: float = 0.0,
+    scale: float = 1.0, norm_offset: float = 0.0, first_id: int = 0,
 ) -> None:  # fmt: skip
     """residual [B, H] float32 = scale * table [V, H][token_ids [B] int32], rounded to the table's dtype.
 
     Also normed [B, H] = residual * (next_norm + norm_offset) and sumsq [B, tiles] float32, the sum of residual^2 in column 0:
-    see products.residual. An id that is no row of the table (of a padded row) gives zeros. Launched as an ordinary kernel:
-    everything before it in the stream has ended when it starts, so all later kernels of the step may read lengths, tables and
-    the older cache before they wait.
+    see products.residual. The table's rows are of the ids from `first_id` on; an id that it has not (of a padded row, or of
+    another rank) gives zeros. Launched as an ordinary kernel: everything before it in the stream has ended when it starts, so
+    all later kernels of the step may read lengths, tables and the older cache before they wait.
     """
     if not runs_triton(residual):
-        known = (token_ids >= 0) & (token_ids < table.shape[0])
-        found = table[torch.where(known, token_ids, 0).long()] * known[:, None]
+        place = token_ids - first_id
+        known = (place >= 0) & (place < table.shape[0])
+        found = table[torch.where(known, place, 0).long()] * known[:, None]
         residual.copy_((found.float() * scale).to(table.dtype))
         normed.copy_(residual * (next_norm.float() + norm_offset))
         sumsq.zero_()[:, 0] = residual.square().sum(1)
         return
     rows, width = residual.shape
     _embed_residual_kernel[(rows,)](
-        token_ids, table, next_norm, residual, normed, sumsq, table.shape[0], scale, norm_offset, sumsq.shape[1],
+        token_ids, table, next_norm, residual, normed, sumsq, table.shape[0], first_id, scale, norm_offset, sumsq.shape[1],
         WIDTH=width, BLOCK=next_power_of_2(width), TILES_BLOCK=sumsq_block(sumsq, 256),
         PDL=pdl(residual)["PDL"], num_warps=4,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
+from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.tiles import StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.kernels.attention_decode import SplitTile, num_slots, split_attention
 from headrace.kernels.launch import capability
@@ -31,6 +32,7 @@ from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeigh
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Weight
 from headrace.model.rope import rope_tables
+from headrace.model.shard import Group
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
@@ -55,12 +57,14 @@ class FastDecode:
     """Runs decode steps of up to `max_rows` sequences (256; 64 without a copy engine) of a model that `supports` accepts.
 
     `tiles`: a table (see tiles.py); None: the defaults. Workspaces are sized for the tables' tiles and
-    `max_model_len` tokens a sequence.
+    `max_model_len` tokens a sequence. With a `group`, `config` and `weights` are the part of one of its ranks, and logits those
+    of its part of the vocabulary.
     """
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, max_rows: int, device: torch.device,
         tiles: TileTable | None = None, *, max_model_len: int | None = None, logits_dtype: torch.dtype = torch.float32,
+        group: Group | None = None,
     ):  # fmt: skip
         dtype = weights.embedding.dtype
         self.tiles = dict(default_table(config, has_copy_engine(config, dtype, device)) if tiles is None else tiles)
@@ -82,6 +86,7 @@ class FastDecode:
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
         assert len(self.norms) == 2 * config.num_layers + 1
         self._allocate(dtype, logits_dtype, device, length)
+        self.ranks = None if group is None else self._rank_parts(group, dtype, device)
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
@@ -116,7 +121,7 @@ class FastDecode:
         self.qkv = empty(slabs * rows * (config.q_size + 2 * config.kv_size), dtype=f32)
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
-        self.logits = empty(rows, config.vocab_size, dtype=logits_dtype)
+        self.logits = empty(rows, self.lm_head.shape[0], dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
         row_splits = max(n * self._num_splits(n, max_context) for n in range(1, rows + 1))
         sums = max(num_slots(rows), row_splits) * config.num_heads
@@ -126,10 +131,19 @@ class FastDecode:
             device, lse=sums,
         )  # fmt: skip
 
+    def _rank_parts(self, group: Group, dtype: torch.dtype, device: torch.device) -> RankParts:
+        steps = [self.tiles_for(n) for n in range(1, self.max_rows + 1)]
+        splits = max(num_splits(tile) for step in steps for tile in (step.o, step.down))
+        return RankParts(
+            group, self.max_rows, splits, self.config.hidden_size, dtype, device, eps=self.config.norm_eps,
+            norm_offset=self.weights.norm_offset,
+        )  # fmt: skip
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the workspaces and rope tables."""
         tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
+        tensors += [] if self.ranks is None else [self.ranks.parts]
         tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
@@ -169,13 +183,9 @@ class FastDecode:
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
         norms, eps = self.norms, config.norm_eps
-        offset, space, scale = weights.norm_offset, self.space, config.residual_scale
         # attention in two kernels takes queries in the model's dtype
         qkv_buffer = self.qkv.view(normed.dtype) if isinstance(attention, SplitTile) else self.qkv
-        embed_residual(
-            batch.token_ids, weights.embedding, total, normed, sumsq_down, norms[0],
-            scale=self.embed_scale, norm_offset=offset,
-        )  # fmt: skip
+        self._embed(batch.token_ids, total, normed, sumsq_down)
         for index, layer in enumerate(weights.layers):
             if hook is not None:
                 hook(index, total, batch)
@@ -183,19 +193,34 @@ class FastDecode:
             qkv = self._project(normed, qkv_weight, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
             self._attend(qkv, batch, kv, index, layer, splits, attention)
             after, following = norms[2 * index + 1 : 2 * index + 3]
-            residual(
-                self.attended[:rows], o, total, normed, sumsq_o, after, tiles.o, space, norm_offset=offset,
-                scale=scale, bias=layer.o_bias,
-            )  # fmt: skip
-            glu(normed, gate_up, inner, tiles.gate_up, sumsq=sumsq_o, eps=eps, activation=config.activation)
-            residual(
-                inner, down, total, normed, sumsq_down, following, tiles.down, space, norm_offset=offset,
-                scale=scale, bias=layer.down_bias,
-            )  # fmt: skip
+            self._add(self.attended[:rows], o, total, normed, sumsq_o, after, tiles.o, layer.o_bias)
+            squares = sumsq_o if self.ranks is None else None
+            glu(normed, gate_up, inner, tiles.gate_up, sumsq=squares, eps=eps, activation=config.activation)
+            self._add(inner, down, total, normed, sumsq_down, following, tiles.down, layer.down_bias)
         return self._project(
             normed, self.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
+
+    def _embed(self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor) -> None:
+        table, norm, scale = self.weights.embedding, self.norms[0], self.embed_scale
+        if self.ranks is None:
+            offset = self.weights.norm_offset
+            embed_residual(token_ids, table, total, normed, sumsq, norm, scale=scale, norm_offset=offset)
+        else:
+            self.ranks.embed(token_ids, table, total, normed, norm, scale)
+
+    def _add(
+        self, x: Tensor, weight: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor, norm: Tensor, tile: Tile,
+        bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        """The product joins the residual, `total`; `normed`, and of one rank `sumsq`, are what the next product needs of it."""
+        scale = self.config.residual_scale
+        if self.ranks is None:
+            offset = self.weights.norm_offset
+            residual(x, weight, total, normed, sumsq, norm, tile, self.space, norm_offset=offset, scale=scale, bias=bias)
+        else:
+            self.ranks.residual(x, weight, total, normed, norm, tile, scale=scale, bias=bias)
 
     def _project(
         self, x: Tensor, weight: Tensor, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float
@@ -203,7 +228,8 @@ class FastDecode:
         """RMSNorm(residual) @ weight.T as [splits, rows, columns] in `buffer`."""
         rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)
         out = buffer.view(-1)[: splits * rows * columns].view(splits, rows, columns)
-        project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
+        squares = sumsq if self.ranks is None else None  # several ranks' x is normed already
+        project(x, weight, out, tile, sumsq=squares, eps=self.config.norm_eps, bias=bias, **options)
         return out
 
     def _attend(
@@ -246,16 +272,15 @@ class FastDecoder(Decoder):
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, fast: FastDecode, *,
-        max_model_len: int | None = None, decode_rows: int = 0,
+        max_model_len: int | None = None, decode_rows: int = 0, group: Group | None = None,
     ):  # fmt: skip
-        super().__init__(config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows)
+        super().__init__(config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows, group=group)
         self.fast = fast
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         if batch.num_rows > self.fast.max_rows:
             return super().decode(batch, kv)
-        logits = self.fast.forward(batch, kv, self.hidden_state_hook)
-        return logits if self.tokenless is None else self.tokenless.mask(logits)
+        return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook))
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         return super().workspace_bytes(max_num_seqs) + self.fast.num_bytes

@@ -241,6 +241,10 @@ class Decoder:
         if self.config.logit_softcap:
             cap = self.config.logit_softcap
             logits = logits.div_(cap).tanh_().mul_(cap)
+        return self.masked(logits)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """`logits`, -inf, in place, where no token is."""
         if self.vocab is not None:
             return self.vocab.mask(logits, self.tokenless)
         return logits if self.tokenless is None else self.tokenless.mask(logits)

@@ -14,7 +14,10 @@ from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from headrace.kernels.all_reduce import PushSpace
 
 _ROWS_TOGETHER = 8  # a head's rows on a rank are a multiple of these, as matrix units like them
 
@@ -70,7 +73,16 @@ class Group(Protocol):
     shard: Shard
 
     def sum(self, part: Tensor) -> Tensor:
-        """All parts, added in the order of ranks in float32 and rounded once: the same bits on every rank."""
+        """All parts, added in the order of ranks in float32 and rounded once: the same bits on every rank. `part` is given up:
+        it may be changed."""
+        ...
+
+    def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Decode steps will add up as many as `rows` rows of `width` columns. Once, before the first step."""
+        ...
+
+    def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:
+        """Where kernels of all ranks meet for such rows, if the ranks are cards that see each other's memory."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.kernels.all_reduce import PushSpace
 from headrace.model.shard import Shard
 
 PIECE_BYTES = 16 << 20  # of each rank's part that is gathered at once for a sum
@@ -50,6 +51,12 @@ class ProcessGroup:
             total[begin : begin + size] = running
         return total.view(part.shape)
 
+    def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        pass
+
+    def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:
+        return None
+
     def share(self, tensor: Tensor) -> None:
         if not tensor.numel():
             return
@@ -61,6 +68,15 @@ class ProcessGroup:
     def abort(self) -> None:
         """Somebody is gone for good: let go whoever waits for him."""
         self.backend.abort()
+
+
+def make_group(shard: Shard, device: torch.device, store: str) -> ProcessGroup:
+    """The group of this device's ranks. Arguments and errors as of ProcessGroup."""
+    if device.type != "cuda":
+        return ProcessGroup(shard, device, store)
+    from headrace.tensor_parallel.cards import CardGroup  # its kernels need Triton
+
+    return CardGroup(shard, device, store)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -68,10 +68,10 @@ def main(rank: int, size: int, parent: int, ring: int, store: int, mouth: int, b
 
         def join(device: torch.device) -> Group:
             from headrace.model.shard import Shard
-            from headrace.tensor_parallel.groups import ProcessGroup
+            from headrace.tensor_parallel.groups import make_group
 
             say(Here())
-            return ProcessGroup(Shard(rank, size), device, f"/proc/self/fd/{store}")
+            return make_group(Shard(rank, size), device, f"/proc/self/fd/{store}")
 
         runner = build(begin.config, rank, join)
         built = True

@@ -94,10 +94,10 @@ class Ranks:
 
     def join(self, device: torch.device) -> ProcessGroup:
         """Meet the others: the group of all ranks, of which this process is the first."""
-        from headrace.tensor_parallel.groups import ProcessGroup
+        from headrace.tensor_parallel.groups import make_group
 
         self.wait_for(Here)
-        group = ProcessGroup(Shard(0, 1 + len(self.pids)), device, self.store)
+        group = make_group(Shard(0, 1 + len(self.pids)), device, self.store)
         if device.type == "cuda":  # kernels wait for their peers for ever; a socket knows
             self.on_death(lambda death: group.abort())
         return group

@@ -26,11 +26,10 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.prepare import Rows, prepare_rows, publish
-from headrace.kernels.sample import sample_rows
 from headrace.model.batch import ForwardBatch
-from headrace.sampling.params import GREEDY_EPS
-from headrace.sampling.philox import PURPOSE_SAMPLE
+from headrace.model.ranks import VocabPart
 from headrace.worker.batch_state import BatchState
+from headrace.worker.captured_sampling import sample_step
 from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
 
@@ -121,14 +120,15 @@ class Mailbox:
 
 
 class DecodeGraphs:
-    """Captures and replays decode steps; everything happens on the current stream's thread."""
+    """Captures and replays decode steps; everything happens on the current stream's thread. `part`: what the logits of one of
+    several ranks are."""
 
     def __init__(
         self, forward: DecodeForward, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int,
-        max_draft_rows: int = 0, max_graphs: int = MAX_GRAPHS,
+        max_draft_rows: int = 0, max_graphs: int = MAX_GRAPHS, part: VocabPart | None = None,
     ):  # fmt: skip
         self.max_num_seqs, self.max_draft_rows, self.max_graphs = max_num_seqs, max_draft_rows, max_graphs
-        self.forward, self.kv, self.state = forward, kv, state
+        self.forward, self.kv, self.state, self.part = forward, kv, state, part
         # of one request's drafts there may be more rows than requests
         self.sizes = graph_sizes(max(max_num_seqs, max_draft_rows))
         self.few_buckets, self.buckets = (context_buckets(first, max_model_len) for first in (FEW_CONTEXTS, CONTEXTS))
@@ -239,10 +239,6 @@ class DecodeGraphs:
         logits = self.forward(batch, self.kv)
         if tail is Tail.LOGITS:
             return logits
-        token_ids, failed = sample_rows(
-            logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
-            purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
-            all_greedy=tail is Tail.GREEDY, any_filter=tail is Tail.FILTERED,
-        )  # fmt: skip
+        token_ids, failed = sample_step(logits, rows, tail, self.part)
         publish(token_ids, failed, rows, state.tables, mail.outbox, mail.turn, verify=related)
         return None

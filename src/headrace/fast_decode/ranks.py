@@ -1,0 +1,59 @@
+"""What joins the residual in a fused decode step where several ranks have parts of it.
+
+One kernel after the product sends this rank's part to all, adds up what comes, and adds the sum to the residual, with the next
+norm (kernels/all_reduce.py). So a layer has seven kernels instead of five, and products read rows that are normed already.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.fast_decode.embed_residual import embed_residual
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.products import Tile, num_splits, project
+from headrace.kernels.all_reduce import all_reduce_norm
+from headrace.kernels.norm import rms_norm_reference
+from headrace.model.shard import Group
+
+
+class RankParts:
+    """Parts of up to `rows` rows, of products that are split along K up to `splits` times."""
+
+    def __init__(
+        self, group: Group, rows: int, splits: int, hidden: int, dtype: torch.dtype, device: torch.device, *,
+        eps: float, norm_offset: float,
+    ):  # fmt: skip
+        self.group, self.eps, self.norm_offset = group, eps, norm_offset
+        self.push = group.push_space(rows, hidden, dtype)
+        self.parts = torch.zeros((splits * rows, hidden), device=device)
+        self.unused = torch.zeros(rows, device=device)
+
+    def embed(self, token_ids: Tensor, table: Tensor, total: Tensor, normed: Tensor, norm: Tensor, scale: float) -> None:
+        """As `embed_residual` of all ranks' tables, which are of equal length; but `normed` is RMSNorm(total)."""
+        part = self.parts[: len(total)]
+        embed_residual(
+            token_ids, table, part, normed, self.unused[: len(total), None], norm, scale=scale,
+            norm_offset=self.norm_offset, first_id=self.group.shard.rank * len(table),
+        )  # fmt: skip
+        self._close(part[None], total, normed, norm, None, 1.0)
+
+    def residual(
+        self, x: Tensor, weight: Tensor, total: Tensor, normed: Tensor, norm: Tensor, tile: Tile, *, scale: float,
+        bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        """total [M, N] float32 += scale * the sum of all ranks' (x @ weight.T + bias), in place; normed = RMSNorm(total)."""
+        rows, splits = len(x), num_splits(tile)
+        parts = self.parts[: splits * rows].view(splits, rows, -1)
+        project(x, weight, parts, tile, bias=bias)
+        self._close(parts, total, normed, norm, total, scale)
+
+    def _close(self, parts: Tensor, total: Tensor, normed: Tensor, norm: Tensor, residual: Tensor | None, scale: float) -> None:
+        if self.push is not None and runs_triton(parts):
+            all_reduce_norm(
+                parts, self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale
+            )  # fmt: skip
+            return
+        y = self.group.sum(parts.sum(0).to(normed.dtype)).float()
+        total.copy_(y if residual is None else residual + scale * y)
+        normed.copy_(rms_norm_reference(total, norm, self.eps, self.norm_offset))

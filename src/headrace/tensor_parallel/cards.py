@@ -1,0 +1,117 @@
+"""The ranks of a core on the cards of one host: few rows meet in memory that all cards see, the rest goes through NCCL.
+
+However a sum travels it has the bits of the parts added in the order of ranks in float32 and rounded once:
+
+    few rows     kernels/all_reduce.py
+    two ranks    NCCL's all-reduce: there is one addition, and a + b is b + a
+    more ranks   each gets a part of everybody's columns (all-to-all), adds them up in order, and gives the sum to all: what a
+                 ring moves, 2 (N - 1) / N of the message, but with an order of our own
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.kernels.all_reduce import PushSpace, all_reduce, ordered_sum, slots_shape, wire
+from headrace.kernels.sample_ranks import WORDS, max_rows
+from headrace.model.shard import Shard
+from headrace.tensor_parallel.groups import ProcessGroup
+
+logger = logging.getLogger(__name__)
+PUSH_BYTES = 16 << 20  # that a card sends at most in one sum of few rows: with more, two steps move less
+RELEASE_SECONDS = 2.0  # for which kernels that wait for a dead rank are let go
+# not the switch: it would add up in an order of its own, and its memory is not needed
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+class CardGroup(ProcessGroup):
+    """A Group. Its tensors are on this rank's card."""
+
+    def __init__(self, shard: Shard, device: torch.device, store: str):
+        for name, value in NO_MULTICAST.items():
+            os.environ.setdefault(name, value)
+        super().__init__(shard, device, store)
+        self._spaces: list[PushSpace] = []
+        self._memory: list[object] = []  # handles that keep the peers' memory mapped
+        sees = all(torch.cuda.can_device_access_peer(device, other) for other in range(shard.size) if other != device.index)
+        # the first collective, which also makes NCCL take its memory before ours is planned
+        self.sees_all = bool(self.gather(torch.tensor([sees], device=device)).all())
+        self._sum_by_nccl(torch.zeros(shard.size, device=device))
+
+    def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """See Group. The memory stays at its place as long as the group: captured graphs have its address."""
+        if not self.sees_all:
+            logger.warning("the cards do not see each other's memory: every sum goes through NCCL, decode steps are slow")
+            return
+        others = self.shard.size - 1
+        largest = min(rows, PUSH_BYTES // (others * width * dtype.itemsize))
+        self._spaces = [self._meet(largest, width, dtype), self._meet(min(rows, max_rows(self.device)), WORDS, torch.float32)]
+        megabytes = sum(space.slots.nbytes for space in self._spaces) / 1e6
+        logger.info("sums of up to %d rows meet in memory of all %d cards: %.1f MB", largest, self.shard.size, megabytes)
+
+    def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:
+        return next((space for space in self._spaces if space.takes(rows, width, dtype)), None)
+
+    def sum(self, part: Tensor) -> Tensor:
+        if part.dim() == 2:
+            space = self.push_space(*part.shape, part.dtype)
+            if space is not None:
+                return all_reduce(part, space)
+        return self._sum_by_nccl(part)
+
+    def _sum_by_nccl(self, part: Tensor) -> Tensor:
+        if self.shard.size == 2:
+            total = part.contiguous()
+            self.backend.allreduce([total]).wait()
+            return total
+        flat = part.reshape(-1)
+        each = -(-len(flat) // self.shard.size)
+        padded = torch.nn.functional.pad(flat, (0, each * self.shard.size - len(flat)))
+        theirs, total = torch.empty_like(padded), torch.empty_like(padded)
+        self.backend.alltoall_base(theirs, padded, [], []).wait()
+        self.backend._allgather_base(total, ordered_sum(theirs.view(self.shard.size, each))).wait()
+        return total[: len(flat)].view(part.shape)
+
+    def _meet(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace:
+        """Memory of all ranks, each other's mapped here."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        rank, size = self.shard.rank, self.shard.size
+        key = f"space {len(self._memory)}"  # one name in all processes, and of no other engine in them
+        if rank == 0:
+            self.store.set(key, f"headrace-{uuid.uuid4()}")
+        name = self.store.get(key).decode()
+        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore(name, self.store))
+        shape = slots_shape(size, rows, width)
+        strides = torch.empty(shape, device="meta").stride()
+        slots = _SymmetricMemory.empty_strided_p2p(shape, strides, wire(dtype), self.device)
+        handle = _SymmetricMemory.rendezvous(slots, name)
+        peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
+        space = PushSpace(rank, size, slots, peers, torch.zeros(rows, dtype=torch.int32, device=self.device))
+        space.clear()
+        torch.cuda.synchronize(self.device)
+        self._memory.append(handle)
+        self.gather(torch.zeros(1, device=self.device)).tolist()  # everybody's is clear
+        return space
+
+    def abort(self) -> None:
+        super().abort()
+        threading.Thread(target=self._release, daemon=True).start()
+
+    def _release(self) -> None:
+        """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more."""
+        stream, end = torch.cuda.Stream(self.device), time.monotonic() + RELEASE_SECONDS
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            while time.monotonic() < end:
+                for space in self._spaces:
+                    space.slots.zero_()
+                stream.synchronize()
+                time.sleep(1e-3)

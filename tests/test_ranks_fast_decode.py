@@ -1,0 +1,66 @@
+"""The fused decode step of several ranks gives the logits of one decoder, and the keys and values of its heads.
+
+By the torch references of its kernels; how their parts meet on cards is in test_kernels_all_reduce and
+test_gpu_tensor_parallel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from fast_decode_cases import decode_batch
+from headrace.attention.torch_backend import TorchAttention
+from headrace.cache.kv_cache import KVCache
+from headrace.config import EngineConfig
+from headrace.fast_decode.forward import FastDecode, FastDecoder
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.decoder import Decoder
+from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
+from rank_threads import ThreadGroup, run_ranks
+from tiny_models import write_tiny
+
+CPU = torch.device("cpu")
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+MODELS = {
+    "qwen3": ("qwen3", HEADS),
+    "llama, few key heads": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 515}),
+    "qwen2, biases": ("qwen2", {}),
+    "granite, biases": ("granite", {"attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_decoder_of_one_rank(name: str, size: int, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    family, options = MODELS[name]
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(write_tiny(family, tmp_path / "model", **options))))
+    config = model_config_from_hf(checkpoint.config)
+    batch, kv = decode_batch(config, [60, 1, 33], 16)
+    _, before = decode_batch(config, [60, 1, 33], 16)
+    decoder = Decoder(config, load_model(checkpoint, config, torch.float32, CPU), TorchAttention(), max_model_len=64)
+    expected = decoder.decode(batch, kv)
+
+    def run(group: ThreadGroup) -> tuple[torch.Tensor, KVCache]:
+        part, heads = group.shard.config(config), group.shard.kv_heads(config.num_kv_heads)
+        own = KVCache(part, before.num_blocks, before.block_size, torch.float32, CPU)
+        for mine, whole in zip((*own.k, *own.v), (*before.k, *before.v), strict=True):
+            mine.copy_(whole[:, :, heads.start : heads.stop])
+        weights = load_model(checkpoint, config, torch.float32, CPU, shard=group.shard)
+        fast = FastDecode(part, weights, 3, CPU, max_model_len=64, group=group)
+        both = FastDecoder(part, weights, TorchAttention(), fast, max_model_len=64, group=group)
+        logits = both.decode(batch, own)
+        assert both.vocab is not None
+        return both.vocab.whole(logits), own
+
+    for rank, (logits, own) in enumerate(run_ranks(size, run)):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        heads = range(config.num_kv_heads)
+        first = rank * len(heads) // size
+        for mine, whole in zip((*own.k, *own.v), (*kv.k, *kv.v), strict=True):
+            torch.testing.assert_close(mine, whole[:, :, first : first + mine.shape[2]], rtol=1e-5, atol=1e-5)
