@@ -115,3 +115,8 @@ class CardGroup(ProcessGroup):
                     space.slots.zero_()
                 stream.synchronize()
                 time.sleep(1e-3)
+
+
+def make_group(shard: Shard, device: torch.device, store: str) -> ProcessGroup:
+    """The group of this device's ranks. Arguments and errors as of ProcessGroup."""
+    return (CardGroup if device.type == "cuda" else ProcessGroup)(shard, device, store)

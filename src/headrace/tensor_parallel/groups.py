@@ -70,15 +70,6 @@ class ProcessGroup:
         self.backend.abort()
 
 
-def make_group(shard: Shard, device: torch.device, store: str) -> ProcessGroup:
-    """The group of this device's ranks. Arguments and errors as of ProcessGroup."""
-    if device.type != "cuda":
-        return ProcessGroup(shard, device, store)
-    from headrace.tensor_parallel.cards import CardGroup  # its kernels need Triton
-
-    return CardGroup(shard, device, store)
-
-
 def _bytes(tensor: Tensor) -> Tensor:
     """Of any dtype: they are moved, not computed with."""
     return tensor.view(-1).view(torch.uint8)

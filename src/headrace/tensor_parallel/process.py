@@ -68,7 +68,7 @@ def main(rank: int, size: int, parent: int, ring: int, store: int, mouth: int, b
 
         def join(device: torch.device) -> Group:
             from headrace.model.shard import Shard
-            from headrace.tensor_parallel.groups import make_group
+            from headrace.tensor_parallel.cards import make_group
 
             say(Here())
             return make_group(Shard(rank, size), device, f"/proc/self/fd/{store}")

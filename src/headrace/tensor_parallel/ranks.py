@@ -94,7 +94,7 @@ class Ranks:
 
     def join(self, device: torch.device) -> ProcessGroup:
         """Meet the others: the group of all ranks, of which this process is the first."""
-        from headrace.tensor_parallel.groups import make_group
+        from headrace.tensor_parallel.cards import make_group
 
         self.wait_for(Here)
         group = make_group(Shard(0, 1 + len(self.pids)), device, self.store)
