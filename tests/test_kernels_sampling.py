@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.kernels import sample as kernels
-from headrace.kernels.sample import add_mask_reference, add_mask_triton, sample_rows
+from headrace.kernels.sample import add_mask_reference, add_mask_triton, sample_rows, uniform_rows
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
 from headrace.sampling.sampler import choose
@@ -146,6 +146,8 @@ def test_uniforms_have_the_same_bits():
     seed, index, sample = (t.numpy() for t in (inputs.seed, inputs.output_index, inputs.sample_index))
     u = torch.from_numpy(uniform(seed, index, sample_index=sample))
     assert run(torch.zeros(16, vocab), rows)[0] == (u * vocab).floor().int().tolist()
+    columns = (t.to(DEVICE) for t in (inputs.seed, inputs.output_index, inputs.sample_index))
+    assert torch.equal(uniform_rows(*columns, PURPOSE_SAMPLE).cpu(), u)
 
 
 def test_rows_do_not_touch_each_other():

@@ -15,6 +15,7 @@ from headrace.errors import CapacityError, ParameterError
 from headrace.machine import available_memory, usable_cores
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import row_elements
+from headrace.model.shard import Shard
 from headrace.worker import memory_plan
 from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes, plan_memory
 from model_harness import load_tiny
@@ -29,7 +30,7 @@ def model(tmp_path_factory) -> ModelConfig:
     return load_tiny(write_tiny("llama", tmp_path_factory.mktemp("tiny")))[0]
 
 
-def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, **options):
+def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, ranks=1, **options):
     resolved = {"max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 256, **options}
     config = EngineConfig(skip_tokenizer_init="speculative_max_rows" not in options, **resolved)
     limits = resolve(config, model, device)
@@ -37,7 +38,7 @@ def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=T
     return plan_memory(
         config, limits, model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft, loaded=loaded,
         activation_bytes=limits.max_num_batched_tokens * widest * dtype.itemsize, cache_dtype=cache_dtype,
-        draft_block_bytes=0 if draft is None else 1000,
+        draft_block_bytes=0 if draft is None else 1000, ranks=ranks,
     )  # fmt: skip
 
 
@@ -91,6 +92,15 @@ def test_terms_add_up_and_each_grows_with_what_it_is_of(model, free):
     assert base.graphs == base.reserve == 0, "a CPU captures nothing"
     assert plan(model, kv_cache_bytes=100_000_000).kv <= 100_000_000
     assert plan(model, num_kv_blocks=7).num_blocks == 7
+
+
+def test_a_rank_plans_its_part(model, free):
+    """Of the machine's memory, where ranks share it; whole rows of logits come to each, and are put in order."""
+    free(4 * GIB)
+    one, rank = plan(model), plan(Shard(0, 2).config(model), ranks=2)
+    assert rank.budget == one.budget // 2
+    assert rank.num_blocks > 0 and rank.kv // rank.num_blocks == one.kv // one.num_blocks // 2
+    assert logits_bytes(16, 2048, 512, 4, 2) == max(16 * 512 * (36 + 32), 6 * 4 * 2048 * 512)
 
 
 def test_a_card_keeps_room_for_graphs_and_a_draft_model(model, card):

@@ -58,6 +58,8 @@ WRONG = [  # options, what the error begins with, the same for the library
     (["--tensor-parallel-size", "4"], "--tensor-parallel-size: got 4, allowed: 1, 2 (what divides", {"tensor_parallel_size": 4}),
     (["--attention-backend", "fa3", "--device", "cpu"], "--attention-backend: got 'fa3', allowed: auto or torch",
      {"attention_backend": "fa3", "device": "cpu"}),
+    (["--tensor-parallel-size", "2", "--quantization", "int8", "--device", "cpu"], "--quantization: got 'int8', allowed: none here",
+     {"tensor_parallel_size": 2, "quantization": "int8", "device": "cpu"}),
     (["--attention-backend", "best"], "--attention-backend: got 'best', allowed: one of auto", {"attention_backend": "best"}),
     (["--kv-cache-bytes", "100"], "kv_cache_bytes = 100 holds 0 tokens", {"kv_cache_bytes": 100}),
     (["--kv-cache-bytes", "40000", "--max-model-len", "256"], "kv_cache_bytes = 40000 holds", {"kv_cache_bytes": 40000, "max_model_len": 256}),

@@ -33,7 +33,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         ("max-num-batched-tokens", int, "TOKENS", "computed in one step (default: 16384 on a GPU, 2048 on a CPU)"),
         ("block-size", int, "TOKENS", "in a block of the KV cache (default: 64 on a GPU, 16 on a CPU)"),
         ("gpu-memory-utilization", float, "SHARE", "of the GPU's memory to use"),
-        ("kv-cache-bytes", int, "BYTES", "size of the KV cache (default: by the memory plan)"),
+        ("kv-cache-bytes", int, "BYTES", "size of the KV cache, of each rank of a split model (default: by the memory plan)"),
         ("threads", int, "N", "of a CPU (default: one for each core that is its own)"),
         ("max-itl-ms", float, "MS", "prefill no more in a step than keeps running streams this smooth"),
         ("attention-backend", text, "NAME", "auto; on a GPU also triton, cudnn or fa3, on a CPU torch"),

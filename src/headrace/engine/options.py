@@ -13,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.shard import check_size
+from headrace.model.shard import Shard, check_size
 from headrace.native.precision import choose_precision, stored_encodings
 from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
@@ -60,20 +60,25 @@ def _check_cpu_options(config: EngineConfig, checkpoint: Checkpoint, driver: boo
             raise ParameterError("threads", config.threads, "nothing on a GPU")
     if config.enforce_eager:
         refuse_native_options(config, "enforce_eager asks for plain torch")
+    elif config.tensor_parallel_size > 1:
+        refuse_native_options(config, "the parts of a model that is split (tensor_parallel_size) are run by torch")
     elif config.device == "cpu" or not driver:
         choose_precision(config, stored_encodings(checkpoint))
 
 
 def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, driver: bool) -> None:
-    """`kv_cache_bytes` holds the context that was asked for, or a block at least, in the smallest numbers it may be kept in."""
+    """`kv_cache_bytes`, of each rank, holds the context that was asked for, or a block at least, in the smallest numbers it
+    may be kept in."""
     if config.kv_cache_bytes is None or config.num_kv_blocks is not None:
         return
     on_cpu = config.device == "cpu" or not driver
     item = 4 if config.dtype == "float32" or (config.dtype == "auto" and on_cpu) else 2
-    if on_cpu and not config.enforce_eager:
+    ranks = config.tensor_parallel_size
+    if on_cpu and not config.enforce_eager and ranks == 1:
         item = {"float32": 4, "bfloat16": 2, "int8": 1}[choose_precision(config, stored_encodings(checkpoint)).cache]
     block_size = config.block_size or (16 if on_cpu else 64)
-    blocks = config.kv_cache_bytes // (2 * model.num_layers * model.kv_size * item * block_size)
+    kv_size = Shard(0, ranks).config(model).kv_size
+    blocks = config.kv_cache_bytes // (2 * model.num_layers * kv_size * item * block_size)
     if blocks * block_size < (config.max_model_len or 1):
         raise CapacityError(
             f"kv_cache_bytes = {config.kv_cache_bytes} holds {blocks * block_size} tokens, in blocks of {block_size}, which "
