@@ -65,13 +65,19 @@ def summary(run: Run, percentiles: Sequence[float], goodput: dict[str, float]) -
         "e2el": [r.latency for r in good],
     }
     for name, seconds in series.items():
-        values = 1e3 * np.asarray(seconds or [0.0])
-        result[f"mean_{name}_ms"] = float(values.mean())
-        result[f"median_{name}_ms"] = float(np.median(values))
-        result[f"std_{name}_ms"] = float(values.std())
-        for p in percentiles:
-            result[f"p{p:g}_{name}_ms"] = float(np.percentile(values, p))
+        result |= distribution(name, 1e3 * np.asarray(seconds), percentiles)
     return result
+
+
+def distribution(name: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float]:
+    """The figures of some times in milliseconds; zeros where there are none."""
+    values = values if len(values) else np.zeros(1)
+    result = {
+        f"mean_{name}_ms": float(values.mean()),
+        f"median_{name}_ms": float(np.median(values)),
+        f"std_{name}_ms": float(values.std()),
+    }
+    return result | {f"p{p:g}_{name}_ms": float(np.percentile(values, p)) for p in percentiles}
 
 
 def details(run: Run) -> dict[str, Any]:
@@ -109,18 +115,20 @@ def table(run: Run, result: dict[str, Any], percentiles: Sequence[float]) -> str
         ("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
         ("Peak concurrent requests:", result["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", result["total_token_throughput"]),
-        ("Client's share of a core (%):", 100 * result["client_cpu"]),
     ]
-    lines = [" Serving Benchmark Result ".center(50, "="), *map(_row, rows)]
+    if result["client_cpu"] is not None:  # a simulated run has no client
+        rows.append(("Client's share of a core (%):", 100 * result["client_cpu"]))
+    lines = [" Serving Benchmark Result ".center(50, "="), *map(row, rows)]
     for name, title in TITLES.items():
         lines.append(title.center(50, "-"))
         for key in ("mean", "median", *(f"p{p:g}" for p in percentiles)):
-            lines.append(_row((f"{key.capitalize()} {name.upper()} (ms):", result[f"{key}_{name}_ms"])))
+            lines.append(row((f"{key.capitalize()} {name.upper()} (ms):", result[f"{key}_{name}_ms"])))
     return "\n".join([*lines, "=" * 50])
 
 
-def _row(row: tuple[str, Any]) -> str:
-    name, value = row
+def row(pair: tuple[str, Any]) -> str:
+    """A line of a table."""
+    name, value = pair
     return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value:<10}"
 
 

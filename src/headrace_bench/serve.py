@@ -41,18 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--request-timeout", type=float, metavar="SECONDS", default=3600.0, help="until a request counts as failed"
     )
-    _add_load(parser.add_argument_group("load"))
-    _add_requests(parser.add_argument_group("requests"))
+    load = parser.add_argument_group("load")
+    add_load(load)
+    load.add_argument("--num-warmups", type=int, metavar="N", default=0, help="requests before the clock starts")
+    data = parser.add_argument_group("requests")
+    add_datasets(data, ("random", "prefix_repetition", "custom"))
+    _add_sampling(data)
     out = parser.add_argument_group("results")
-    out.add_argument("--goodput", nargs="+", default=[], metavar="ttft:MS", help="count requests that keep these limits")
-    out.add_argument("--metric-percentiles", metavar="P,P", default="90,99", help="which percentiles of each time")
-    out.add_argument("--save-result", type=text, metavar="FILE", help="the figures as JSON; a list of them for several loads")
+    add_results(out)
     out.add_argument("--save-detailed", action="store_true", help="with the lists of every request's times and texts")
-    out.add_argument("--plot", type=text, metavar="FILE", help="a picture of latency over load (needs matplotlib)")
     add_log_level(parser)
 
 
-def _add_load(load) -> None:
+def add_load(load) -> None:
     load.add_argument(
         "--num-prompts", type=int, metavar="N", help="requests of a run (default: 1000, or the lines of the file)"
     )
@@ -65,14 +66,11 @@ def _add_load(load) -> None:
     load.add_argument(
         "--max-concurrency", type=int, metavar="N", nargs="+", help="requests in progress; several: a run each (default: any)"
     )
-    load.add_argument("--num-warmups", type=int, metavar="N", default=0, help="requests before the clock starts")
     load.add_argument("--seed", type=int, metavar="N", default=0, help="of prompts, lengths and arrivals")
 
 
-def _add_requests(data) -> None:
-    data.add_argument(
-        "--dataset-name", choices=("random", "prefix_repetition", "custom"), default="random", help="what is asked"
-    )
+def add_datasets(data, names: tuple[str, ...], words: str = "what is asked") -> None:
+    data.add_argument("--dataset-name", choices=names, default="random", help=words)
     data.add_argument("--dataset-path", type=text, metavar="FILE", help="custom: a JSONL file of prompts or of lengths")
     for name, default, words in (
         ("random-input-len", 1024, "random: prompt tokens"),
@@ -88,6 +86,16 @@ def _add_requests(data) -> None:
     data.add_argument(
         "--random-range-ratio", type=float, metavar="X", default=0.0, help="random: lengths are uniform in len * (1 +- ratio)"
     )
+
+
+def add_results(out) -> None:
+    out.add_argument("--goodput", nargs="+", default=[], metavar="ttft:MS", help="count requests that keep these limits")
+    out.add_argument("--metric-percentiles", metavar="P,P", default="90,99", help="which percentiles of each time")
+    out.add_argument("--save-result", type=text, metavar="FILE", help="the figures as JSON; a list of them for several loads")
+    out.add_argument("--plot", type=text, metavar="FILE", help="a picture of latency over load (needs matplotlib)")
+
+
+def _add_sampling(data) -> None:
     data.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, help="exact lengths (default: yes, but for files of prompts)"
     )
@@ -106,20 +114,33 @@ def run(args: argparse.Namespace) -> int:
     allow_many_connections()
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     results = loop.run(measure(args, loads, percentiles, goodput))
-    if args.save_result:
-        document = json.dumps(results[0] if len(results) == 1 else results, indent=2)
-        try:
-            Path(args.save_result).write_text(document)
-        except OSError as e:
-            raise ParameterError("--save-result", args.save_result, f"a file that can be written ({e.strerror})") from None
+    save_result(args.save_result, results)
     if args.plot:
         plot(args.plot, results, percentiles, f"{results[0]['model_id']}, {args.dataset_name}")
     return 0 if all(r["failed"] == 0 for r in results) else 1
 
 
+def save_result(path: str | None, results: list[dict[str, Any]]) -> None:
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(results[0] if len(results) == 1 else results, indent=2))
+    except OSError as e:
+        raise ParameterError("--save-result", path, f"a file that can be written ({e.strerror})") from None
+
+
 def checked_loads(args: argparse.Namespace) -> list[Load]:
+    if args.num_warmups < 0:
+        raise ParameterError("--num-warmups", args.num_warmups, "at least 0")
+    if not args.request_timeout > 0:
+        raise ParameterError("--request-timeout", args.request_timeout, "more than 0")
+    args.extra_body = json_object("--extra-body", args.extra_body)
+    return loads_of(args)
+
+
+def loads_of(args: argparse.Namespace) -> list[Load]:
     for name, low in (
-        ("num_prompts", 1), ("num_warmups", 0), ("random_input_len", 1), ("random_output_len", 1), ("random_prefix_len", 0),
+        ("num_prompts", 1), ("random_input_len", 1), ("random_output_len", 1), ("random_prefix_len", 0),
         ("prefix_repetition_prefix_len", 0), ("prefix_repetition_suffix_len", 1), ("prefix_repetition_num_prefixes", 1),
         ("prefix_repetition_output_len", 1), ("custom_output_len", 1),
     ):  # fmt: skip
@@ -128,11 +149,10 @@ def checked_loads(args: argparse.Namespace) -> list[Load]:
             raise ParameterError("--" + name.replace("_", "-"), value, f"at least {low}")
     for name, values in (
         ("--request-rate", args.request_rate), ("--burstiness", [args.burstiness]),
-        ("--request-timeout", [args.request_timeout]), ("--max-concurrency", args.max_concurrency or []),
+        ("--max-concurrency", args.max_concurrency or []),
     ):  # fmt: skip
         if not all(v > 0 for v in values):
             raise ParameterError(name, values, "more than 0")
-    args.extra_body = json_object("--extra-body", args.extra_body)
     if (args.dataset_name == "custom") != (args.dataset_path is not None):
         raise ParameterError("--dataset-path", args.dataset_path, "a file with --dataset-name custom, none without")
     return [Load(r, args.burstiness, c) for r, c in itertools.product(args.request_rate, args.max_concurrency or [None])]

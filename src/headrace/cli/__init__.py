@@ -28,6 +28,7 @@ COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the comm
             "serve": ("headrace_bench.serve", "a server: latencies and throughput under load"),
         },
     ),
+    "simulate": ("headrace_bench.simulate", "what a fleet would do under load, in virtual time: latencies, throughput, costs"),
 }
 
 

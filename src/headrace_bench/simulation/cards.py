@@ -1,0 +1,140 @@
+"""Cards: what their makers' data sheets say, and how much of it steps of this engine reached where it was measured.
+
+Rates are those of the data sheets times REACHED: what a large copy and a large matrix product get of them on the one card on
+which both were measured (an H100; `headrace bench all` measures them in each run). Of the limit that follows, a step gets the
+share in SHARES: `percent_of_limit` of the results in benchmarks/results, by the rows of a step, for a small and a larger model.
+Both are carried over to the other cards: an assumption, until somebody measures there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from headrace.errors import CapacityError, ParameterError
+from headrace.model.config import ModelConfig
+from headrace_bench.roofline import Limits, Machine
+from headrace_bench.simulation.cost import Roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Bytes, bytes per second, operations per second (16 bits, dense)."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float  # to the other cards of its host, in one direction
+
+
+CARDS = MappingProxyType({  # NVIDIA's data sheets; B200: those of the DGX B200, by eight
+    "a100": Card(80e9, 2.039e12, 312e12, 300e9),
+    "l40s": Card(48e9, 0.864e12, 362e12, 32e9),  # PCIe 4.0
+    "h100": Card(80e9, 3.35e12, 989e12, 450e9),
+    "h200": Card(141e9, 4.8e12, 989e12, 450e9),
+    "b200": Card(180e9, 8.0e12, 2250e12, 900e9),
+})  # fmt: skip
+
+# benchmarks/results/h100-qwen3-8b.json: "bandwidth" and "flops" over those of the data sheet
+REACHED = (2.963e12 / 3.35e12, 778.4e12 / 989e12)
+
+# (rows, share of the limit), by the bytes of weights that a step reads: h100-qwen3-0.6b.json and h100-qwen3-8b.json; the last
+# rows are those of a full prefill step
+SHARES = MappingProxyType({
+    1.19e9: ((1, 0.641), (8, 0.588), (32, 0.655), (64, 0.713), (128, 0.762), (256, 0.828), (16384, 0.722)),
+    15.14e9: ((1, 0.995), (8, 0.902), (32, 0.892), (64, 0.869), (256, 0.779), (16384, 0.834)),
+})  # fmt: skip
+
+HOST = (75e-6, 0.35e-6)  # seconds of the host for a step, and for each of its sequences: `host_ms_per_step` of the same runs
+
+# Seconds of an all-reduce by bytes, 2, 4 and 8 H100 of one host: https://github.com/sgl-project/sglang/pull/2904, the one-shot
+# kernel; what is larger goes at LINK_REACHED of the link's rate in a ring
+REDUCE_TIMES = MappingProxyType({
+    2: ((512, 3.7e-6), (4096, 3.9e-6), (32768, 4.5e-6), (262144, 7.9e-6), (524288, 12.5e-6), (1048576, 19.9e-6)),
+    4: ((512, 4.8e-6), (32768, 4.8e-6), (262144, 13.9e-6), (524288, 20.2e-6), (1048576, 31.1e-6)),
+    8: ((512, 5.9e-6), (32768, 7.8e-6), (262144, 16.7e-6), (524288, 22.1e-6), (1048576, 33.8e-6)),
+})  # fmt: skip
+LINK_REACHED = 0.8
+
+
+def card_named(name: str) -> Card:
+    try:
+        return CARDS[name.lower()]
+    except KeyError:
+        allowed = f"one of {', '.join(CARDS)}; what a CPU or another card does is said by a recorded trace (--trace)"
+        raise ParameterError("--card", name, allowed) from None
+
+
+def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> Roofline:
+    """The cost of a step on so many cards, in numbers of `dtype`. Raises ParameterError if they cannot share the model."""
+    check_ranks(model, ranks)
+    machine = Machine("", card.bandwidth * REACHED[0], card.flops * REACHED[1])
+    limits = Limits(model, dtype, machine)
+    weights = dtype.itemsize * limits.read / ranks
+    nearest = min(SHARES, key=lambda size: abs(math.log(size / weights)))
+    return Roofline(
+        weight_bytes=weights,
+        kv_bytes=kv_bytes(model, dtype, ranks),
+        row_flops=2 * limits.dense / ranks,
+        head_flops=2 * model.vocab_size * model.hidden_size / ranks,
+        pair_flops=4 * model.q_size * model.num_layers / ranks,
+        bandwidth=machine.bandwidth,
+        flops=machine.flops,
+        shares=SHARES[nearest],
+        host=HOST[0],
+        reduces=2 * model.num_layers if ranks > 1 else 0,
+        reduce_bytes=model.hidden_size * dtype.itemsize,
+        reduce_times=REDUCE_TIMES[min(n for n in REDUCE_TIMES if n >= min(ranks, 8))] if ranks > 1 else (),
+        link=card.link * LINK_REACHED * ranks / (2 * (ranks - 1)) if ranks > 1 else math.inf,
+    )
+
+
+def check_ranks(model: ModelConfig, ranks: int) -> None:
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if ranks not in fits:
+        allowed = f"one of {', '.join(map(str, fits))}: {heads} heads and {kv_heads} key-value heads must divide"
+        raise ParameterError("--tensor-parallel-size", ranks, allowed)
+
+
+def kv_bytes(model: ModelConfig, dtype: torch.dtype, ranks: int) -> float:
+    """Of one token on one rank: where there are more ranks than key-value heads, some have the same."""
+    return 2 * model.num_layers * model.kv_size * dtype.itemsize / min(ranks, model.num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSizes:
+    """The options by which the memory for keys and values is planned."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    utilization: float
+
+
+def num_blocks(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int, tied: bool, sizes: BlockSizes) -> int:
+    """KV blocks that fit beside the weights, with what the engine's memory plan takes for its largest step.
+
+    Raises CapacityError if none do.
+    """
+    from headrace.model.decoder import row_elements
+    from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes
+
+    limits, item = Limits(model, dtype, Machine("", 1.0, 1.0)), dtype.itemsize
+    weights = item * (limits.read + (0 if tied else model.vocab_size * model.hidden_size)) / ranks
+    largest = item * row_elements(model) * sizes.max_num_batched_tokens / ranks
+    largest += logits_bytes(sizes.max_num_seqs, sizes.max_num_batched_tokens, model.vocab_size, item) / ranks
+    largest += graph_bytes(model, sizes.max_num_seqs, item, MAX_GRAPHS) / ranks
+    room = card.memory * sizes.utilization - weights - largest - GIB / 2
+    blocks = int(room // (kv_bytes(model, dtype, ranks) * sizes.block_size))
+    if blocks < 1:
+        raise CapacityError(
+            f"{weights / 1e9:.1f} GB of weights and {largest / 1e9:.1f} GB of its largest step leave no room for a KV cache in "
+            f"{card.memory * sizes.utilization / 1e9:.1f} GB: take a card with more memory, or more of them "
+            f"(--tensor-parallel-size)"
+        )
+    return min(blocks, sizes.max_num_seqs * -(-sizes.max_model_len // sizes.block_size))

@@ -1,0 +1,169 @@
+"""The cost of a step from a recorded trace (`headrace serve --trace FILE`): a least-squares fit, and its error.
+
+    seconds = base + a * sequences + b * prefill tokens + c * share of the KV blocks in use, with kinks over the first two
+
+No coefficient is negative. What is fitted is the time from one turn of the loop to the next, while there is work; so all that
+the loop does is in it. Each step is then as long as the fit says times one of the ratios (measured to fitted) of the recorded
+steps of its kind, drawn by its number: the spread of the times is part of the model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.errors import ParameterError
+from headrace.files import read_text
+from headrace_bench.simulation.cost import Work
+
+KINKS = (4, 16, 64, 256)  # sequences, and
+PREFILL_KINKS = (64, 512)  # prefill tokens: from here on the slope may be another
+FEWEST = 50  # steps: from fewer nothing is fitted
+USED = 4  # the column of the share of blocks in use
+OUTLIERS = 0.02  # steps that the fit does not look at; their ratios are drawn like any other's
+
+
+class Step(NamedTuple):
+    """One turn of the loop, seconds."""
+
+    began: float
+    lasted: float
+    waited: float
+    tokens: int
+    seqs: int
+    running: int
+    used: float
+
+
+class Sample(NamedTuple):
+    tokens: int
+    seqs: int
+    used: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class Fitted:
+    """`ratios`: of steps of decodes only, and of those with prefill, drawn; steps take them by their numbers."""
+
+    coefficients: np.ndarray
+    ratios: tuple[np.ndarray, np.ndarray]
+    errors: tuple[float, float]  # mean of |measured / fitted - 1|, of either kind
+    counts: tuple[int, int]
+    host: float
+    blocking: bool
+    _expected: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # at no use of the cache, by shape
+
+    def seconds(self, work: Work, step: int) -> float:
+        ratios = self.ratios[work.tokens > work.seqs]
+        return self.expected(work) * float(ratios[step % len(ratios)])
+
+    def many_seconds(self, work: Work, step: int, count: int) -> np.ndarray:
+        ratios = self.ratios[0]
+        return self.expected(work) * ratios[np.arange(step, step + count) % len(ratios)]
+
+    def expected(self, work: Work) -> float:
+        shape = work.tokens, work.seqs
+        found = self._expected.get(shape)
+        if found is None:
+            found = self._expected[shape] = float(features(*shape, 0.0) @ self.coefficients)
+        return found + work.used * float(self.coefficients[USED])
+
+    def __str__(self) -> str:
+        parts = (
+            f"{count} steps {kind}, fitted within {100 * error:.1f} % on average"
+            for kind, count, error in zip(("of decodes", "with prefill"), self.counts, self.errors, strict=True)
+            if count
+        )
+        return "; ".join(parts)
+
+
+def features(tokens: int, seqs: int, used: float) -> np.ndarray:
+    prefill = tokens - seqs
+    kinks = [max(0, seqs - k) for k in KINKS] + [max(0, prefill - k) for k in PREFILL_KINKS]
+    return np.array([1.0, seqs, prefill, prefill > 0, used, *kinks])
+
+
+def fit_trace(path: str, seed: int) -> Fitted:
+    """Raises ParameterError for a file that is no trace, or holds too little."""
+    steps = read_steps(path)
+    blocking = sum(s.waited for s in steps) < 0.1 * sum(s.lasted for s in steps)
+    samples = pairs(steps, blocking)
+    if len(samples) < FEWEST:
+        raise ParameterError("--trace", path, f"a trace with at least {FEWEST} steps under load (this one has {len(samples)})")
+    host = 0.0 if blocking else float(np.median([s.lasted - s.waited for s in steps]))
+    x = np.array([features(s.tokens, s.seqs, s.used) for s in samples])
+    y = np.array([s.seconds for s in samples])
+    coefficients = least_squares(x, y)
+    ratios = y / (x @ coefficients)
+    prefilling = np.array([s.tokens > s.seqs for s in samples])
+    kinds = [ratios[~prefilling], ratios[prefilling]]
+    errors = tuple(float(np.abs(kind - 1).mean()) if len(kind) else 0.0 for kind in kinds)
+    rng = random.Random(f"{seed}/steps")
+    drawn = [np.array(rng.choices(kind.tolist() if len(kind) else [1.0], k=4093)) for kind in kinds]
+    counts = len(kinds[0]), len(kinds[1])
+    return Fitted(coefficients, (drawn[0], drawn[1]), (errors[0], errors[1]), counts, host, blocking)
+
+
+def least_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Coefficients, none negative, of the smallest sum of squared relative errors; the worst steps are left out of it."""
+    x, ones = x / y[:, None], np.ones(len(y))
+    first = _not_negative(x, ones)
+    errors = np.abs(x @ first - 1)
+    kept = errors <= np.quantile(errors, 1 - OUTLIERS)
+    return _not_negative(x[kept], ones[kept])
+
+
+def _not_negative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Least squares; whose coefficient would be most negative is left out, until none is."""
+    columns = [c for c in range(x.shape[1]) if x[:, c].any()]
+    found = np.zeros(x.shape[1])
+    while columns:
+        solution = np.linalg.lstsq(x[:, columns], y, rcond=None)[0]
+        if solution.min() >= 0:
+            found[columns] = solution
+            break
+        columns.pop(int(solution.argmin()))
+    return found
+
+
+def pairs(steps: list[Step], blocking: bool) -> list[Sample]:
+    """What each step computed, and how long it took: the turn that launched it, or that which waited for it."""
+    found = []
+    for i, (step, after) in enumerate(pairwise(steps)):
+        if not step.running:
+            continue  # the loop had nothing to do before the next one
+        seconds = after.began - step.began
+        computed = step if blocking else steps[i - 1] if i else None
+        if computed is not None and computed.seqs and seconds > 0 and (blocking or step.waited > 0):
+            found.append(Sample(computed.tokens, computed.seqs, computed.used, seconds))
+    return found
+
+
+def read_steps(path: str) -> list[Step]:
+    """The steps of the core that made most of them."""
+    try:
+        events = json.loads(read_text("--trace", path))["traceEvents"]
+        by_core: dict[Any, list[Step]] = defaultdict(list)
+        for event in events:
+            core = event.get("pid")
+            args, steps = event.get("args", {}), by_core[core]
+            if event["ph"] == "X" and event["name"] == "wait":
+                steps[-1] = steps[-1]._replace(waited=event["dur"] / 1e6)
+            elif event["ph"] == "X" and event["name"] not in ("schedule", "launch", "settle"):
+                last = steps[-1] if steps else None
+                running, used = (last.running, last.used) if last else (0, 0.0)
+                began, lasted = event["ts"] / 1e6, event["dur"] / 1e6
+                steps.append(Step(began, lasted, 0.0, args["tokens"], args["seqs"], running, used))
+            elif event["ph"] == "C" and steps:
+                new = {"running": args["running"]} if "running" in args else {"used": args["used"]}
+                steps[-1] = steps[-1]._replace(**new)
+        return max(by_core.values(), key=len, default=[])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ParameterError("--trace", path, "a file that `headrace serve --trace FILE` wrote") from None
