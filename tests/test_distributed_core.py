@@ -96,7 +96,7 @@ class Far(CoreHost):
 
     @property
     def pids(self) -> list[int]:
-        return [p.pid for p in self._processes.values()]
+        return [p.pid for p in self._processes.values() if p.returncode is None]
 
 
 class Front:

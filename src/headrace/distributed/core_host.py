@@ -13,6 +13,7 @@ import msgspec
 from headrace.distributed.process import Door
 from headrace.errors import HeadraceError
 
+REMEMBERED = 8  # processes that have ended, and may still be asked about
 DOOR_SECONDS = 60.0  # for a process to listen: it has imported next to nothing by then
 
 
@@ -21,7 +22,7 @@ class CoreHost:
 
     def __init__(self, address: str):
         self._address = address  # of this machine, where the cores listen
-        self._processes: dict[int, asyncio.subprocess.Process] = {}  # until somebody has learnt how they ended
+        self._processes: dict[int, asyncio.subprocess.Process] = {}  # those that live, and the last that did
         self._numbers = itertools.count()
 
     async def introduce(self) -> tuple[str, str]:
@@ -34,6 +35,8 @@ class CoreHost:
             sys.executable, "-m", "headrace.distributed.process", self._address, str(os.getpid()), builder, log_level,
             log_format, str(int(traced)), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
+        for ended in [n for n, p in self._processes.items() if p.returncode is not None][:-REMEMBERED]:
+            del self._processes[ended]
         number = next(self._numbers)
         self._processes[number] = process
         assert process.stdin is not None and process.stdout is not None
@@ -44,21 +47,16 @@ class CoreHost:
             return number, msgspec.json.decode(line, type=Door)
         except BaseException as e:
             await self.kill(number)
-            del self._processes[number]
             if isinstance(e, TimeoutError | OSError | msgspec.DecodeError):
                 raise HeadraceError(f"a core on {self._address} does not listen: exit code {process.returncode}") from None
             raise
 
     async def wait(self, number: int) -> int:
         """The exit code, when the process has ended."""
-        code = await self._processes[number].wait()
-        self._processes.pop(number, None)
-        return code
+        return await self._processes[number].wait()
 
     async def kill(self, number: int) -> None:
-        process = self._processes.get(number)
-        if process is None:
-            return
+        process = self._processes[number]
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()

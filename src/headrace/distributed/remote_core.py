@@ -21,7 +21,7 @@ from headrace.distributed.process import Door
 from headrace.engine.core_link import CoreLink
 from headrace.engine.wire import Shutdown
 
-HOST_SECONDS = 1.0  # for the host to say how the process ended, when the connection is lost
+HOST_SECONDS = 0.25  # for the host to say how the process ended, when the connection is lost
 KILL_SECONDS = 5.0  # for the host to end it
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 ENDS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -52,6 +52,7 @@ class RemoteCore(CoreLink):
         inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
         super().__init__(inbox, outbox)
         self._host, self._number = host, number
+        self.unreachable = False  # nobody knows whether it lives: its host had better be given up
         self._lost = self._loop.create_future()
         self._monitor = outbox.get_monitor_socket(ENDS)
         self._loop.add_reader(self._monitor.fileno(), self._look)
@@ -122,11 +123,17 @@ class RemoteCore(CoreLink):
         await self.kill()
 
     async def kill(self) -> None:
+        """What cannot be reached is not waited for."""
         if not self._ended.done():
-            with contextlib.suppress(HostGoneError, TimeoutError):
-                await asyncio.wait_for(self._host.kill(self._number), KILL_SECONDS)
+            self._killing = self._loop.create_task(self._kill())
+            await asyncio.wait({self._killing}, timeout=0.0 if self._lost.done() else KILL_SECONDS)
+            self.unreachable = not self._killing.done()
         self._ended.cancel()
         self.hang_up()
+
+    async def _kill(self) -> None:
+        with contextlib.suppress(HostGoneError):
+            await self._host.kill(self._number)
 
     def hang_up(self) -> None:
         if not self._monitor.closed:
