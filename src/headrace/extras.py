@@ -8,7 +8,7 @@ from headrace.errors import HeadraceError
 
 EXTRAS = {  # module -> the extra of pyproject.toml that brings it
     "zmq": "serve", "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
-    "llguidance": "structured", "matplotlib": "plot",
+    "llguidance": "structured", "matplotlib": "plot", "ray": "ray",
 }  # fmt: skip
 
 

@@ -17,6 +17,10 @@ COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the comm
     "generate": ("headrace.cli.generate", "generate text from prompts"),
     "chat": ("headrace.cli.chat", "talk to a model in the terminal"),
     "serve": ("headrace.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
+    "ray": (
+        "servers whose cores are in a Ray cluster",
+        {"update": ("headrace.cli.ray", "replace all cores of a server, one after another, without breaking a stream")},
+    ),
     "bench": (
         "measure the engine beside the limit of the machine, or a server",
         {

@@ -14,9 +14,11 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.api.tls import tls_context
+from headrace.cli.fleet import add_fleet_arguments, ray_fleet
 from headrace.cli.keys import server_keys
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
@@ -76,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_limits(parser.add_argument_group("limits"))
     _add_security(parser.add_argument_group("security"))
     _add_supervision(parser.add_argument_group("operation"))
+    add_fleet_arguments(parser.add_argument_group("several machines", "cores on the nodes of a Ray cluster"))
     add_engine_arguments(parser)
 
 
@@ -204,6 +207,8 @@ class Server:
         await self.client.start()
         serving = self._task(self.http.serve(sockets=self.listeners), "the HTTP server", vital=True)
         background = [self._task(self._loaded(base), "the message that the model is loaded")]
+        if self.fleet is not None:
+            background.append(self._task(self.fleet.run(self.client, port), "what adds and takes away cores"))
         if self.args.stats_interval > 0:
             from headrace.metrics.log_line import StatsLine
 
@@ -249,14 +254,17 @@ class Server:
 
         args = self.args
         config, defaults = server_config(args), generation_defaults(args.override_generation_config)
+        self.fleet, options = ray_fleet(args), engine_options(args)
+        engine = EngineConfig(**options) if self.fleet is None else self.fleet.join(options)
         client = EngineClient(
-            EngineConfig(**engine_options(args)),
+            engine,
             SupervisionConfig(
                 heartbeat_timeout=args.heartbeat_timeout, step_timeout=args.step_timeout, max_restarts=args.max_restarts,
                 standby=args.standby,
             ),
             builder=builder, log_level=args.log_level, log_format=args.log_format,
             on_give_up=lambda why: self._give_up(f"the engine has ended: {why}"), traced=args.trace is not None,
+            supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, args),
         )  # fmt: skip
         client.generation_defaults |= defaults
         logger.info("%s: tokenizer and configuration read", client.model_name)
@@ -308,6 +316,8 @@ class Server:
         if self.signals < 2:
             self.http.force_exit = True
             await asyncio.wait({serving}, timeout=1.0)
+        if self.fleet is not None:
+            await self.fleet.leave()
         if self.trace is not None:
             self.trace.close()
 

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.distributed.process import Door
 from headrace.errors import HeadraceError
+from headrace.machine import available_memory
 
 REMEMBERED = 8  # processes that have ended, and may still be asked about
 DOOR_SECONDS = 60.0  # for a process to listen: it has imported next to nothing by then
@@ -25,9 +26,9 @@ class CoreHost:
         self._processes: dict[int, asyncio.subprocess.Process] = {}  # those that live, and the last that did
         self._numbers = itertools.count()
 
-    async def introduce(self) -> tuple[str, str]:
-        """The machine's address, and Headrace's version here."""
-        return self._address, sys.modules["headrace"].__version__
+    async def introduce(self) -> tuple[str, str, int]:
+        """The machine's address, Headrace's version there, and the bytes of memory that are free."""
+        return self._address, sys.modules["headrace"].__version__, available_memory()
 
     async def start(self, front_key: str, builder: str, log_level: str, log_format: str, traced: bool) -> tuple[int, Door]:
         """Start a process that lets in the owner of this key alone; its number here, and its door."""

@@ -78,6 +78,11 @@ def has_gpus() -> bool:
     return any(node["Resources"].get("GPU") for node in alive_nodes())
 
 
+def cpus_of(address: str) -> float:
+    """Of the node there, as Ray counts them."""
+    return sum(node["Resources"].get("CPU", 0) for node in alive_nodes() if node["NodeManagerAddress"] == address) or 1.0
+
+
 def what_is_missing(need: dict[str, float]) -> str:
     """Why a node that has `need` free at once is not to be had."""
     nodes = alive_nodes()

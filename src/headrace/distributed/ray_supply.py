@@ -23,10 +23,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.distributed.core_host import CoreHost
 from headrace.distributed.process import Door
-from headrace.distributed.ray_cluster import what_is_missing
+from headrace.distributed.ray_cluster import cpus_of, what_is_missing
 from headrace.distributed.remote_core import HostGoneError, RemoteCore
 from headrace.engine.core_supply import StandbySupply
 from headrace.engine.supervision import Core
+from headrace.engine.wire import Place
 from headrace.errors import HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -46,23 +47,26 @@ class RayHost:
     """A `remote_core.Host` in a placement group of its own."""
 
     def __init__(self, group: PlacementGroup, need: dict[str, float]):
-        self._group = group
+        self._group, self._need = group, need
+        self.place = Place()  # what a core here must know of its share
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        resources = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
-        self._actor = ray.remote(NodeHost).options(
-            num_cpus=need.get("CPU", 0), num_gpus=need.get("GPU", 0), resources=resources, scheduling_strategy=strategy
+        actor: Any = ray.remote(NodeHost)
+        self._actor = actor.options(
+            num_cpus=need["CPU"], num_gpus=need.get("GPU", 0), scheduling_strategy=strategy
         ).remote()  # fmt: skip
 
     async def introduce(self) -> str:
         """The address of its node, when it has been started there. Raises HeadraceError if the node is of no use."""
         try:
-            address, version = await asyncio.wait_for(self._call("introduce"), INTRODUCTION_SECONDS)
+            address, version, free = await asyncio.wait_for(self._call("introduce"), INTRODUCTION_SECONDS)
         except HostGoneError as e:
             raise HeadraceError(f"a core's host cannot be started on its node: {e}") from None
         except TimeoutError:
             raise HeadraceError(f"a core's host did not start within {INTRODUCTION_SECONDS:g} s") from None
         if version != (here := sys.modules["headrace"].__version__):
             raise HeadraceError(f"the node {address} has Headrace {version}, and this front is {here}")
+        if "GPU" not in self._need:  # others have their part of the node, now or later
+            self.place = Place(memory=int(free * min(1.0, self._need["CPU"] / await asyncio.to_thread(cpus_of, address))))
         return address
 
     async def start(self, front_key: str, builder: str, log_level: str, log_format: str, traced: bool) -> tuple[int, Door]:
@@ -121,6 +125,7 @@ class RaySupply:
         core = await self._standby(number).take(number)
         assert isinstance(core, RemoteCore)
         self._cores[number] = core
+        core.place = self._hosts[number].place
         return core
 
     def prepare(self, number: int, delay: float) -> None:
