@@ -62,6 +62,24 @@ def test_the_logits_are_those_of_one_rank(variant: str, size: int, tmp_path: Pat
         assert (found - whole).abs().max() <= 1e-5 * max(1.0, float(whole.abs().max()))
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_half_the_bits_give_the_same_up_to_their_rounding(dtype: torch.dtype, tolerance: float, tmp_path: Path):
+    """Each rank's part of a sum is rounded: not the bits of one rank, but the same on every rank."""
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(write_tiny("llama", tmp_path / "model", **VARIANTS["llama-bias"][1]))))
+    config, ids = model_config_from_hf(checkpoint.config), tokens(25)
+
+    def logits(group: ThreadGroup) -> torch.Tensor:
+        weights = load_model(checkpoint, config, dtype, CPU, shard=group.shard)
+        run = Sequences(group.shard.config(config), weights, max_len=32, group=group)
+        assert run.decoder.vocab is not None
+        return run.decoder.vocab.whole(run.step([(0, ids)])[0])
+
+    (whole,) = Sequences(config, load_model(checkpoint, config, torch.float32, CPU), max_len=32).step([(0, ids)])
+    first, *others = run_ranks(4, logits)
+    assert all(torch.equal(first, other) for other in others)
+    assert (first - whole).abs().mean() <= tolerance * whole.abs().max()
+
+
 def test_a_part_of_a_sum_is_not_added_before_it_is_summed(tmp_path: Path):
     """Products that add to the residual in place do not do so where the others' parts are missing."""
     checkpoint = resolve_checkpoint(EngineConfig(model=str(write_tiny("qwen2", tmp_path / "model"))))

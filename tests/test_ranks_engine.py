@@ -67,10 +67,13 @@ def plain(temperature: float) -> list[EngineRequest]:
 def test_every_family(variant: str, tmp_path):
     family, overrides = VARIANTS[variant]
     path = str(write_tiny(family, tmp_path / "model", **overrides))
+    kinds = plain(0.0), plain(1.0), make_requests(3, 3, VOCAB)
     one = make_core(path, enforce_eager=True)
-    with ranked_core(path, 2) as core:
-        for requests in (plain(0.0), plain(1.0), make_requests(3, 3, VOCAB)):
-            assert_all_same(run(core, requests), run(one, requests), variant)
+    expected = [run(one, requests) for requests in kinds]
+    for size in (2, 4):
+        with ranked_core(path, size) as core:
+            for requests, want in zip(kinds, expected, strict=True):
+                assert_all_same(run(core, requests), want, f"{variant}, {size} ranks")
 
 
 def test_plain_steps_gather_no_rows(model, monkeypatch):
