@@ -21,7 +21,9 @@ from headrace.api.errors import ApiError
 from headrace.api.limits import Limits as QueueLimits
 from headrace.api.limits import Ticket
 from headrace.cache.recorded_tree import RecordedTree
+from headrace.distributed.balancers import balancer_named
 from headrace.engine.interface import Balancer, EngineStatus
+from headrace.engine.slot import outstanding
 from headrace.errors import HeadraceError
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.admission import token_limit
@@ -30,7 +32,6 @@ from headrace.scheduler.request import Request
 from headrace_bench.simulation.core import END, Core, Job
 from headrace_bench.simulation.cost import StepCost
 from headrace_bench.simulation.figures import Outcome, Record
-from headrace_bench.simulation.routing import balancer_named, outstanding
 from headrace_bench.simulation.traffic import Ask, Traffic, Turn, ids_of, prompt_of
 
 ARRIVAL, TURN = 0, 1  # at equal times a request comes before the turn that takes it begins
@@ -153,14 +154,14 @@ class Fleet:
         request = Request(str(self._num_made), pending.prompt, self._params_for(pending.output), seed=0, arrival=now)
         try:
             token_limit(request, self.limits)
-            ticket = self.queue.admit(1, len(request.prompt_ids))
+            ticket = self.queue.take(1, len(request.prompt_ids))
         except (HeadraceError, ApiError) as e:
             self.record.refused(e)
             self._num_missed += 1
             return
         self._num_open += 1
         number = 0 if self.balancer is None else self.balancer.choose(request.prompt_ids, "", self.loads)
-        load = outstanding(request, begun=False)
+        load = outstanding(request, begun=False)  # type: ignore[arg-type]
         self.loads[number] += load
         self._tickets[request.id] = ticket, load
         core, start = self.cores[number], now if most is not None else pending.start
@@ -194,7 +195,7 @@ class Fleet:
         self._num_missed += job.missed
         ticket, load = self._tickets[job.request.id]
         ticket.started(len(job.request.prompt_ids))
-        begun = outstanding(job.request, begun=True)
+        begun = outstanding(job.request, begun=True)  # type: ignore[arg-type]
         self.loads[job.core] += begun - load
         self._tickets[job.request.id] = ticket, begun
 
@@ -231,11 +232,13 @@ class _Engine:
     """The engine as the admission limits ask it."""
 
     def __init__(self, fleet: Fleet):
-        self._fleet = fleet
-        self.config = _Seats(fleet.limits.max_num_seqs * fleet.setup.replicas)
+        self._fleet, self.config = fleet, _Seats(fleet.limits.max_num_seqs)
 
     def status(self) -> EngineStatus:
-        return EngineStatus(True, True, False, True, self._fleet._num_open, 0, 0, 0.0)
+        return EngineStatus(
+            loaded=True, alive=True, draining=False, progressing=True, num_running=self._fleet._num_open, num_waiting=0,
+            waiting_tokens=0, drain_rate=0.0, num_cores=self._fleet.setup.replicas,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.options import add_log_level
 from headrace.cli.parser import text
+from headrace.distributed.balancers import ROUTERS
 from headrace.errors import ParameterError
 from headrace.files import read_text
 from headrace_bench.load import Load
@@ -20,8 +21,6 @@ from headrace_bench.simulation.traffic import MIXES, Ask, Traffic, file_asks
 
 if TYPE_CHECKING:
     from headrace_bench.simulation.fleet import Setup
-
-ROUTERS = ("prefix", "least-loaded", "round-robin")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
