@@ -8,16 +8,15 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-import zmq.asyncio
-
 from headrace.cli.parser import text
 from headrace.config import EngineConfig
 from headrace.distributed.autoscaler import ScalingConfig
-from headrace.distributed.fleet import Fleet
 from headrace.errors import ParameterError
 from headrace.extras import require
 
 if TYPE_CHECKING:
+    import zmq.asyncio
+
     from headrace.engine.client import EngineClient
     from headrace.engine.supervision import CoreSupply
 
@@ -95,6 +94,7 @@ class RayFleet:
         """Beside the server until it is cancelled: cores come and go, and `headrace ray update` is answered."""
         import ray
 
+        from headrace.distributed.fleet import Fleet
         from headrace.distributed.ray_control import answer_asked
 
         fleet = Fleet(client, self._scaling)
