@@ -23,6 +23,7 @@ from headrace.cli.keys import server_keys
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
 from headrace.cli.port import bind
+from headrace.cli.routing import Routing, add_routing_arguments
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.files import read_text
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--data-parallel-size", type=int, metavar="N", help="cores behind this server, each with its own cache (default: 1)"
     )
+    add_routing_arguments(parser.add_argument_group("several cores, other fleets"))
     _add_limits(parser.add_argument_group("limits"))
     _add_security(parser.add_argument_group("security"))
     _add_supervision(parser.add_argument_group("operation"))
@@ -204,6 +206,7 @@ class Server:
         host, port = self.listeners[0].getsockname()[:2]
         base = f"{'http' if self.tls is None else 'https'}://{host if ':' not in host else f'[{host}]'}:{port}"
         logger.info("listening on %s", base)
+        self.routing.start()
         await self.client.start()
         serving = self._task(self.http.serve(sockets=self.listeners), "the HTTP server", vital=True)
         background = [self._task(self._loaded(base), "the message that the model is loaded")]
@@ -256,6 +259,8 @@ class Server:
         config, defaults = server_config(args), generation_defaults(args.override_generation_config)
         self.fleet, options = ray_fleet(args), engine_options(args)
         engine = EngineConfig(**options) if self.fleet is None else self.fleet.join(options)
+        self.routing = Routing(args, engine, several=engine.data_parallel_size > 1 or self.fleet is not None)
+        engine = self.routing.config
         client = EngineClient(
             engine,
             SupervisionConfig(
@@ -265,6 +270,7 @@ class Server:
             builder=builder, log_level=args.log_level, log_format=args.log_format,
             on_give_up=lambda why: self._give_up(f"the engine has ended: {why}"), traced=args.trace is not None,
             supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, args),
+            balancer=self.routing.balancer,
         )  # fmt: skip
         client.generation_defaults |= defaults
         logger.info("%s: tokenizer and configuration read", client.model_name)
@@ -318,6 +324,7 @@ class Server:
             await asyncio.wait({serving}, timeout=1.0)
         if self.fleet is not None:
             await self.fleet.leave()
+        self.routing.close()
         if self.trace is not None:
             self.trace.close()
 

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.cache.events import BlockEvents
 from headrace.distributed.router import Router
 from headrace.engine.interface import Balancer
+from headrace.engine.slots import LeastLoaded
 from headrace.errors import ParameterError
 
 ROUTERS = ("prefix", "least-loaded", "round-robin")
 
 
-class Blind:
-    """Knows nothing of what cores hold."""
-
-    def added(self, core: int) -> None:
-        pass
-
-    def removed(self, core: int) -> None:
-        pass
-
-    def blocks(self, core: int, events: BlockEvents) -> None:
-        pass
-
-
-class LeastLoaded(Blind):
-    """Where the fewest tokens are outstanding."""
-
-    def choose(self, prompt_ids: object, cache_salt: str, loads: Mapping[int, int]) -> int:
-        return min(loads, key=loads.__getitem__)
-
-
-class RoundRobin(Blind):
+class RoundRobin(LeastLoaded):
     """One after the other."""
 
     def __init__(self) -> None:

@@ -68,7 +68,9 @@ def batch_of(core: int, told: BlockEvents, now: float) -> EventBatch:
     if told.evicted:
         events.append(BlockRemoved(told.evicted, MEDIUM))
     for run in told.stored:
-        salted = [(run.cache_salt,), *[None] * (len(run.hashes) - 1)] if run.cache_salt else None
+        salted: list[tuple[str, ...] | None] | None = None
+        if run.cache_salt:
+            salted = [(run.cache_salt,), *[None] * (len(run.hashes) - 1)]
         events.append(BlockStored(run.hashes, run.parent, run.token_ids, told.block_size, None, MEDIUM, None, salted))
     return EventBatch(now, events, core)
 
