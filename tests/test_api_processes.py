@@ -12,8 +12,10 @@ import sys
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
+from answers import parse_metrics
 from headrace.cli.port import bind
 from headrace.engine.core_process import PREFIX
 from headrace.errors import ParameterError
@@ -100,8 +102,13 @@ class Stream(threading.Thread):
         return "".join(c["text"] for e in events for c in e["choices"])
 
 
+def metrics(server: ServerProcess) -> dict[str, float]:
+    """On a connection of its own: one that is kept may be that of a process that has died."""
+    return parse_metrics(httpx.get(f"{server.url}/metrics", timeout=60).text)
+
+
 def counters(server: ServerProcess) -> dict[str, float]:
-    return {k: v for k, v in server.metrics().items() if "_total" in k or "_bucket" in k or "_count" in k}
+    return {k: v for k, v in metrics(server).items() if "_total" in k or "_bucket" in k or "_count" in k}
 
 
 def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
@@ -119,19 +126,20 @@ def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
         # what it had asked for is aborted, and the others go on as if nothing had been
         other.join(30)
         assert other.tokens() == wanted.tokens()
-        until(lambda: server.metrics()["headrace:num_requests_running"] == 0, 10)
+        until(lambda: metrics(server)["headrace:num_requests_running"] == 0, 10)
         third = until(lambda: next((p for p in http_processes(server) if p not in (one, two)), 0), 10)
         again = Stream(server, third)
         again.join(60)
         assert again.tokens() == wanted.tokens()
         # figures are the whole server's wherever they are asked for, and never go back
-        until(lambda: server.metrics()['headrace:request_success_total{finished_reason="length"}'] >= 3, 10)
+        until(lambda: metrics(server)['headrace:request_success_total{finished_reason="length"}'] >= 3, 10)
         after = counters(server)
         assert all(after[name] >= value for name, value in before.items())
         assert after["headrace:prompt_tokens_total"] == before["headrace:prompt_tokens_total"] * 6
         assert server.terminate() == 0
         log = server.log()
         assert log.count("listening on") == log.count("ready after") == log.count("draining:") == 1 and "Traceback" not in log
+        assert after["headrace:http_process_restarts_total"] == 1
         assert log.count("signal 9") == 1 and "3 requests are lost" in log
         assert log.count(" POST /v1/completions 200 ") == 3
     assert not any(map(alive, (one, two, third))) and not list(tmp_path.glob(f"{PREFIX}*"))
@@ -146,18 +154,24 @@ def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, t
         server.wait_ready()
         one, two = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
         streams = [Stream(server, one, max_tokens=ENDLESS).begun(), Stream(server, two, max_tokens=ENDLESS)]
-        until(lambda: server.metrics()["headrace:num_requests_waiting"] == 1, 10)
+        until(lambda: metrics(server)["headrace:num_requests_waiting"] == 1, 10)
         for pid in (one, two):  # one runs, one waits, wherever they came in: that is all
             late = Stream(server, pid)
             late.join(20)
             assert late.status == 429 and "queue_full" in late.text
+        server.process.send_signal(signal.SIGSTOP)  # the server's own process: the others say so, and nobody is replaced for it
+        until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 503, 20)
+        assert httpx.get(f"{server.url}/ready", timeout=60).status_code == 503
+        server.process.send_signal(signal.SIGCONT)
+        until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 200, 20)
+        assert http_processes(server) == [one, two] and not streams[0].error and not streams[1].text
         os.kill(one, signal.SIGSTOP)
         until(lambda: one not in http_processes(server), 20)
         streams[1].begun()
         assert not streams[1].error
         third = until(lambda: next((p for p in http_processes(server) if p != two), 0), 10)
         late = Stream(server, third)
-        until(lambda: server.metrics()["headrace:num_requests_waiting"] == 1, 20)  # its place was given back, and taken
+        until(lambda: metrics(server)["headrace:num_requests_waiting"] == 1, 20)  # its place was given back, and taken
         streams[1].connection.sock.shutdown(socket.SHUT_RDWR)
         late.join(60)
         assert late.tokens() and "no sign of life" in server.log()
@@ -178,8 +192,8 @@ def test_signals_drain_all_processes(model, tmp_path, signals):
         server.interrupt()
         until(lambda: "draining: 4 requests run" in server.log(), 5)
         if signals == 1:
-            until(lambda: server.http.get("/ready").status_code == 503, 5)
-            late = server.http.post("/v1/completions", json=LONG)
+            until(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503, 5)
+            late = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60)
             assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
         else:
             server.interrupt()

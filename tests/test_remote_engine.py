@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from headrace.api_processes.wire import Admit, Begun, Ended, Enter, Granted, Lef
 from headrace.config import EngineConfig
 from headrace.distributed.engine_host import EngineHost
 from headrace.distributed.pipe import QUEUE
-from headrace.distributed.remote_wire import Failed, FromEngine, ToEngine
+from headrace.distributed.remote_wire import Cancel, Failed, FromEngine, ToEngine
 from headrace.errors import CapacityError, EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics
 from headrace.sampling.params import SamplingParams
@@ -157,6 +158,32 @@ async def test_the_death_of_a_reader_aborts_what_he_asked_for():
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def test_silence_is_what_was_listened_to(monkeypatch):
+    """A process that was stopped itself, or held up, does not take the others for dead."""
+    now = [time.monotonic()]
+    async with joined(FakeEngine()) as here:
+        clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+        monkeypatch.setattr("headrace.distributed.pipe.time", clock)
+        near, far = here.pair.near, here.pair.far
+        near.silence()
+
+        def listen(seconds: float, every: float) -> float:
+            found = 0.0
+            for _ in range(round(seconds / every)):
+                now[0] += every
+                found = near.silence()
+            return found
+
+        assert listen(10, 0.25) == pytest.approx(10, abs=0.5) and listen(5, 0.25) == pytest.approx(15, abs=0.5)
+        now[0] += 3600
+        assert near.silence() <= 16
+        far.say(Cancel(1))
+        far.flush()
+        await soon(lambda: near.silence() == 0)
+        now[0] += 3600
+        assert near.silence() <= 0.5 and listen(1, 0.25) <= 1.5
 
 
 # ---------------------------------------------------------------- limits over several processes

@@ -26,7 +26,7 @@ from headrace.api_processes.wire import (
     SampleEnded,
 )
 from headrace.engine.interface import AsyncEngine
-from headrace.metrics.prometheus import SampleRecord
+from headrace.metrics.prometheus import SampleRecord, counted_path
 
 Say = Callable[[Counted], None]
 
@@ -118,7 +118,7 @@ class RemoteMetrics:
         self._questions.say(SampleEnded(record))
 
     def answered(self, path: str, status: int, ignored: Collection[str] = ()) -> None:
-        self._questions.say(Answered(path, status, list(ignored)))
+        self._questions.say(Answered(counted_path(path), status, list(ignored)))
 
     async def page(self) -> tuple[bytes, str]:
         page = await self._questions.ask(PageWanted(self._questions.new_number()))

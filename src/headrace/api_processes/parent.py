@@ -38,6 +38,7 @@ from headrace.metrics.prometheus import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
 STATE_SECONDS = 0.1  # between looks at the engine's state, which the processes are told when it has changed
+SIGN_SECONDS = 0.5  # and at least so often
 LOOK_SECONDS = 0.25  # between looks at the signs of life
 START_SECONDS = 120.0  # a process that starts may be silent for so long
 MAX_FAILED_STARTS = 3  # in a row
@@ -55,10 +56,9 @@ class ApiProcess:
         self.up = False
         self.fatal: str | None = None
         self.told: EngineState | None = None
-        self._last_sign = self._looked = time.monotonic()
+        self.told_at = 0.0
 
     def heard(self, message: Any) -> None:
-        self._last_sign = time.monotonic()
         if isinstance(message, Alive):
             pass
         elif isinstance(message, Up):
@@ -67,14 +67,6 @@ class ApiProcess:
             self.fatal = message.error
         else:
             self.desk.heard(message)
-
-    def _silence(self) -> float:
-        """Seconds since the last sign, as far as this process has been listening."""
-        now = time.monotonic()
-        if now - self._looked > 2.0:  # we were stopped or held up ourselves
-            self._last_sign = now
-        self._looked = now
-        return now - self._last_sign
 
     async def end(self, timeout: float) -> str:
         """Wait until it has ended or is to be ended; returns why. `timeout`: of silence."""
@@ -90,7 +82,7 @@ class ApiProcess:
                     return self.fatal or (f"signal {-code}" if code < 0 else f"exit code {code}")
                 if self.pipe.broken.done():
                     return f"a message that was not understood ({self.pipe.broken.exception()!r})"
-                if (silent := self._silence()) > (timeout if self.up else START_SECONDS):
+                if (silent := self.pipe.silence()) > (timeout if self.up else START_SECONDS):
                     return f"no sign of life for {silent:.0f} s"
         finally:
             exited.cancel()
@@ -111,11 +103,11 @@ class ApiProcesses:
     """
 
     def __init__(
-        self, engine: AsyncEngine, metrics: PrometheusMetrics, start: Start, log_format: str,
-        heartbeat_timeout: float, max_restarts: int, give_up: Callable[[str], None],
+        self, engine: AsyncEngine, metrics: PrometheusMetrics, start: Start, log_format: str, max_restarts: int,
+        give_up: Callable[[str], None],
     ):  # fmt: skip
         self._engine, self._metrics, self._start, self._log_format = engine, metrics, start, log_format
-        self._timeout, self._max_restarts, self._give_up = heartbeat_timeout, max_restarts, give_up
+        self._max_restarts, self._give_up = max_restarts, give_up
         self._limits = Limits(engine, start.server)
         self._context = zmq.Context()
         self._running: dict[int, ApiProcess] = {}
@@ -129,7 +121,11 @@ class ApiProcesses:
         telling = asyncio.create_task(self._tell_state())
         keepers = [asyncio.create_task(self._keep(i, s)) for i, s in enumerate(sockets)]
         try:
-            await asyncio.gather(*keepers)
+            works: list[asyncio.Future[Any]] = [telling, asyncio.gather(*keepers)]
+            await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            for work in works:
+                if work.done():
+                    work.result()
         finally:
             for task in (telling, *keepers):
                 task.cancel()
@@ -172,7 +168,7 @@ class ApiProcesses:
             child = None
             try:
                 child = self._running[index] = await self._spawn(index, listener)
-                why = await child.end(self._timeout)
+                why = await child.end(self._start.timeout)
             except Exception as e:  # no memory, no process, no file descriptor, no room for the sockets
                 why = str(e) or type(e).__name__
             lived, lost = child is not None and child.up, 0
@@ -185,6 +181,7 @@ class ApiProcesses:
             failed = 0 if lived else failed + 1
             hopeless = self._hopeless(index, failed, why)
             if hopeless is None:
+                self._metrics.http_restarts += 1
                 logger.error("HTTP process %d has ended (%s); starting another, %d requests are lost", index, why, lost)
                 await asyncio.sleep(0.1 * failed)
         if hopeless is not None:
@@ -221,7 +218,7 @@ class ApiProcesses:
         child = ApiProcess(process, home)
         child.pipe = Pipe(back, towards, FromChild, child.heard)
         child.desk = Desk(self._engine, self._limits, self._metrics, child.pipe, f"{index}.")
-        child.told = EngineState.of(self._engine)
+        child.told, child.told_at = EngineState.of(self._engine), time.monotonic()
         child.pipe.say(msgspec.structs.replace(self._start, state=child.told))
         if self._stopping:
             process.kill()
@@ -229,10 +226,10 @@ class ApiProcesses:
 
     async def _tell_state(self) -> None:
         while True:
-            state = EngineState.of(self._engine)
+            state, now = EngineState.of(self._engine), time.monotonic()
             for child in self._running.values():
-                if child.told != state and not child.pipe.full:
-                    child.told = state
+                if not child.pipe.full and (child.told != state or now - child.told_at > SIGN_SECONDS):
+                    child.told, child.told_at = state, now
                     child.pipe.say(state)
             await asyncio.sleep(STATE_SECONDS)
 

@@ -59,7 +59,7 @@ class HttpProcess:
     """From the first message to the exit code; belongs to the event loop that makes it."""
 
     def __init__(self, start: Start, parts: dict[str, Any], inbox: zmq.Socket, outbox: zmq.Socket, parent: int):
-        self.parent, self.told_to_end = parent, False
+        self.parent, self.timeout, self.told_to_end = parent, start.timeout, False
         self.pipe = Pipe(inbox, outbox, ToChild, self.heard)
         self.questions = Questions(self.pipe.say)
         self.engine = RemoteEngine(self.pipe.say, start.state, **parts)
@@ -95,12 +95,13 @@ class HttpProcess:
         return 0 if self.told_to_end else 1
 
     async def _signs(self, serving: asyncio.Task[None]) -> None:
-        """Says that it takes connections, and that it lives; ends it with its parent."""
+        """Says that it takes connections, and that it lives; looks whether its parent does, and ends with it."""
         while not self.http.started and not serving.done():
             await asyncio.sleep(0.005)
         self.pipe.say(Up())
         while os.getppid() == self.parent:
             self.pipe.say(Alive())
+            self.engine.lost = self.pipe.silence() > self.timeout
             await asyncio.sleep(ALIVE_SECONDS)
         os._exit(1)
 

@@ -22,6 +22,7 @@ class Start(msgspec.Struct, tag=True):
     generation_defaults: dict[str, Any]
     created: int  # the time that /v1/models shows
     log_level: str
+    timeout: float  # seconds without a sign of the server's process, after which it counts as lost
     certfile: str | None
     keyfile: str | None
 

@@ -295,10 +295,9 @@ class Server:
             return http_server(create_app(client, config, metrics), args.log_level, self.tls)
         start = Start(
             client.config, config, EngineState.of(client), client.model_name, client.generation_defaults, int(time.time()),
-            args.log_level, args.ssl_certfile, args.ssl_keyfile,
+            args.log_level, args.heartbeat_timeout, args.ssl_certfile, args.ssl_keyfile,
         )  # fmt: skip
-        limits = args.heartbeat_timeout, args.max_restarts
-        return ApiProcesses(client, metrics, start, args.log_format, *limits, give_up=self._give_up)
+        return ApiProcesses(client, metrics, start, args.log_format, args.max_restarts, self._give_up)
 
     async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         """Let what runs finish, as far as the time goes; who is cut off is told so."""

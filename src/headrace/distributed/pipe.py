@@ -24,6 +24,7 @@ QUEUE = 64  # messages in each end's queue
 RETRY_SECONDS = 0.01  # between looks whether a full pipe has room again
 TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
 POLL_MS = 100
+LISTENED = 0.5  # seconds of silence that one look can tell at most
 
 
 class Pipe:
@@ -38,6 +39,7 @@ class Pipe:
         self._due = self._again = self._closed = False
         self._rest: bytes | None = None  # a message for which there was no room
         self._roomy = asyncio.Event()
+        self._looked, self._silent, self._spoken_to = time.monotonic(), 0.0, False
         self.broken: asyncio.Future[None] = self._loop.create_future()  # gets what the handler raises
         self._loop.add_reader(inbox.fileno(), self._read)
         self._loop.call_soon(self._read)
@@ -49,6 +51,14 @@ class Pipe:
     async def room(self) -> None:
         while self._rest is not None:
             await self._roomy.wait()
+
+    def silence(self) -> float:
+        """Seconds without a word from the other end, as far as this process has listened. To be asked a few times a second."""
+        now = time.monotonic()
+        listened = min(now - self._looked, LISTENED)  # more, and we were stopped or held up: its words have not been read yet
+        self._silent = 0.0 if self._spoken_to else self._silent + listened
+        self._looked, self._spoken_to = now, False
+        return self._silent
 
     def say(self, message: Any) -> None:
         """Raises what msgspec raises for a message that cannot travel."""
@@ -89,7 +99,9 @@ class Pipe:
         end = time.perf_counter() + TURN_SECONDS
         try:
             while not self._closed:
-                for message in self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)):
+                messages = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
+                self._spoken_to = True
+                for message in messages:
                     self._handler(message)
                 if time.perf_counter() > end:
                     if not self._again:

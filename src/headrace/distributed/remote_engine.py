@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.config import EngineConfig
@@ -21,7 +22,10 @@ from headrace.sampling.params import SamplingParams
 
 
 class RemoteEngine:
-    """All methods belong to one event loop. `say` sends to the engine's EngineHost, whose words go to `heard`."""
+    """All methods belong to one event loop. `say` sends to the engine's EngineHost, whose words go to `heard`.
+
+    `lost`: whether the other process gives no sign any more, which its owner finds out.
+    """
 
     def __init__(
         self, say: Callable[[ToEngine], None], state: EngineState, config: EngineConfig, *, model_name: str, tokenizer: Any,
@@ -30,7 +34,7 @@ class RemoteEngine:
         self.config, self.model_name, self.tokenizer = config, model_name, tokenizer
         self.model_config, self.generation_defaults = model_config, generation_defaults
         self.supports_structured = is_installed("llguidance") if supports_structured is None else supports_structured
-        self._say = say
+        self._say, self.lost = say, False
         self._numbers = itertools.count()
         self._streams: dict[int, Stream] = {}  # that have not ended
         self._failures: dict[int, HeadraceError] = {}  # of those whose reader has not been told yet
@@ -48,7 +52,8 @@ class RemoteEngine:
 
     def status(self) -> EngineStatus:
         """As the engine was when it last said so: some tenths of a second ago."""
-        return self._state.status
+        status = self._state.status
+        return replace(status, alive=False, progressing=False) if self.lost else status
 
     def counters(self) -> CoreStats:
         return self._state.stats

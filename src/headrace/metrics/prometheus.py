@@ -72,6 +72,13 @@ class HttpMetrics(Protocol):
         """The page and its media type."""
 
 
+def counted_path(path: str) -> str:
+    """The path as a label: there are few of these, whatever is asked for."""
+    if path in PATHS:
+        return path
+    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+
+
 class Histogram:
     """Counts of observations below each bound, and their sum."""
 
@@ -99,7 +106,7 @@ class PrometheusMetrics(Collector):
     def __init__(self, engine: AsyncEngine, prefix: str = "headrace", model_name: str | None = None):
         self.engine, self.prefix = engine, prefix
         self.labels = [model_name or engine.model_name, "0"]
-        self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.cached_tokens = self.http_restarts = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.responses: Counter[tuple[str, int]] = Counter()
         self.ignored: Counter[str] = Counter()
@@ -150,8 +157,7 @@ class PrometheusMetrics(Collector):
 
     def answered(self, path: str, status: int, ignored: Collection[str] = ()) -> None:
         """`ignored`: fields of the body that were left out."""
-        if path not in PATHS:
-            path = "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+        path = counted_path(path)
         self.responses[path, status] += 1
         if status in REJECTIONS and path not in PROBES:
             self.rejections[REJECTIONS[status]] += 1
@@ -191,6 +197,7 @@ class PrometheusMetrics(Collector):
             ("engine_scheduled_tokens", "Tokens computed: prompts, outputs, both again when preempted", core.scheduled_tokens),
             ("engine_restarts", "Cores started after one had died", self.engine.restarts),
             ("engine_poisonous_requests", "Requests failed because the core died on them", self.engine.num_poisonous),
+            ("http_process_restarts", "HTTP processes started after one had died", self.http_restarts),
             ("nan_failures", "Requests failed because their logits were not finite", core.nan_failures),
             ("spec_decode_num_drafts", "Times that a request's drafts were verified", core.drafts),
             ("spec_decode_num_draft_tokens", "Drafted tokens", core.draft_tokens),
