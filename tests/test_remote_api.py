@@ -8,11 +8,29 @@ import pytest
 import zmq
 
 import server_driver
+import test_api_beams
+import test_api_completions
+import test_api_errors
+import test_api_lifecycle
+import test_api_tools_http
 from fake_engine import FakeEngine
 from remote_app import RemoteApp
 from server_driver import Api
 
-__all__ = [name for name in dir() if name.startswith("test_")]
+CHOSEN = {
+    test_api_beams: ("completions_answer_with_the_best_sequences",),
+    test_api_completions: ("streamed_equals_whole", "prompt_logprobs", "scoring"),
+    test_api_errors: (
+        "a_salt_reaches_the_engine_from_every_endpoint", "embeddings_have_a_priority", "failure_before_the_first_token",
+        "nan_embeddings_are_a_500_of_their_own", "not_ready", "one_failed_sample_ends_its_siblings",
+    ),
+    test_api_lifecycle: (
+        "a_client_that_leaves_ends_its_request", "a_stream_that_has_begun_ends_as_length", "deadlines", "keys",
+        "many_streams_at_once", "the_queue_is_bounded", "the_queued_tokens_are_bounded",
+    ),
+    test_api_tools_http: ("calls", "constraints_reach_the_engine", "responses"),
+}  # fmt: skip
+globals().update({f"test_{name}": getattr(module, f"test_{name}") for module, names in CHOSEN.items() for name in names})
 
 
 @pytest.fixture(scope="module", autouse=True)
