@@ -99,6 +99,21 @@ def test_a_part_of_a_sum_is_not_added_before_it_is_summed(tmp_path: Path):
         torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("size, vocab", [(2, 16), (2, 17), (4, 64), (4, 9)])
+def test_every_id_finds_its_row_of_the_embedding(size: int, vocab: int):
+    """One outside of the vocabulary gets the row nearest to it; what other ranks' rows hold does not matter, not even NaN."""
+    table, ids = torch.randn(vocab, 6), torch.tensor([*range(vocab), -1, -(2**31), vocab, 2**31 - 1], dtype=torch.int32)
+
+    def embedded(group: ThreadGroup) -> torch.Tensor:
+        part = VocabPart(group, vocab, CPU)
+        own = torch.full((part.rows, 6), torch.nan)
+        own[: len(part.ids)] = table[part.ids.start : part.ids.stop]
+        return part.embed(ids, own)
+
+    for found in run_ranks(size, embedded):
+        assert torch.equal(found, table[[*range(vocab), 0, 0, -1, -1]])
+
+
 @pytest.mark.parametrize("holes", [False, True])
 def test_rows_that_stand_for_no_id_are_never_chosen(holes: bool):
     valid = np.ones(203, np.bool_)
