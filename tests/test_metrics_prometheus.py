@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from answers import parse_metrics
+from headrace.engine.interface import CoreStatus
 from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes
 from headrace.engine.slot import Slot
 from headrace.engine.stats import CoreStats, StepTrace
@@ -37,6 +38,9 @@ class Source:
 
     def status(self):
         return self.state
+
+    def cores(self) -> list[CoreStatus]:
+        return [CoreStatus(0, True, False, 7, 1, self.core, self.info)]
 
     def counters(self) -> CoreStats:
         return self.core
@@ -89,6 +93,50 @@ def test_the_page_is_well_formed_and_right():
     assert page['headrace:inter_token_latency_seconds_bucket{le="0.075"}'] == 4
     assert page['headrace:time_to_first_token_seconds_bucket{le="0.25"}'] == 0
     assert page['headrace:time_to_first_token_seconds_bucket{le="0.5"}'] == 1
+
+
+def test_each_core_is_shown_and_totals_are_over_all():
+    """Under names of their own: a sum over the page's samples counts nothing twice."""
+    source = Source()
+    parts = [
+        CoreStats(running=2, waiting=1, kv_usage=0.5, steps=10, scheduled_tokens=40, prefix_queries=9, prefix_hits=3),
+        CoreStats(running=1, kv_usage=0.25, steps=20, scheduled_tokens=60, preemptions=4),
+    ]
+    source.cores = lambda: [
+        CoreStatus(0, True, False, 500, 0, parts[0], source.info), CoreStatus(2, False, True, 0, 3, parts[1], None),
+        CoreStatus(3, True, False, 0, 0, CoreStats(), source.info),
+    ]  # fmt: skip
+    text = PrometheusMetrics(source).render()[0].decode()
+    page = parse_metrics(text)
+    expected = {
+        'core_up{core="0"}': 1, 'core_up{core="2"}': 0, 'core_leaving{core="2"}': 1, 'core_outstanding_tokens{core="0"}': 500,
+        'core_num_requests_running{core="0"}': 2, 'core_num_requests_running{core="2"}': 1, 'core_steps_total{core="2"}': 20,
+        'core_num_requests_waiting{core="0"}': 1, 'core_kv_cache_usage_perc{core="2"}': 0.25, 'core_restarts_total{core="2"}': 3,
+        'core_scheduled_tokens_total{core="0"}': 40, 'core_num_preemptions_total{core="2"}': 4,
+        'core_prefix_cache_queries_total{core="0"}': 9, 'core_prefix_cache_hits_total{core="0"}': 3,
+        'cache_config_info{block_size="16",num_gpu_blocks="128"}': 1,
+    }  # fmt: skip
+    assert {name: page["headrace:" + name] for name in expected} == expected
+    families = list(text_string_to_metric_families(text))
+    assert all(all("core" in s.labels for s in f.samples) == (":core_" in f.name) for f in families if f.samples)
+    now = [0.0]
+    line = StatsLine(source, PrometheusMetrics(source), lambda: now[0])
+    assert "running 3 (2 + - + 0), waiting 2;" in line.line()
+
+
+def test_each_core_has_its_track(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = TraceFile(path)
+    step = StepTrace(1000.0, 0.001, 0.002, 0.003, 0.004, 5, 2, 2, 1, 0.5)
+    for core in (0, 1, 5, 1):
+        trace.steps([step], core)
+    trace.close()
+    events = read_trace(path)
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["core 1", "core 5", "engine", "requests"] and len(names) == 4
+    slices = [names[e["pid"]] for e in events if e["ph"] == "X" and e["name"].startswith("2 seqs")]
+    assert slices == ["engine", "core 1", "core 5", "core 1"]
+    assert [names[e["pid"]] for e in events if e["name"] == "KV usage"] == ["engine", "core 1", "core 5"]
 
 
 def test_another_prefix_and_two_collectors_in_one_process():

@@ -31,9 +31,14 @@ class StatsLine:
         seconds = max(seconds, 1e-9)
         found = f", prefix hits {hits / queries:.1%}" if queries > 0 else ""
         return (
-            f"running {status.num_running}, waiting {status.num_waiting}; prompt {prompt / seconds:.0f} tok/s, "
-            f"generation {output / seconds:.0f} tok/s; KV cache {self.engine.counters().kv_usage:.1%}{found}"
+            f"running {status.num_running}{self._by_core()}, waiting {status.num_waiting}; "
+            f"prompt {prompt / seconds:.0f} tok/s, generation {output / seconds:.0f} tok/s; KV cache {self.engine.counters().kv_usage:.1%}{found}"
         )
+
+    def _by_core(self) -> str:
+        """Where there are several, what each of them runs; of one that is not there: -."""
+        cores = self.engine.cores()
+        return f" ({' + '.join(str(c.stats.running) if c.up else '-' for c in cores)})" if len(cores) > 1 else ""
 
     async def run(self, interval: float, write: Callable[[str], None]) -> None:
         while True:

@@ -20,6 +20,7 @@ from headrace.engine.interface import AsyncEngine, EngineStatus
 from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import StepTrace
 from headrace.engine.streams import Stream
+from headrace.metrics.cores import core_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # upper bounds in seconds; vLLM's, with finer ones below
@@ -178,11 +179,14 @@ class PrometheusMetrics(Collector):
         yield self._gauge("num_requests_running", "Requests in the present step", status.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for a slot or for blocks", status.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that requests hold, 0 to 1", core.kv_usage)
-        yield self._gauge("engine_up", "1: the core has loaded its model and makes progress", int(_up(status)))
-        if (info := self.engine.info) is not None:
-            names = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+        yield self._gauge("engine_up", "1: a core has loaded its model and makes progress", int(_up(status)))
+        cores = self.engine.cores()
+        infos = [core.info for core in cores if core.info is not None]
+        if infos:
+            blocks = sum(info.num_blocks for info in infos)
+            names = {"block_size": str(infos[0].block_size), "num_gpu_blocks": str(blocks)}
             family = GaugeMetricFamily(
-                f"{self.prefix}:cache_config_info", "The KV cache", labels=["model_name", "engine", *names]
+                f"{self.prefix}:cache_config_info", "The KV cache of all cores", labels=["model_name", "engine", *names]
             )
             family.add_metric([*self.labels, *names.values()], 1)
             yield family
@@ -193,10 +197,10 @@ class PrometheusMetrics(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", core.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", core.prefix_hits),
             ("num_preemptions", "Requests that lost their blocks and were computed again", core.preemptions),
-            ("engine_steps", "Steps of the engine", core.steps),
+            ("engine_steps", "Steps of all cores", core.steps),
             ("engine_scheduled_tokens", "Tokens computed: prompts, outputs, both again when preempted", core.scheduled_tokens),
             ("engine_restarts", "Cores started after one had died", self.engine.restarts),
-            ("engine_poisonous_requests", "Requests failed because the core died on them", self.engine.num_poisonous),
+            ("engine_poisonous_requests", "Requests failed because cores died on them", self.engine.num_poisonous),
             ("http_process_restarts", "HTTP processes started after one had died", self.http_restarts),
             ("nan_failures", "Requests failed because their logits were not finite", core.nan_failures),
             ("spec_decode_num_drafts", "Times that a request's drafts were verified", core.drafts),
@@ -222,6 +226,7 @@ class PrometheusMetrics(Collector):
         yield self._counter("request_rejections", "Requests that were refused, by why", rejections, ("reason",))
         ignored = {(k,): v for k, v in self.ignored.items()}
         yield self._counter("request_ignored_fields", "Fields of bodies that were left out, by name", ignored, ("field",))
+        yield from core_metrics(self.prefix, dict(zip(("model_name", "engine"), self.labels, strict=True)), cores)
         yield from self._histograms()
 
     def _histograms(self) -> Iterator[Metric]:
