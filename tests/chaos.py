@@ -59,10 +59,13 @@ class Report:
 
 
 class Chaos:
-    """One run. `server` must be ready and serve a tiny model as "tiny"."""
+    """One run. `server` must be ready and serve a tiny model, in so many `cores`, as "tiny"."""
 
-    def __init__(self, server: ServerProcess, *, seed: int, clients: int, pool: int, seconds: float, kill_every: float):
+    def __init__(
+        self, server: ServerProcess, *, seed: int, clients: int, pool: int, seconds: float, kill_every: float, cores: int = 1
+    ):
         self.server, self.clients, self.seconds, self.kill_every = server, clients, seconds, kill_every
+        self.cores = cores
         self.random = random.Random(seed)
         self.pool = [random_ask(self.random, "tiny", 100) for _ in range(pool)]
         self.want: list[Said] = []
@@ -152,13 +155,13 @@ class Chaos:
         """Faults at random times, each when the core before has become ready."""
         while True:
             await asyncio.sleep(self.random.uniform(0.3, 1.7) * self.kill_every)
-            pid = self.server.core()
+            pid = self.random.choice(self.server.children()[: self.cores] or [0])
             if pid:
                 stop = self.random.random() < 0.1
                 self.report.counts["SIGSTOP" if stop else "SIGKILL"] += 1
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
-            while self.server.core() == pid or not await self._ready():
+            while pid in self.server.children() or not await self._ready():
                 await asyncio.sleep(0.05)
 
     async def _ready(self) -> bool:
@@ -201,5 +204,5 @@ class Chaos:
             self.report.fault(f"{page['headrace:engine_poisonous_requests_total']:.0f} requests were blamed for kills from outside")
         if zombies := list(processes_of(self.server.process.pid, zombies=True)):
             self.report.fault(f"zombies: {zombies}")
-        if len(self.server.children()) > 2:
+        if len(self.server.children()) > self.cores + 1:  # one on standby
             self.report.fault(f"children: {self.server.children()}")

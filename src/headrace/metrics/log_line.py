@@ -32,7 +32,8 @@ class StatsLine:
         found = f", prefix hits {hits / queries:.1%}" if queries > 0 else ""
         return (
             f"running {status.num_running}{self._by_core()}, waiting {status.num_waiting}; "
-            f"prompt {prompt / seconds:.0f} tok/s, generation {output / seconds:.0f} tok/s; KV cache {self.engine.counters().kv_usage:.1%}{found}"
+            f"prompt {prompt / seconds:.0f} tok/s, generation {output / seconds:.0f} tok/s; "
+            f"KV cache {self.engine.counters().kv_usage:.1%}{found}"
         )
 
     def _by_core(self) -> str:
