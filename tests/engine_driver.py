@@ -16,6 +16,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest, TokenLogprobs
 from headrace.sampling.params import SamplingParams
+from headrace.sampling.structured_outputs import StructuredOutputsParams
 
 BLOCK = 8
 
@@ -80,6 +81,28 @@ def make_requests(seed: int, count: int, vocab: int) -> list[EngineRequest]:
         params = complete(params, bad_word_ids=words, eos_token_ids=[2])
         requests.append(EngineRequest(f"r{i}", prompt, params, rng.randrange(2**63), rng.randint(0, 2)))
     return requests
+
+
+def requests_of_all_kinds(vocab: int) -> list[EngineRequest]:
+    """Sampled in every way, with a grammar, a user's function, scores of the prompt; embeddings; and one that repeats itself."""
+    requests = make_requests(5, 16, vocab)
+    for i, kind in enumerate(("mean", "last")):
+        requests.append(EngineRequest(f"pooled{i}", [9 + j for j in range(3 * BLOCK + i)], complete(SamplingParams()), 0, pooling=kind))
+    scored = complete(SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, logprobs=3))
+    requests.append(EngineRequest("scored", list(range(20, 50)), scored, 1))
+    shape = StructuredOutputsParams(regex="(abc|xyz){2,5}")
+    grammar = complete(SamplingParams(temperature=1.0, max_tokens=12, structured_outputs=shape), eos_token_ids=[2])
+    requests.append(EngineRequest("grammar", [5, 6, 7], grammar, 3))
+    banned = complete(SamplingParams(temperature=0.0, max_tokens=6, logits_processors=[ban_even]))
+    requests.append(EngineRequest("user", [8, 9], banned, 4))
+    repeated = complete(SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=0.1))
+    requests.append(EngineRequest("repeated", [3, 4, 5, 6] * 8, repeated, 5))
+    return requests
+
+
+def ban_even(ids: list[int], logits):
+    logits[::2] = float("-inf")
+    return logits
 
 
 def run(core: EngineCore, requests: list[EngineRequest], *, arrivals=None, aborts=None, most_steps=20000) -> dict[str, Result]:

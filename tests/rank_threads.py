@@ -15,13 +15,13 @@ from torch import Tensor
 from headrace.config import EngineConfig
 from headrace.engine.build import Worker, build_worker, structured_output
 from headrace.engine.core import EngineCore
-from headrace.engine.wire import step_from_wire, step_to_wire
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.shard import Shard
 from headrace.scheduler.plan import StepPlan
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import make_speculator
+from headrace.tensor_parallel.messages import from_wire, to_wire
 from headrace.worker.model_runner import ModelRunner
 
 
@@ -97,8 +97,8 @@ def run_ranks(size: int, run: Callable[[ThreadGroup], Any]) -> list[Any]:
 
 # ---------------------------------------------------------------- engines
 
-encode = msgspec.msgpack.Encoder(enc_hook=step_to_wire).encode
-decode = msgspec.msgpack.Decoder(StepPlan, dec_hook=step_from_wire).decode
+encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
+decode = msgspec.msgpack.Decoder(StepPlan, dec_hook=from_wire).decode
 
 
 class Leader:

@@ -10,17 +10,14 @@ import msgspec
 import pytest
 
 from drafting import draft_always, drafting_core
-from engine_driver import BLOCK, assert_all_same, assert_same, complete, make_core, make_requests, run
+from engine_driver import assert_all_same, assert_same, make_core, make_requests, requests_of_all_kinds, run
 from headrace.engine.core import EngineCore
-from headrace.engine.messages import EngineRequest
-from headrace.engine.wire import step_from_wire, step_to_wire
-from headrace.sampling.params import SamplingParams
-from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.scheduler.plan import StepPlan, StepResult
+from headrace.tensor_parallel.messages import from_wire, to_wire
 
-encode = msgspec.msgpack.Encoder(enc_hook=step_to_wire).encode
-decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=step_from_wire).decode
-decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=step_from_wire).decode
+encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
+decode_plan = msgspec.msgpack.Decoder(StepPlan, dec_hook=from_wire).decode
+decode_result = msgspec.msgpack.Decoder(StepResult, dec_hook=from_wire).decode
 
 
 class Handle:
@@ -59,27 +56,6 @@ def send_everything(core: EngineCore) -> list[StepPlan]:
     runner.forward = lambda plan: forward(plan if inside[0] else sent(plan))
     runner.sample = lambda *args: sample(*args) if inside[0] else Handle(sample(*args))
     return arrived
-
-
-def requests_of_all_kinds(vocab: int) -> list[EngineRequest]:
-    requests = make_requests(5, 16, vocab)
-    for i, kind in enumerate(("mean", "last")):
-        requests.append(EngineRequest(f"pooled{i}", [9 + j for j in range(3 * BLOCK + i)], complete(SamplingParams()), 0, pooling=kind))
-    scored = complete(SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2, logprobs=3))
-    requests.append(EngineRequest("scored", list(range(20, 50)), scored, 1))
-    shape = StructuredOutputsParams(regex="(abc|xyz){2,5}")
-    grammar = complete(SamplingParams(temperature=1.0, max_tokens=12, structured_outputs=shape), eos_token_ids=[2])
-    requests.append(EngineRequest("grammar", [5, 6, 7], grammar, 3))
-    banned = complete(SamplingParams(temperature=0.0, max_tokens=6, logits_processors=[ban_even]))
-    requests.append(EngineRequest("user", [8, 9], banned, 4))
-    repeated = complete(SamplingParams(temperature=0.0, max_tokens=20, frequency_penalty=0.1))
-    requests.append(EngineRequest("repeated", [3, 4, 5, 6] * 8, repeated, 5))
-    return requests
-
-
-def ban_even(ids: list[int], logits):
-    logits[::2] = float("-inf")
-    return logits
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 11, "num_kv_blocks": 14}])

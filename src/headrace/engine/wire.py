@@ -6,7 +6,6 @@ from array import array
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from headrace.cache.events import BlockEvents
 from headrace.config import EngineConfig
@@ -26,18 +25,6 @@ def from_wire(kind: type, value: Any) -> Any:
     if kind is array:
         return array("i", value)
     raise NotImplementedError(f"a {kind.__name__} does not travel")
-
-
-def step_to_wire(value: Any) -> Any:
-    """For encoders of plans and results: their arrays too, as type, shape and bytes."""
-    return (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else to_wire(value)
-
-
-def step_from_wire(kind: type, value: Any) -> Any:
-    if kind is not np.ndarray:
-        return from_wire(kind, value)
-    dtype, shape, data = value
-    return np.frombuffer(data, dtype).reshape(shape)
 
 
 class Place(msgspec.Struct, frozen=True):

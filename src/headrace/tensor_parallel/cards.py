@@ -35,7 +35,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 class CardGroup(ProcessGroup):
     """A Group. Its tensors are on this rank's card."""
 
-    def __init__(self, shard: Shard, device: torch.device, store: str):
+    def __init__(self, shard: Shard, device: torch.device, store: dist.Store):
         for name, value in NO_MULTICAST.items():
             os.environ.setdefault(name, value)
         super().__init__(shard, device, store)
@@ -117,6 +117,6 @@ class CardGroup(ProcessGroup):
                 time.sleep(1e-3)
 
 
-def make_group(shard: Shard, device: torch.device, store: str) -> ProcessGroup:
+def make_group(shard: Shard, device: torch.device, store: dist.Store) -> ProcessGroup:
     """The group of this device's ranks. Arguments and errors as of ProcessGroup."""
     return (CardGroup if device.type == "cuda" else ProcessGroup)(shard, device, store)

@@ -1,7 +1,7 @@
 """What the ranks of a core say to each other on the device, over torch's process groups: gloo on a CPU, NCCL on cards.
 
-The groups are made directly, over a store in an unnamed file that the ranks share: no default group, which a process has once,
-no port for the store, nothing left behind. Parts are gathered and added here, in the order of ranks: what a library's
+The groups are made directly: no default group, which a process has only one of. Their store is a socket of rank 0's on the
+loopback, which ends with it. Parts are gathered and added here, in the order of ranks: what a library's
 all-reduce adds first depends on the size of the message.
 """
 
@@ -25,11 +25,9 @@ FOR_EVER = timedelta(days=365)  # that a rank has died is seen by others than it
 class ProcessGroup:
     """A Group over one of torch's backends."""
 
-    def __init__(self, shard: Shard, device: torch.device, store: str):
-        """Meets the others; `store` is a path of the file that they share. Raises RuntimeError if one does not come."""
-        self.shard, self.device = shard, device
-        self.store = dist.FileStore(store, shard.size)
-        self.store.set_timeout(timedelta(seconds=MEETING_SECONDS))
+    def __init__(self, shard: Shard, device: torch.device, store: dist.Store):
+        """Meets the others, in a `store` that they all have. Raises RuntimeError if one does not come."""
+        self.shard, self.device, self.store = shard, device, store
         self.backend: Any = _nccl(self.store, shard) if device.type == "cuda" else _gloo(self.store, shard)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -68,6 +66,14 @@ class ProcessGroup:
     def abort(self) -> None:
         """Somebody is gone for good: let go whoever waits for him."""
         self.backend.abort()
+
+
+def open_store(port: int, listening: int | None = None) -> dist.Store:
+    """Where ranks leave words for each other, at a port of the loopback; `listening`: the socket's descriptor, of rank 0."""
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=listening is not None, wait_for_workers=False, master_listen_fd=listening,
+        timeout=timedelta(seconds=MEETING_SECONDS),
+    )  # fmt: skip
 
 
 def _bytes(tensor: Tensor) -> Tensor:

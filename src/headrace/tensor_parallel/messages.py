@@ -22,6 +22,7 @@ from headrace.scheduler.plan import StepPlan
 
 class Begin(msgspec.Struct, tag=True, array_like=True):
     config: EngineConfig
+    port: int  # on the loopback, where the ranks find each other
 
 
 class Replay(msgspec.Struct, tag=True, array_like=True):

@@ -1,8 +1,8 @@
 """The process of a rank other than the first: builds its part of the model, then does what rank 0 says, step by step.
 
-Started by `tensor_parallel.ranks` as `python -m headrace.tensor_parallel.process RANK SIZE PARENT RING STORE MOUTH BUILDER
-LOGLEVEL LOGFORMAT`; RING, STORE and MOUTH are file descriptors. BUILDER, as module:function, makes the runner from the options,
-the rank, and what joins the group when the device is known. It ends with rank 0, whatever ended that.
+Started by `tensor_parallel.ranks` as `python -m headrace.tensor_parallel.process RANK SIZE PARENT RING MOUTH BUILDER LOGLEVEL
+LOGFORMAT`; RING and MOUTH are file descriptors. BUILDER, as module:function, makes the runner from the options, the rank, and
+what joins the group when the device is known. It ends with rank 0, whatever ended that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check(parent: int) -> None:
         os._exit(1)
 
 
-def main(rank: int, size: int, parent: int, ring: int, store: int, mouth: int, builder: str) -> int:
+def main(rank: int, size: int, parent: int, ring: int, mouth: int, builder: str) -> int:
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_threads()
@@ -69,9 +69,10 @@ def main(rank: int, size: int, parent: int, ring: int, store: int, mouth: int, b
         def join(device: torch.device) -> Group:
             from headrace.model.shard import Shard
             from headrace.tensor_parallel.cards import make_group
+            from headrace.tensor_parallel.groups import open_store
 
             say(Here())
-            return make_group(Shard(rank, size), device, f"/proc/self/fd/{store}")
+            return make_group(Shard(rank, size), device, open_store(begin.port))
 
         runner = build(begin.config, rank, join)
         built = True
@@ -88,9 +89,9 @@ def main(rank: int, size: int, parent: int, ring: int, store: int, mouth: int, b
 
 
 if __name__ == "__main__":
-    configure(f"rank {sys.argv[1]}", *sys.argv[8:10])
-    rank, size, parent, ring, store, mouth = (int(argument) for argument in sys.argv[1:7])
-    code = main(rank, size, parent, ring, store, mouth, sys.argv[7])
+    configure(f"rank {sys.argv[1]}", *sys.argv[7:9])
+    rank, size, parent, ring, mouth = (int(argument) for argument in sys.argv[1:6])
+    code = main(rank, size, parent, ring, mouth, sys.argv[6])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)  # as in engine.process

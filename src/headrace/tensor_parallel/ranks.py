@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 END_SECONDS = 5.0  # for the others to end by themselves
 NEWS_SECONDS = 1.0  # after a failed collective, for the system to say that somebody has died
+LOOPBACK = "127.0.0.1"
 MOST_WORDS = 1 << 16
 
 
@@ -58,22 +59,17 @@ class Ranks:
         """Start them. `builder` names, as module:function, what makes a rank's runner (see tensor_parallel.process)."""
         others = config.tensor_parallel_size - 1
         ring = make_ring(others)
-        # the file in which the groups of all ranks find each other: it has no name, and is open as long as this object lives
-        self._store = os.memfd_create("headrace-store")
+        # where the groups of all ranks find each other
+        self._meeting = socket.create_server((LOOPBACK, 0), backlog=others)
         self._encoder = msgspec.msgpack.Encoder(enc_hook=to_wire)
-        self._processes = processes = _Processes(others, ring, self._store, builder)
-        self._finish = weakref.finalize(self, _finish, processes, self._store)
+        self._processes = processes = _Processes(others, ring, builder)
+        self._finish = weakref.finalize(self, _finish, processes)
         try:
             self._writer = Writer(ring, others, self.check)
             processes.start()
         finally:
             os.close(ring)  # it is mapped here, and open in the others
-        self.tell(Begin(config))
-
-    @property
-    def store(self) -> str:
-        """The path of the groups' file."""
-        return f"/proc/self/fd/{self._store}"
+        self.tell(Begin(config, self._meeting.getsockname()[1]))
 
     @property
     def pids(self) -> list[int]:
@@ -95,9 +91,11 @@ class Ranks:
     def join(self, device: torch.device) -> ProcessGroup:
         """Meet the others: the group of all ranks, of which this process is the first."""
         from headrace.tensor_parallel.cards import make_group
+        from headrace.tensor_parallel.groups import open_store
 
         self.wait_for(Here)
-        group = make_group(Shard(0, 1 + len(self.pids)), device, self.store)
+        port = self._meeting.getsockname()[1]
+        group = make_group(Shard(0, 1 + len(self.pids)), device, open_store(port, self._meeting.detach()))
         if device.type == "cuda":  # kernels wait for their peers for ever; a socket knows
             self.on_death(lambda death: group.abort())
         return group
@@ -134,17 +132,16 @@ class Ranks:
         self._finish()
 
 
-def _finish(processes: _Processes, store: int) -> None:
+def _finish(processes: _Processes) -> None:
     if processes.is_ours:
         processes.kill(None)
         processes.join(END_SECONDS)
-        os.close(store)
 
 
 class _Processes:
     """What the thread knows. It holds no engine, so that one which is dropped without `close` ends its ranks."""
 
-    def __init__(self, others: int, ring: int, store: int, builder: str):
+    def __init__(self, others: int, ring: int, builder: str):
         self.death: Death | None = None
         self.closing = False
         self._owner = os.getpid()
@@ -153,7 +150,7 @@ class _Processes:
         self._words: dict[int, LastWords] = {}
         self._handler: Callable[[Death], None] | None = None
         self._started: list[subprocess.Popen] = []
-        arguments = (others, ring, store, builder)
+        arguments = (others, ring, builder)
         self._thread = threading.Thread(target=self._run, args=arguments, daemon=True, name="headrace-ranks")
         self._begun = threading.Event()
         self._failed: BaseException | None = None
@@ -210,7 +207,7 @@ class _Processes:
 
     # ---------------------------------------------------------------- the thread
 
-    def _run(self, others: int, ring: int, store: int, builder: str) -> None:
+    def _run(self, others: int, ring: int, builder: str) -> None:
         ears: list[socket.socket] = []
         try:
             try:
@@ -218,7 +215,7 @@ class _Processes:
                     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                     ears.append(ours)
                     with theirs:
-                        self._started.append(_spawn(rank, 1 + others, ring, store, theirs.fileno(), builder))
+                        self._started.append(_spawn(rank, 1 + others, ring, theirs.fileno(), builder))
                 watched = _Watched(self._started, ears)
             except BaseException as e:
                 self._failed = e
@@ -291,13 +288,13 @@ class _Watched:
             self._poll.unregister(descriptor)  # closed: its end is told by the other descriptor
 
 
-def _spawn(rank: int, size: int, ring: int, store: int, mouth: int, builder: str) -> subprocess.Popen:
+def _spawn(rank: int, size: int, ring: int, mouth: int, builder: str) -> subprocess.Popen:
     """A process of the same Python and modules, away from the terminal: its Ctrl-C is for rank 0."""
-    arguments = (rank, size, os.getpid(), ring, store, mouth, builder, *settings())
+    arguments = (rank, size, os.getpid(), ring, mouth, builder, *settings())
     # as sys.path is here, whoever changed it; -P: and not the current directory before all
     path = os.pathsep.join(os.path.abspath(p) for p in sys.path if not p or os.path.exists(p))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "headrace.tensor_parallel.process", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path}, pass_fds=(ring, store, mouth), stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path}, pass_fds=(ring, mouth), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
