@@ -58,7 +58,7 @@ def send_everything(core: EngineCore) -> list[StepPlan]:
     return arrived
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 11, "num_kv_blocks": 14}])
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 11, "num_kv_blocks": 12}])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_whose_plans_and_results_are_sent_says_the_same(model, options, overlap):
     plain = make_core(model, enable_prefix_caching=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -33,8 +32,7 @@ def test_two_processes_say_what_one_says(model):
     """Requests of all kinds, in chunks, with drafts by n-grams, and so few blocks that some are preempted."""
     alone = make_core(model, enable_prefix_caching=False, enforce_eager=True)
     requests = requests_of_all_kinds(alone.vocab_size)
-    arrivals = [random.Random(4).randint(0, 12) for _ in requests]
-    wanted = run(alone, requests, arrivals=arrivals)
+    wanted = run(alone, requests)
     options = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4, "speculative_max_rows": 32}
     few = {"max_num_seqs": 8, "max_model_len": 128, "block_size": BLOCK, "num_kv_blocks": 14, "max_num_batched_tokens": 11}
     engine = build_engine(EngineConfig(model=model, debug_checks=True, **TWO, **options, **few))
@@ -42,7 +40,7 @@ def test_two_processes_say_what_one_says(model):
     draft_always(core, 4, overlap=True)
     core.scheduler._admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted
     core.scheduler._admission.estimate.mean = 1.0
-    for name, got in run(core, requests, arrivals=arrivals).items():
+    for name, got in run(core, requests).items():
         assert_same(got, wanted[name], name)
         assert (got.prompt_logprobs is None) is (wanted[name].prompt_logprobs is None)
         assert got.embedding is None or got.embedding == pytest.approx(wanted[name].embedding, abs=1e-5)
