@@ -219,8 +219,8 @@ class Decoder:
         return self.logits(self.forward(batch, kv), self._decoded[:rows] if rows <= len(self._decoded) else None)
 
     def activation_bytes(self, max_rows: int) -> int:
-        """See Forward. Of a rank: a part of a sum is there beside the sum."""
-        summed = 0 if self.vocab is None else self.config.hidden_size
+        """See Forward. Of a rank: beside a part of a sum are others' parts, and the sum, at most three times as much."""
+        summed = 0 if self.vocab is None else 3 * self.config.hidden_size
         return max_rows * (row_elements(self.config) + summed) * self.dtype.itemsize
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
