@@ -1,0 +1,248 @@
+"""What `headrace simulate` foretells beside what the real server does: percentiles and throughput of the same arrivals.
+
+    python benchmarks/simulate_check.py [--json FILE]                                        the embedded model on the CPU
+    python benchmarks/simulate_check.py --config benchmarks/shapes/qwen3-0.6b.json --load-format dummy [--json FILE]   on a GPU
+
+Starts `headrace serve --trace`, loads it with `headrace bench serve` at some concurrencies (the calibration), fits the cost of
+a step to the trace and the time outside of the engine to the requests that ran alone. Then it sends other requests at other
+times, at shares of the highest throughput that was seen, and simulates exactly these arrivals. Wanted: within 10 %.
+
+With --paced the server's model only sleeps, 20 ms and more for more rows: that checks the method, on a busy machine too.
+
+Server, client and simulation are on one machine, and it must be quiet: what else runs is in the trace and not in the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+HEADRACE = [sys.executable, "-m", "headrace.cli"]
+KEYS = [f"{p}_{name}_ms" for name in ("ttft", "tpot") for p in ("median", "p90", "p99")]
+KEYS += ["output_throughput", "request_throughput"]
+WANTED = 0.10
+PACED = """
+import sys
+from headrace.cli import serve
+from headrace.cli.parser import CommandParser
+parser = CommandParser()
+serve.add_arguments(parser)
+sys.exit(serve.run(parser.parse_args(sys.argv[1:]), "simulate_check:build_paced"))
+"""
+PACED_START = [sys.executable, "-c", PACED]
+
+
+class Server:
+    """`headrace serve` with a trace, on a port of its own."""
+
+    def __init__(self, start: list[str], options: list[str], directory: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.trace = f"http://127.0.0.1:{port}", directory / "trace.json"
+        self._log = (directory / "log").open("w+")
+        command = [*start, "--port", str(port), "--trace", str(self.trace), "--no-standby", *options]
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": path}
+        )
+
+    def wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                self.get("/ready")
+                return
+            except OSError:
+                time.sleep(0.2)
+        self._log.seek(0)
+        raise SystemExit(f"the server is not ready:\n{self._log.read()[-3000:]}")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def cache(self) -> dict[str, int]:
+        """Blocks of the KV cache and their size."""
+        page = self.get("/metrics")
+        line = next(line for line in page.splitlines() if line.startswith("headrace:cache_config_info{"))
+        return {name: int(re.search(rf'{name}="(\d+)"', line)[1]) for name in ("block_size", "num_gpu_blocks")}  # type: ignore[index]
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+
+def build_paced(config: Any) -> Any:
+    """The engine of `--paced`: the real scheduler and core over a model whose steps sleep."""
+    from fake_model import build_fake
+
+    engine = build_fake(config)
+    runner, launch = engine.core.runner, engine.core.runner.launch
+
+    def paced(plan: Any) -> Any:
+        time.sleep(0.02 + 0.001 * len(plan) + 1e-4 * (plan.num_tokens - len(plan)))
+        return launch(plan)
+
+    runner.launch = paced
+    return engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", help="a config.json whose shape is served with random weights")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy with --config")
+    parser.add_argument("--paced", action="store_true", help="a model that only sleeps")
+    parser.add_argument("--input-len", type=int, default=None, help="prompt tokens, +- half (128; of a shape 512)")
+    parser.add_argument("--output-len", type=int, default=None, help="likewise (64; of a shape 128)")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of the calibration")
+    parser.add_argument("--calibration", type=int, default=4, help="requests of a calibration run, times its concurrency")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.7], help="of the highest throughput, to be foretold")
+    parser.add_argument("--requests", type=int, default=150, help="of each of these runs")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    if (args.config is not None) != (args.load_format == "dummy"):
+        parser.error("--config FILE and --load-format dummy go together")
+    args.input_len = args.input_len or (512 if args.config else 128)
+    args.output_len = args.output_len or (128 if args.config else 64)
+    began, load = time.perf_counter(), os.getloadavg()
+    directory = Path(tempfile.mkdtemp(prefix="headrace-check-"))
+    try:
+        rows, facts = check(args, directory)
+    finally:
+        shutil.rmtree(directory)
+    print(f"took {time.perf_counter() - began:.0f} s")
+    if args.json:
+        write(args, rows, facts, load)
+
+
+def check(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    options = served_shape(args.config, directory) if args.config else []
+    server = Server(PACED_START if args.paced else [*HEADRACE, "serve"], options, directory)
+    try:
+        server.wait(120)
+        cache = server.cache()
+        bench(server, args, directory, "--max-concurrency", "8", "--num-prompts", "16", seed=99)  # what is lazy is done
+        calibrated = bench(
+            server, args, directory, "--max-concurrency", *map(str, args.concurrency),
+            counts=[max(10, args.calibration * c) for c in args.concurrency], seed=1,
+        )  # fmt: skip
+        time.sleep(1.5)  # the trace is flushed every second
+        trace = directory / "calibration.json"
+        shutil.copy(server.trace, trace)
+        fixed = ["--trace", str(trace), "--num-kv-blocks", str(cache["num_gpu_blocks"])]
+        fixed += ["--block-size", str(cache["block_size"])]
+        alone = simulated(fixed, args, directory, "--front-ms", "0", "--max-concurrency", "1", "--num-prompts", "10", seed=1)
+        front = max(0.0, calibrated[0]["median_ttft_ms"] - alone["median_ttft_ms"])
+        best = max(run["request_throughput"] for run in calibrated)
+        print(f"outside of the engine {front:.2f} ms; at most {best:.2f} requests/s", flush=True)
+        rows = []
+        for number, share in enumerate(args.shares):
+            run = ["--request-rate", f"{share * best:.4g}", "--num-prompts", str(args.requests)]
+            real = bench(server, args, directory, *run, seed=10 + number)[0]
+            foretold = simulated(fixed, args, directory, "--front-ms", f"{front:.4g}", *run, seed=10 + number)
+            rows.append(compared(share, real, foretold))
+    finally:
+        server.end()
+    return rows, {"front_ms": front, "best_request_throughput": best, **cache}
+
+
+def bench(
+    server: Server, args: argparse.Namespace, directory: Path, *options: str, seed: int, counts: list[int] | None = None
+) -> list[dict[str, Any]]:  # fmt: skip
+    """`headrace bench serve`; with `counts` the last options are one run each, of so many requests."""
+    runs = [options] if counts is None else [
+        (options[0], option, "--num-prompts", str(count)) for option, count in zip(options[1:], counts, strict=True)
+    ]  # fmt: skip
+    results = []
+    for run in runs:
+        out = directory / "bench.json"
+        command = [*HEADRACE, "bench", "serve", "--url", server.url, "--save-result", str(out), *lengths(args, seed), *run]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-2000:]}")
+        results.append(json.loads(out.read_text()))
+        r = results[-1]
+        print(f"real {' '.join(run)}: {r['output_throughput']:.0f} tok/s, TPOT {r['median_tpot_ms']:.2f} ms", flush=True)
+    return results
+
+
+def simulated(fixed: list[str], args: argparse.Namespace, directory: Path, *options: str, seed: int) -> dict[str, Any]:
+    out = directory / "simulated.json"
+    command = [*HEADRACE, "simulate", *fixed, "--save-result", str(out), *lengths(args, seed), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    print(done.stderr.strip(), flush=True)
+    return json.loads(out.read_text())
+
+
+def lengths(args: argparse.Namespace, seed: int) -> list[str]:
+    return [
+        "--seed", str(seed), "--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len),
+        "--random-range-ratio", "0.5",
+    ]  # fmt: skip
+
+
+def compared(share: float, real: dict[str, Any], foretold: dict[str, Any]) -> dict[str, Any]:
+    """Prints a table of the run."""
+    print(f"-- {share:.0%} of the highest throughput, {real['completed']} requests")
+    print(f"{'':24}{'real':>10}{'simulated':>12}")
+    row: dict[str, Any] = {"share": share, "completed": real["completed"], "client_cpu": real["client_cpu"], "figures": {}}
+    for key in KEYS:
+        off = foretold[key] / real[key] - 1
+        row["figures"][key] = {"real": real[key], "simulated": foretold[key], "off": off}
+        print(f"{key:24}{real[key]:10.2f}{foretold[key]:12.2f}{off:+8.1%}{'' if abs(off) <= WANTED else '   !'}", flush=True)
+    row["worst"] = max(abs(f["off"]) for f in row["figures"].values())
+    return row
+
+
+def served_shape(config: str, directory: Path) -> list[str]:
+    """Options that serve a shape with random weights; its tokenizer knows bytes only."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    home = directory / "shape"
+    home.mkdir()
+    shutil.copy(config, home / "config.json")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(home / "tokenizer.json"))
+    return [str(home), "--load-format", "dummy"]
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, Any]], facts: dict[str, Any], load: tuple[float, ...]) -> None:
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    document = {
+        "benchmark": "simulate_check", "machine": card or f"CPU, {os.cpu_count()} cores", "load_average": load,
+        "torch": torch.__version__, "python": platform.python_version(), "commit": commit.stdout.strip() or None,
+        "model": "one that sleeps" if args.paced else args.config or "embedded SmolLM2-135M-Instruct",
+        "input_len": args.input_len, "output_len": args.output_len,
+        "range_ratio": 0.5, **facts, "rows": rows,
+    }  # fmt: skip
+    Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
