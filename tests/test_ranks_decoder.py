@@ -65,7 +65,9 @@ def test_the_logits_are_those_of_one_rank(variant: str, size: int, tmp_path: Pat
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
 def test_half_the_bits_give_the_same_up_to_their_rounding(dtype: torch.dtype, tolerance: float, tmp_path: Path):
     """Each rank's part of a sum is rounded: not the bits of one rank, but the same on every rank."""
-    checkpoint = resolve_checkpoint(EngineConfig(model=str(write_tiny("llama", tmp_path / "model", **VARIANTS["llama-bias"][1]))))
+    checkpoint = resolve_checkpoint(
+        EngineConfig(model=str(write_tiny("llama", tmp_path / "model", **VARIANTS["llama-bias"][1])))
+    )
     config, ids = model_config_from_hf(checkpoint.config), tokens(25)
 
     def logits(group: ThreadGroup) -> torch.Tensor:
@@ -133,15 +135,15 @@ def test_rows_that_stand_for_no_id_are_never_chosen(holes: bool):
 # ---------------------------------------------------------------- sampling
 
 
-def inputs_of(temperature: list[float], seed: int, top_k: int = 0) -> SampleInputs:
+def inputs_of(temperature: list[float], seed: int) -> SampleInputs:
     rows = len(temperature)
     rng = np.random.default_rng(seed)
     column = lambda value, dtype: torch.full((rows,), value, dtype=dtype)  # noqa: E731
     return SampleInputs(
-        temperature=torch.tensor(temperature, dtype=torch.float32), top_k=column(top_k, torch.int32),
+        temperature=torch.tensor(temperature, dtype=torch.float32), top_k=column(0, torch.int32),
         top_p=column(1.0, torch.float32), min_p=column(0.0, torch.float32),
         seed=torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, rows)), output_index=torch.arange(rows),
-        sample_index=column(0, torch.int32), all_greedy=not any(temperature), any_top_k=top_k > 0, any_top_p=False,
+        sample_index=column(0, torch.int32), all_greedy=not any(temperature), any_top_k=False, any_top_p=False,
         any_min_p=False,
     )  # fmt: skip
 
@@ -162,15 +164,15 @@ def split_choice(logits: torch.Tensor, inputs: SampleInputs, size: int) -> tuple
 @settings(max_examples=40, deadline=None)
 @given(
     size=st.integers(2, 4), vocab=st.integers(3, 2100), seed=st.integers(0, 10_000), levels=st.sampled_from([2, 9, 1 << 20]),
-    temperature=st.lists(st.sampled_from([0.0, 0.0, 1e-4, 0.3, 1.0, 5.0]), min_size=1, max_size=5), top_k=st.sampled_from([0, 0, 3]),
+    temperature=st.lists(st.sampled_from([0.0, 0.0, 1e-4, 0.3, 1.0, 5.0]), min_size=1, max_size=5),
 )  # fmt: skip
-def test_parts_choose_what_the_whole_does(size, vocab, seed, levels, temperature, top_k):
+def test_parts_choose_what_the_whole_does(size, vocab, seed, levels, temperature):
     """Whatever the cut: ties go to the lowest id, and a draw ends where the running sum over the whole vocabulary does."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(len(temperature), vocab, generator=generator) * 4 * levels).round() / levels
     logits[torch.rand(logits.shape, generator=generator) < 0.2] = -torch.inf
     logits[:, seed % vocab] = 1.0
-    inputs = inputs_of(temperature, seed, top_k)
+    inputs = inputs_of(temperature, seed)
     ids, failed = split_choice(logits, inputs, size)
     expected, _ = choose(logits, inputs)
     assert not failed.any()

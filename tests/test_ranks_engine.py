@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from drafting import draft_always
-from engine_driver import Result, assert_all_same, make_core, make_requests, run
+from engine_driver import Result, assert_all_same, complete, make_core, make_requests, requests_of_all_kinds, run
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
 from rank_threads import ranked_core
 from scheduler_driver import admit_greedily
 from test_ranks_decoder import HEADS, VARIANTS
-from test_step_messages import complete, requests_of_all_kinds
 from tiny_models import VOCAB, write_eagle, write_tiny
 
 TINY_POOL = {"num_kv_blocks": 12, "max_num_batched_tokens": 7}

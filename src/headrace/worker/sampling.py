@@ -121,7 +121,7 @@ class RowSampler:
         return DeviceOutput(sent, None if output.logprobs is None else RowLogprobs(tops, output.logprobs))
 
     def _sample(self, logits: Tensor, inputs: SampleInputs, whole: bool) -> SampleOutput:
-        """`whole`: more is asked of the rows than of the largest sampler that can be captured."""
+        """`whole`: some row asks for more than a temperature and filters."""
         return sample(logits, inputs)
 
     def _rows(self, plan: StepPlan, num_sampled: np.ndarray, special: np.ndarray) -> list[SampledRow]:

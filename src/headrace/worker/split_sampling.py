@@ -19,7 +19,7 @@ from torch import Tensor
 from headrace.model.ranks import VocabPart
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE, uniform
-from headrace.sampling.sampler import BLOCK, SampleInputs, SampleOutput, choose, sample
+from headrace.sampling.sampler import BLOCK, SampleInputs, SampleOutput, sample
 from headrace.scheduler.plan import Admitted
 from headrace.worker.batch_state import BatchState
 from headrace.worker.edits import slot_edits
@@ -42,35 +42,26 @@ class SplitSampler(RowSampler):
         self._special[new.slot] = edits is not None or new.params.logprobs is not None
 
     def _sample(self, logits: Tensor, inputs: SampleInputs, whole: bool) -> SampleOutput:
-        if not whole:
+        if not (whole or inputs.any_top_k or inputs.any_top_p or inputs.any_min_p):
             return SampleOutput(*choose_split(logits, inputs, self.part))
-        logits, output = self.part.whole(logits), None
+        logits = self.part.whole(logits)
+        told = torch.empty((2, len(logits)), dtype=torch.int32, device=logits.device)
+        logprobs = None
         if self.leads:
             output = sample(logits, inputs)
-        found = shared(None if output is None else (output.token_ids, output.failed), logits, self.part)
-        return SampleOutput(*found, None if output is None else output.logprobs)
+            told[0], told[1], logprobs = output.token_ids, output.failed, output.logprobs
+        self.part.group.share(told)
+        return SampleOutput(told[0], told[1] != 0, logprobs)
 
 
 def choose_split(logits: Tensor, inputs: SampleInputs, part: VocabPart) -> tuple[Tensor, Tensor]:
-    """As `choose`, on every rank, from its logits [R, part.rows]."""
-    if inputs.any_top_k or inputs.any_top_p or inputs.any_min_p:
-        whole = part.whole(logits)
-        return shared(choose(whole, inputs) if part.group.shard.rank == 0 else None, whole, part)
+    """Token ids and failures [R] as `choose` gives them, on every rank, from its logits [R, part.rows]; no filters."""
     if inputs.all_greedy:
-        largest, ids = best_of(part, *_best_here(logits, part))
+        largest, ids = _best_of(part, *_best_here(logits, part))
     else:
         largest, ids = _drawn(logits, inputs, part)
     failed = ~largest.isfinite()
     return ids.masked_fill(failed, 0), failed
-
-
-def shared(found: tuple[Tensor, Tensor] | None, logits: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
-    """Token ids and failures [R], which rank 0 has `found`, on every rank."""
-    message = torch.empty((2, len(logits)), dtype=torch.int32, device=logits.device)
-    if found is not None:
-        message[0], message[1] = found
-    part.group.share(message)
-    return message[0], message[1] != 0
 
 
 def _best_here(logits: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
@@ -79,7 +70,7 @@ def _best_here(logits: Tensor, part: VocabPart) -> tuple[Tensor, Tensor]:
     return largest.float(), (place + part.ids.start).int()
 
 
-def best_of(part: VocabPart, largest: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+def _best_of(part: VocabPart, largest: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of all ranks [R] and its id."""
     found = part.group.gather(torch.stack([largest.view(torch.int32), ids]))
     best, rank = found[:, 0].view(torch.float32).max(0)
