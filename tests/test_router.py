@@ -138,7 +138,8 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 @settings(max_examples=80, deadline=None)
 def test_the_choice_has_the_fewest_tokens_before_it(data):
     """With as many cores as are looked at, the choice is the best of all by what they really hold."""
-    cores = Cores(Router(seed=data.draw(st.integers(0, 2**64)), max_expected=0), data.draw(st.integers(2, CANDIDATES)))
+    weight = data.draw(st.sampled_from([0.5, 1.0, 4.0]))
+    cores = Cores(Router(seed=data.draw(st.integers(0, 2**64)), prefix_weight=weight, max_expected=0), data.draw(st.integers(2, CANDIDATES)))
     router = cores.router
     for _ in range(data.draw(st.integers(1, 20))):
         ids, salt = data.draw(prompts), data.draw(st.sampled_from(["", "", "x"]))
@@ -155,7 +156,7 @@ def test_the_choice_has_the_fewest_tokens_before_it(data):
         loads = {c: data.draw(st.integers(0, 12)) for c in cores.trees if action != "drain" or c != core}
         chosen = router.choose(array("i", ids), salt, loads)
         assert chosen in loads
-        cost = {c: loads[c] - cores.hit(c, ids, salt) for c in loads}
+        cost = {c: loads[c] - weight * cores.hit(c, ids, salt) for c in loads}
         assert cost[chosen] == min(cost.values())
 
 
@@ -188,9 +189,9 @@ def prompt(*parts: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 40, 500])
-@pytest.mark.parametrize(("more", "wins"), [(0, True), (10 * SIZE, True), (10 * SIZE + 1, False)])
+@pytest.mark.parametrize(("more", "wins"), [(0, True), (40 * SIZE, True), (40 * SIZE + 1, False)])
 def test_who_holds_the_prompt_wins_until_its_load_outweighs_it(count, more, wins):
-    cores = Cores(Router(), count)
+    cores = Cores(Router(prefix_weight=4.0), count)
     cores.run(1, prompt(5))
     cores.tell(1)
     loads = dict.fromkeys(range(count), 100) | {1: 100 + more}

@@ -12,24 +12,32 @@ HOLDERS = 4  # candidates that hold as much of a prompt as each other
 OTHERS = 2  # candidates that are looked at whatever they hold, at least
 CANDIDATES = 2 * HOLDERS + OTHERS
 MASK = 2**64 - 1
-MAX_BLOCKS = 2_000_000  # about 100 bytes each with up to 60 cores, 260 with 1,000
+PREFIX_WEIGHT = 4.0  # of 0.5 to 16 in `headrace simulate`: with less, requests leave their prefix; with more, loads differ
+MAX_BLOCKS = 2_000_000  # about 80 bytes each, 240 if 1,000 cores hold each another choice of them
 MAX_EXPECTED = 65_536
 
 
 class Router:
-    """A Balancer that sends a request where the fewest tokens lie before its first one.
+    """A Balancer that sends a request where the least lies before its first token.
 
-    These are the tokens outstanding on a core and those of the prompt that it does not hold. Looked at are the cores that
-    hold most of the prompt, those that hold the second most, up to four of each, and at least two others at random. What a
-    core holds is exact: its own events tell it, and a prompt just sent counts as held, so that a burst of requests with one
-    beginning stays together as far as the load allows. A conversation sticks to a core as long as its blocks are there.
+    That are the tokens outstanding on a core, and those of the prompt that it does not hold, which weigh `prefix_weight` times
+    as much: they are computed before the first token, while most of the others are answers that go on beside it. Looked at are
+    the cores that hold most of the prompt, those that hold the second most, up to four of each, and at least two others at
+    random. What a core holds is exact: its own events tell it, and a prompt just sent counts as held, so that a burst of
+    requests with one beginning stays together as far as the load allows. A conversation sticks to a core as long as its blocks
+    are there.
 
     A hash is made once for each block of a prompt; finding who holds how much of it is a binary search, for who holds a block
-    holds all before it. `prefix_weight`: tokens outstanding that are worth one token of the prompt that is not held.
+    holds all before it.
     """
 
     def __init__(
-        self, *, seed: int = 0, prefix_weight: float = 1.0, max_blocks: int = MAX_BLOCKS, max_expected: int = MAX_EXPECTED
+        self,
+        *,
+        seed: int = 0,
+        prefix_weight: float = PREFIX_WEIGHT,
+        max_blocks: int = MAX_BLOCKS,
+        max_expected: int = MAX_EXPECTED,
     ):
         self.block_size = 0  # of the cores' caches; 0: no core has told yet
         self.prefix_weight = prefix_weight
