@@ -37,7 +37,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         ("threads", int, "N", "of a CPU (default: one for each core that is its own)"),
         ("max-itl-ms", float, "MS", "prefill no more in a step than keeps running streams this smooth"),
         ("attention-backend", text, "NAME", "auto; on a GPU also triton, cudnn or fa3, on a CPU torch"),
-        ("tensor-parallel-size", int, "N", "GPUs of one engine; more than 1 is not there yet"),
+        ("tensor-parallel-size", int, "N", "GPUs of one host that the model is split over, one process each"),
     ):
         shown = words if "default:" in words else f"{words} {_of(name)}"
         engine.add_argument(f"--{name}", type=kind, metavar=metavar, help=shown)

@@ -1,0 +1,77 @@
+"""A server whose core has several ranks: whichever of them is killed, streams go on with their very tokens, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+
+from answers import Ask, ask
+from server_driver import ServerProcess, alive, processes_of, until
+
+LONG = {"model": "tiny", "prompt": "The water", "max_tokens": 120, "ignore_eos": True}
+ASKS = [
+    Ask("/v1/completions", {**LONG, "temperature": 0.0}, True),
+    Ask("/v1/completions", {**LONG, "temperature": 1.0, "seed": 5, "n": 2, "logprobs": 2}, True),
+    Ask("/v1/completions", {**LONG, "temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": 0.2}, True),
+]
+SHARED = Path("/dev/shm")
+
+
+def test_whichever_rank_is_killed_streams_go_on(model, tmp_path):
+    before = set(SHARED.iterdir())
+    options = ("--served-model-name", "tiny", "--tensor-parallel-size", "2", "--max-restarts", "1000", "--step-timeout", "4")
+    with ServerProcess(model, *options, tmp=tmp_path) as server:
+        server.wait_ready()
+        want = asyncio.run(answers(server))
+        for rank, number in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
+            pids = both(server)
+            got = asyncio.run(answers(server, pids[rank], number))
+            assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(ASKS)
+            gone(pids)
+        log = server.log()
+        assert (
+            "rank 1 of tensor_parallel_size 2" in log
+            and "was killed by SIGKILL; all ranks end" in log
+            and "one step takes" in log
+        )
+        page = server.metrics()
+        assert page["headrace:engine_restarts_total"] == 3 and page["headrace:engine_poisonous_requests_total"] == 0
+        pids = both(server)
+        assert server.terminate() == 0
+        gone(pids)
+    assert not list(tmp_path.glob("headrace-*")) and set(SHARED.iterdir()) == before
+
+
+def both(server: ServerProcess) -> list[int]:
+    """The processes of the core's ranks, itself the first, when they are there."""
+
+    def found() -> list[int] | None:
+        core = server.core()
+        pids = [core, *sorted(processes_of(core))] if core and server.is_ready() else []
+        return pids if len(pids) == 2 else None
+
+    return until(found, 60)
+
+
+def gone(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)), 10)
+
+
+async def answers(server: ServerProcess, victim: int | None = None, number: int = 0) -> list:
+    """What all ASKS are answered, while a process gets a signal in their midst."""
+    count = 0
+
+    def on_event() -> None:
+        nonlocal count
+        count += 1
+        if count == 60 and victim is not None:
+            os.kill(victim, number)
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        found = await asyncio.gather(*(ask(client, what, on_event=on_event) for what in ASKS))
+    assert victim is None or count >= 60
+    return found
