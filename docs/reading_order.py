@@ -36,7 +36,7 @@ model/rope.py  worker/memory_plan.py  attention/select.py
 
 CHAT = """
 api/app.py  api/chat_completions.py  api/protocol.py  api/checks.py  conversation/template.py
-api/generation.py  engine/client.py  engine/messages.py  engine/wire.py  engine/core.py
+api/generation.py  engine/client.py  engine/slots.py  engine/slot.py  engine/messages.py  engine/wire.py  engine/core.py
 scheduler/request.py  scheduler/plan.py  scheduler/scheduler.py  scheduler/block_manager.py
 worker/model_runner.py  worker/batch_state.py  model/decoder.py  attention/triton_backend.py  kernels/attention_decode.py
 worker/sampling.py  engine/streams.py  text/stream.py  conversation/answer.py  api/sse.py

@@ -33,8 +33,8 @@ def test_each_core_sees_its_cards_and_no_others(monkeypatch, named, cards):
     if named:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     names = cards.split()
-    assert [on_cards(4, 2, 2).of(n) for n in range(2)] == [Place(cards=names[:2]), Place(cards=names[2:])]
-    assert [on_cards(4, 4).of(n) for n in range(4)] == [Place(cards=[name]) for name in names]
+    assert [on_cards(4, 2, 2).of(n) for n in range(2)] == [Place("core 0", names[:2]), Place("core 1", names[2:])]
+    assert [on_cards(4, 4).of(n) for n in range(4)] == [Place(f"core {n}", [name]) for n, name in enumerate(names)]
 
 
 def test_more_cores_than_cards_are_refused_at_once():
@@ -45,7 +45,7 @@ def test_more_cores_than_cards_are_refused_at_once():
     with pytest.raises(ParameterError, match="device: got 'cuda', allowed: auto or cpu here: CUDA sees no card"):
         Placement(EngineConfig(data_parallel_size=2, device="cuda"), lambda: 0)
     placement = on_cards(4, 2)
-    assert placement.of(3) == Place(cards=["3"])
+    assert placement.of(3) == Place("core 3", ["3"])
     with pytest.raises(ParameterError, match="core: got 4, allowed: at most 3"):
         placement.of(4)
 

@@ -420,6 +420,15 @@ async def test_who_must_stay_is_not_retired_and_who_cannot_come_is_told(fleet):
     assert len(fleet.slots) == fleet.client.status().num_cores == MOST
 
 
+async def test_who_waits_for_a_core_while_all_ends_is_told(supply):
+    fleet = await Fleet(supply).start()
+    adding = asyncio.create_task(fleet.client.add_core())
+    await asyncio.sleep(0)
+    await fleet.client.close()
+    with pytest.raises(EngineDeadError, match="being closed"):
+        await asyncio.wait_for(adding, 20)
+
+
 async def test_drain_waits_for_the_streams_of_all(fleet, alone):
     for kind in range(4):
         await fleet.submit(kind)

@@ -87,6 +87,7 @@ def test_the_request_that_kills_a_core_kills_no_other(server):
     after = all_up(server)
     restarts = [b - a for a, b in zip(by_core(before, "core_restarts_total"), by_core(after, "core_restarts_total"), strict=True)]
     assert sorted(restarts) == [0, 2]
+    assert f"ERROR core {restarts.index(2)}: the engine core fails" in server.log()
     assert after["headrace:engine_poisonous_requests_total"] == before["headrace:engine_poisonous_requests_total"] + 1
 
 

@@ -41,6 +41,16 @@ def configure(part: str, level: str, form: str = "text") -> None:
     if logging.getLogger().handlers:  # whoever runs us in a process of his own has decided
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(part) if form == "json" else logging.Formatter(TEXT.format(part=part), TIME))
+    handler.setFormatter(_formatter(part, form == "json"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)
+
+
+def rename(part: str) -> None:
+    """This process calls itself something else from now on."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_formatter(part, isinstance(handler.formatter, JsonLines)))
+
+
+def _formatter(part: str, as_json: bool) -> logging.Formatter:
+    return JsonLines(part) if as_json else logging.Formatter(TEXT.format(part=part), TIME)

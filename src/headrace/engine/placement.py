@@ -45,15 +45,16 @@ class Placement:
         if self._cards is None:
             self._divide()
         assert self._cards is not None
+        name = f"core {number}"
         if self._cards:
             cards = self._cards[number * self.ranks : (number + 1) * self.ranks]
             if len(cards) < self.ranks:
                 raise ParameterError("core", number, f"at most {len(self._cards) // self.ranks - 1}: {self._words()}")
-            return Place(cards=cards)
+            return Place(name, cards)
         if number >= self.num_cores:  # it came later, when all was divided: the system finds room for it
-            return Place(threads=self._share_of(0), memory=self._memory)
+            return Place(name, threads=self._share_of(0), memory=self._memory)
         cpus = [i for core in share(self._cpus, number, self.num_cores) for i in core]
-        return Place(None, cpus or None, max(1, min(self._share_of(number), len(cpus))), self._memory)
+        return Place(name, None, cpus or None, max(1, min(self._share_of(number), len(cpus))), self._memory)
 
     def _share_of(self, number: int) -> int:
         """Threads."""

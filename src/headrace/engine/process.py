@@ -31,7 +31,7 @@ from headrace.engine.messages import Outputs
 from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.wire import Abort, Add, Begin, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
 from headrace.errors import EngineDeadError, HeadraceError
-from headrace.logs import configure
+from headrace.logs import configure, rename
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
@@ -255,6 +255,8 @@ def take_place(message: bytes) -> EngineConfig:
     """Be where this core is to run, before anything asks what the machine has; what it is to do there."""
     begin = msgspec.msgpack.decode(message, type=Begin)
     config, place = begin.config, begin.place
+    if place.name is not None:
+        rename(place.name)
     if place.cards is not None:
         show_cards(place.cards)
     if place.cpus is not None and hasattr(os, "sched_setaffinity"):

@@ -84,6 +84,10 @@ class Slots:
     async def stop(self) -> None:
         """Supervise no longer; no core is touched."""
         await asyncio.gather(*(slot.supervisor.stop() for slot in self))
+        for slot in self:
+            if not slot.settled.is_set():  # somebody may wait for it
+                slot.dead = slot.dead or "the engine is being closed"
+                slot.settled.set()
 
     async def end(self, grace: float) -> None:
         """After `stop`: end all cores, which have `grace` seconds to do so by themselves."""

@@ -30,6 +30,7 @@ def from_wire(kind: type, value: Any) -> Any:
 class Place(msgspec.Struct, frozen=True):
     """The part of its machine that a core has to itself. None: all that the machine gives any process."""
 
+    name: str | None = None  # in the log; None: core
     cards: list[str] | None = None  # as in CUDA_VISIBLE_DEVICES
     cpus: list[int] | None = None  # logical ones that its threads run on
     threads: int | None = None
