@@ -206,6 +206,15 @@ def test_signals_drain_all_processes(model, tmp_path, signals):
         assert "Traceback" not in server.log() and not list(tmp_path.glob(f"{PREFIX}*"))
 
 
+def test_a_killed_server_leaves_no_process_that_starts(model, tmp_path):
+    with start(model, tmp_path) as server:
+        children = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        until(lambda: not any(map(alive, children)), 5)
+        until(lambda: not list(tmp_path.glob(f"{PREFIX}*")), 5)
+
+
 def test_a_process_that_never_starts_ends_the_server_with_its_reason(tmp_path):
     directory = Path(write_tiny("llama", tmp_path / "model"))
     with start(str(directory), tmp_path) as server:

@@ -37,8 +37,8 @@ from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
-STATE_SECONDS = 0.1  # between looks at the engine's state, which the processes are told when it has changed
-SIGN_SECONDS = 0.5  # and at least so often
+STATE_SECONDS = 0.1  # between looks whether the engine has become ready, drains or has given up
+SIGN_SECONDS = 0.5  # between words to each process, whatever there is to say
 LOOK_SECONDS = 0.25  # between looks at the signs of life
 START_SECONDS = 120.0  # a process that starts may be silent for so long
 MAX_FAILED_STARTS = 3  # in a row
@@ -55,8 +55,6 @@ class ApiProcess:
         self.desk: Desk
         self.up = False
         self.fatal: str | None = None
-        self.told: EngineState | None = None
-        self.told_at = 0.0
 
     def heard(self, message: Any) -> None:
         if isinstance(message, Alive):
@@ -218,19 +216,23 @@ class ApiProcesses:
         child = ApiProcess(process, home)
         child.pipe = Pipe(back, towards, FromChild, child.heard)
         child.desk = Desk(self._engine, self._limits, self._metrics, child.pipe, f"{index}.")
-        child.told, child.told_at = EngineState.of(self._engine), time.monotonic()
-        child.pipe.say(msgspec.structs.replace(self._start, state=child.told))
+        child.pipe.say(msgspec.structs.replace(self._start, state=EngineState.of(self._engine)))
         if self._stopping:
             process.kill()
         return child
 
     async def _tell_state(self) -> None:
+        """At once what requests are refused by, the rest every now and then, which is also this process's sign of life."""
+        flags, due = None, 0.0
         while True:
-            state, now = EngineState.of(self._engine), time.monotonic()
-            for child in self._running.values():
-                if not child.pipe.full and (child.told != state or now - child.told_at > SIGN_SECONDS):
-                    child.told, child.told_at = state, now
-                    child.pipe.say(state)
+            status, now = self._engine.status(), time.monotonic()
+            found = status.loaded, status.alive, status.draining, status.progressing
+            if found != flags or now >= due:
+                flags, due = found, now + SIGN_SECONDS
+                state = EngineState.of(self._engine)
+                for child in self._running.values():
+                    if not child.pipe.full:
+                        child.pipe.say(state)
             await asyncio.sleep(STATE_SECONDS)
 
 

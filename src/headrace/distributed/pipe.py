@@ -7,7 +7,6 @@ waits for `room`. What must be said all the same (answers to what the other side
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import time
@@ -145,11 +144,9 @@ def connect(context: zmq.Context, inbox_address: str, outbox_address: str, paren
     outbox.immediate = True  # it can be written to when there is a connection
     inbox.connect(inbox_address)
     outbox.connect(outbox_address)
-    try:
-        while not inbox.poll(POLL_MS) or not outbox.poll(POLL_MS, zmq.POLLOUT):
-            if os.getppid() != parent:
-                os._exit(1)
-    finally:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(home)
+    while not inbox.poll(POLL_MS) or not outbox.poll(POLL_MS, zmq.POLLOUT):
+        if os.getppid() != parent:
+            shutil.rmtree(home, ignore_errors=True)
+            os._exit(1)
+    shutil.rmtree(home, ignore_errors=True)
     return inbox, outbox

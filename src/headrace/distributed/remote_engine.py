@@ -51,7 +51,7 @@ class RemoteEngine:
         return self._state.max_model_len
 
     def status(self) -> EngineStatus:
-        """As the engine was when it last said so: some tenths of a second ago."""
+        """As the engine was when it last said so: half a second ago at most."""
         status = self._state.status
         return replace(status, alive=False, progressing=False) if self.lost else status
 
