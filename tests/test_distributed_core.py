@@ -24,9 +24,9 @@ from headrace.engine.client import EngineClient
 from headrace.engine.core_supply import StandbySupply
 from headrace.engine.supervision import SupervisionConfig
 from headrace.engine.wire import Shutdown
-from headrace.errors import HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError
 from headrace.sampling.params import SamplingParams
-from server_driver import SRC, alive, processes_of
+from server_driver import SRC, alive, processes_of, until
 
 PROMPT = list(range(5, 25))
 LENGTH = 400
@@ -90,7 +90,8 @@ class Far(CoreHost):
     def lose(self) -> None:
         """It goes, and with it what it had started."""
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.lost.set()
         self.lost = asyncio.Event()
 
@@ -137,7 +138,7 @@ async def front(model, monkeypatch) -> AsyncIterator[tuple[Front, Far]]:
     finally:
         pids = host.pids
         await front.client.close()
-        assert not any(map(alive, pids)) and not list(processes_of(os.getpid(), zombies=True))
+        until(lambda: not any(map(alive, pids)) and not list(processes_of(os.getpid(), zombies=True)), 10)
         for wire in host.wires:
             wire.cut()
 
@@ -187,6 +188,21 @@ async def test_strangers_get_nothing_and_disturb_nothing(front, caplog):
         for name in ("cmdline", "environ"):
             assert door.public_key.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
     assert door.public_key not in caplog.text
+
+
+async def test_a_machine_without_the_model_is_an_error_that_names_both(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SRC))
+    monkeypatch.chdir(Path(model).parent)
+    host = Far()
+    front = Front(Path(model).name, host)
+    monkeypatch.chdir(tmp_path)
+    await front.client.start()
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineDeadError, match=rf"(?s){Path(model).name}.*on 127\.0\.0\.1"):
+                await front.client.wait_loaded()
+    finally:
+        await front.client.close()
 
 
 async def test_a_process_that_cannot_listen_is_an_error_that_says_so(monkeypatch):

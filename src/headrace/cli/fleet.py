@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.parser import text
@@ -73,6 +74,9 @@ class RayFleet:
         """The engine's options, with what only the cluster knows. Raises HeadraceError in seconds if there is none to join."""
         if self._scaling is not None:
             options = options | {"data_parallel_size": self._scaling.min_replicas}
+        for name in ("model", "tokenizer", "speculative_model"):
+            if (path := options.get(name)) is not None and os.path.exists(path):  # under this name on every node
+                options = options | {name: os.path.abspath(path)}
         EngineConfig(**options)
         from headrace.distributed import ray_cluster
 

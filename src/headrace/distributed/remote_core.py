@@ -52,6 +52,7 @@ class RemoteCore(CoreLink):
         inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
         super().__init__(inbox, outbox)
         self._host, self._number = host, number
+        self._where = door.inbox.removeprefix("tcp://").rpartition(":")[0]
         self.unreachable = False  # nobody knows whether it lives: its host had better be given up
         self._lost = self._loop.create_future()
         self._monitor = outbox.get_monitor_socket(ENDS)
@@ -108,6 +109,9 @@ class RemoteCore(CoreLink):
         await asyncio.wait({self._ended}, timeout=HOST_SECONDS)
         await asyncio.wait({self._lost}, timeout=0.05)  # until then its last words may come
         self._read()
+        return f"{self._why()}, on {self._where}"
+
+    def _why(self) -> str:
         if self.fatal is not None:
             return self.fatal.error
         if not self._ended.done():
