@@ -1,7 +1,7 @@
 """One decode step on the card: right against float32, the same bits in all replays, timed beside the limit, tiles searched.
 
     python benchmarks/gpu_decode.py [--models 0.6b,8b] [--batches 1,2,4,8,16,32,64] [--contexts 384,1024]
-        [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32]
+        [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32] [--ranks 2]
 
 Random weights and cache of a Qwen3 shape, bfloat16, CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with
 GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), wide GEMMs
@@ -9,6 +9,8 @@ only (`wide`, and `two` with attention in two kernels), and with the table in us
 what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys and values read once) / the copy bandwidth
 measured here. Kernels are compiled by a pool of processes ahead of their use (--compile-only does just that, without a card,
 into Triton's cache).
+
+--ranks N: the part of one of N ranks, on one card; timed with its all-reduces (`echo_group.py`), checked without.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tile_search
+from echo_group import EchoGroup
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode, has_copy_engine
@@ -41,6 +44,7 @@ from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.linear import Weight
+from headrace.model.shard import Shard
 from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16
@@ -58,7 +62,7 @@ def qwen3(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
     )  # fmt: skip
 
 
-MODELS = {"0.6b": qwen3(1024, 28, 16, 3072), "8b": qwen3(4096, 36, 32, 12288)}
+MODELS = {"0.6b": qwen3(1024, 28, 16, 3072), "8b": qwen3(4096, 36, 32, 12288), "32b": qwen3(5120, 64, 64, 25600)}
 TIED = {"0.6b"}
 
 
@@ -69,7 +73,9 @@ def say(*words: object) -> None:
 # ------------------------------------------------------------------------------------------------ the model and its input
 
 
-def random_weights(config: ModelConfig, tied: bool, device: torch.device) -> DecoderWeights:
+def random_weights(config: ModelConfig, tied: bool, device: torch.device, ranks: int = 1) -> DecoderWeights:
+    """`config` is what one of `ranks` has."""
+
     def draw(*shape: int, mean: float = 0.0, std: float = 0.02) -> Tensor:
         tensor = torch.empty(shape, dtype=BF16, device=device)
         return tensor if device.type == "meta" else tensor.normal_(mean, std)
@@ -87,8 +93,9 @@ def random_weights(config: ModelConfig, tied: bool, device: torch.device) -> Dec
         )  # fmt: skip
 
     layers = [layer() for _ in range(config.num_layers)]
-    embedding = draw(config.vocab_size, hidden)
-    return DecoderWeights(embedding, layers, norm(hidden), Weight(embedding if tied else draw(config.vocab_size, hidden)))
+    rows = Shard(0, ranks).vocab_rows(config.vocab_size)
+    embedding = draw(rows, hidden)
+    return DecoderWeights(embedding, layers, norm(hidden), Weight(embedding if tied else draw(rows, hidden)))
 
 
 class Cache(KVCache):
@@ -106,8 +113,11 @@ class Cache(KVCache):
 class Input:
     """Batches over one cache: sequence i owns blocks of its own, scattered; slots in random order."""
 
-    def __init__(self, config: ModelConfig, max_rows: int, max_context: int, num_blocks: int, device: torch.device):
+    def __init__(
+        self, config: ModelConfig, max_rows: int, max_context: int, num_blocks: int, device: torch.device, ranks: int = 1
+    ):  # fmt: skip
         self.config, self.device = config, device
+        vocab = config.vocab_size // ranks  # the first rank's ids, which it has rows for
         width = -(-max_context // BLOCK)
         generator = torch.Generator().manual_seed(0)
         self.slots = torch.randperm(max_rows, generator=generator).int()
@@ -115,7 +125,7 @@ class Input:
         order = torch.randperm(num_blocks, generator=generator)[: max_rows * width].view(max_rows, width).int()
         tables[self.slots.long(), :width] = order
         self.tables, self.host_tables = tables.to(device), tables
-        self.ids = torch.randint(0, config.vocab_size, (max_rows,), generator=generator).int()
+        self.ids = torch.randint(0, vocab, (max_rows,), generator=generator).int()
 
     def batch(self, lengths: list[int]) -> ForwardBatch:
         rows = len(lengths)
@@ -194,10 +204,12 @@ def forced(config: ModelConfig, kind: str) -> dict[int, StepTiles]:
     return {rows: decode_tiles.with_attention_in_two(step) for rows, step in table.items()} if kind == "two" else table
 
 
-def cublas_step(config: ModelConfig, weights: DecoderWeights, device: torch.device) -> Callable[[ForwardBatch, Cache], Tensor]:
+def cublas_step(
+    config: ModelConfig, weights: DecoderWeights, device: torch.device, group: EchoGroup | None = None
+) -> Callable[[ForwardBatch, Cache], Tensor]:
     from headrace.attention.triton_backend import TritonAttention
 
-    decoder = Decoder(config, weights, TritonAttention(config, device), max_model_len=MAX_LEN)
+    decoder = Decoder(config, weights, TritonAttention(config, device), max_model_len=MAX_LEN, group=group)
     return lambda batch, kv: decoder.logits(decoder.forward(batch, kv))
 
 
@@ -244,13 +256,15 @@ def init_compiler(capability: int) -> None:
     compile_ahead.install(capability)
 
 
-def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles]]) -> str:
+def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles], int]) -> str:
     """Compile the kernels of one step; -> an error's text or ''."""
-    name, rows, context, table = job
+    name, rows, context, table, ranks = job
     try:
         device = torch.device("meta")
         config = replace(MODELS[name], num_layers=1)
-        fast = FastDecode(config, random_weights(config, name in TIED, device), rows, device, table, max_model_len=MAX_LEN)
+        weights = random_weights(config, name in TIED, device, ranks)
+        group = None if ranks == 1 else EchoGroup(ranks, rows, config.hidden_size, BF16, device)
+        fast = FastDecode(config, weights, rows, device, table, max_model_len=MAX_LEN, group=group)
         batch = Input(config, rows, context, rows * -(-context // BLOCK), device).batch([context] * rows)
         fast.forward(batch, Cache(config, 64, device))
     except Exception as error:
@@ -258,12 +272,12 @@ def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles]]) -> str:
     return ""
 
 
-def tuning_jobs(name: str, rows: int, context: int) -> list[tuple[str, int, int, dict[int, StepTiles]]]:
+def tuning_jobs(name: str, rows: int, context: int, ranks: int) -> list[tuple[str, int, int, dict[int, StepTiles], int]]:
     start, shapes = decode_tiles.default_tiles(MODELS[name], rows), decode_tiles.product_shapes(MODELS[name])
     trials = [replace(start, attention=tile, attention_programs=n) for tile, n in tile_search.attention_candidates(rows)]
     for product, shape in shapes.items():
         trials += [replace(start, **{product: tile}) for tile in tile_search.candidates(shape, rows)]
-    return [(name, rows, context, {rows: trial}) for trial in trials]
+    return [(name, rows, context, {rows: trial}, ranks) for trial in trials]
 
 
 # ------------------------------------------------------------------------------------------------ the parts of a run
@@ -274,33 +288,40 @@ class Bench:
         self.name, self.args, self.gbs, self.results = name, args, gbs, results
         self.config, self.device = MODELS[name], DEVICE
         torch.manual_seed(0)
-        self.weights = random_weights(self.config, name in TIED, self.device)
+        self.weights = random_weights(self.config, name in TIED, self.device, args.ranks)
         rows, context = max(args.batches), max(args.contexts)
         blocks = rows * -(-context // BLOCK)
         self.kv = Cache(self.config, blocks + 8, self.device)
-        self.input = Input(self.config, rows, context, blocks, self.device)
+        self.input = Input(self.config, rows, context, blocks, self.device, args.ranks)
         self.copy_engine = has_copy_engine(self.config, BF16, DEVICE)
         self.table = decode_tiles.default_table(self.config, self.copy_engine)
         for path in (table_file(SHIPPED, name), table_file(args.tables, name)):
             if path is not None and path.exists():
                 self.table.update(decode_tiles.from_json(path.read_text()))
                 say(f"tiles from {path}")
+        self.group = None
+        if args.ranks > 1:
+            self.group = EchoGroup(args.ranks, max(args.batches), self.config.hidden_size, BF16, self.device)
         self.weight_bytes = self.weights.num_bytes - (0 if name in TIED else self.weights.embedding.nbytes)
         say(f"{name}: {self.weight_bytes / 1e9:.3f} GB of weights a step")
 
-    def fast(self, table: dict[int, StepTiles], rows: int) -> Callable[[ForwardBatch, Cache], Tensor]:
-        return FastDecode(self.config, self.weights, rows, self.device, table, max_model_len=MAX_LEN).forward
+    def fast(self, table: dict[int, StepTiles], rows: int, group: EchoGroup | None) -> Callable[[ForwardBatch, Cache], Tensor]:
+        return FastDecode(
+            self.config, self.weights, rows, self.device, table, max_model_len=MAX_LEN, group=group
+        ).forward  # fmt: skip
 
-    def paths(self, rows: int, only: list[str]) -> dict[str, Callable[[ForwardBatch, Cache], Tensor]]:
-        found = {}
+    def paths(
+        self, rows: int, only: list[str], group: EchoGroup | None = None
+    ) -> dict[str, Callable[[ForwardBatch, Cache], Tensor]]:
+        found: dict[str, Callable[[ForwardBatch, Cache], Tensor]] = {}
         for path in only:
             if path == "cublas":
-                found[path] = cublas_step(self.config, self.weights, self.device)
+                found[path] = cublas_step(self.config, self.weights, self.device, group)
             elif path == "table":
                 if rows <= max(self.table):
-                    found[path] = self.fast(self.table, rows)
+                    found[path] = self.fast(self.table, rows, group)
             elif min(KINDS[path][1]) <= rows <= max(KINDS[path][1]) and (self.copy_engine or path not in ("wide", "two")):
-                found[path] = self.fast(forced(self.config, path), rows)
+                found[path] = self.fast(forced(self.config, path), rows, group)
         return found
 
     def limit_ms(self, rows: int, context: int) -> float:
@@ -344,7 +365,7 @@ class Bench:
     def repeat(self, rows: int, replays: int) -> None:
         """All replays of a graph give the same bits."""
         batch = self.input.batch([max(self.args.contexts) - 5 * i % max(self.args.contexts) for i in range(rows)])
-        for path, step in self.paths(rows, self.args.paths).items():
+        for path, step in self.paths(rows, self.args.paths, self.group).items():
             graph, out = capture(lambda step=step: step(batch, self.kv))
             first, different = out.clone(), torch.zeros((), dtype=torch.int64, device=self.device)
             for _ in range(replays):
@@ -359,7 +380,7 @@ class Bench:
         batch = self.input.batch([context] * rows)
 
         def measure(tiles: StepTiles) -> float:
-            step = self.fast({rows: tiles}, rows)
+            step = self.fast({rows: tiles}, rows, self.group)
             graph, _ = capture(lambda: step(batch, self.kv))
             return graph_ms(graph, 7, 2)
 
@@ -373,7 +394,7 @@ class Bench:
         limit = self.limit_ms(rows, context)
         batch = self.input.batch([context] * rows)
         row = {"kind": "time", "model": self.name, "rows": rows, "context": context, "limit_ms": limit}
-        for path, step in self.paths(rows, self.args.paths).items():
+        for path, step in self.paths(rows, self.args.paths, self.group).items():
             try:
                 graph, _ = capture(lambda step=step: step(batch, self.kv))
                 row[path] = graph_ms(graph)
@@ -386,7 +407,7 @@ class Bench:
         from torch.profiler import ProfilerActivity, profile
 
         batch = self.input.batch([self.args.contexts[0]] * rows)
-        step = self.fast(self.table, rows)
+        step = self.fast(self.table, rows, self.group)
         graph, _ = capture(lambda: step(batch, self.kv))
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             for _ in range(3):
@@ -394,8 +415,9 @@ class Bench:
             torch.cuda.synchronize()
         events = sorted((e for e in trace.events() if "kernel" in e.name), key=lambda e: e.time_range.end)
         two = isinstance(self.table[min(n for n in self.table if n >= rows)].attention, SplitTile)
-        layer = ["qkv", *(["rope"] if two else []), "attention", "o", "gate_up", "down"]
-        names = ["embed", *(layer * self.config.num_layers), "lm_head"]
+        add = [] if self.group is None else ["all-reduce"]
+        layer = ["qkv", *(["rope"] if two else []), "attention", "o", *add, "gate_up", "down", *add]
+        names = ["embed", *add, *(layer * self.config.num_layers), "lm_head"]
         per_step = len(names)
         events = events[-per_step:]
         added: dict[str, list[float]] = {}
@@ -452,6 +474,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--paths", type=lambda s: s.split(","), default=["cublas", *KINDS, "table"])
     parser.add_argument("--tune", type=numbers, default=[], help="rows to search tiles for")
     parser.add_argument("--tune-seconds", type=float, default=20.0, help="of each search")
+    parser.add_argument("--ranks", type=int, default=1, help="time the part of one of so many")
     parser.add_argument("--profile", type=numbers, default=[])
     parser.add_argument("--replays", type=int, default=300)
     parser.add_argument("--limit", type=float, default=230.0, help="seconds after which nothing new is begun")
@@ -462,6 +485,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if max(args.contexts) > MAX_LEN:
         parser.error(f"contexts may be at most {MAX_LEN}")
+    MODELS.update({name: Shard(0, args.ranks).config(MODELS[name]) for name in args.models})
     return args
 
 
@@ -472,9 +496,17 @@ def compile_jobs(args: argparse.Namespace) -> list[tuple[tuple[str, bool], list]
         tables = [decode_tiles.default_table(MODELS[name])]
         tables += [forced(MODELS[name], path) for path in KINDS if path in args.paths]
         sizes = dict.fromkeys([*args.batches, *check_rows(args.batches), *repeat_rows(args.batches)])
-        needed = [(name, n, args.contexts[0], table) for n in sizes for table in tables if min(table) <= n <= max(table)]
+        needed = [
+            (name, n, args.contexts[0], table, r)
+            for r in sorted({1, args.ranks})
+            for n in sizes
+            for table in tables
+            if min(table) <= n <= max(table)
+        ]
         groups.append(((name, False), needed))
-        groups.append(((name, True), [job for rows in args.tune for job in tuning_jobs(name, rows, args.contexts[0])]))
+        groups.append(
+            ((name, True), [job for rows in args.tune for job in tuning_jobs(name, rows, args.contexts[0], args.ranks)])
+        )
     return groups
 
 

@@ -11,10 +11,11 @@ However a sum travels it has the bits of the parts added in the order of ranks i
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
-import uuid
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -23,28 +24,31 @@ from torch import Tensor
 from headrace.kernels.all_reduce import PushSpace, all_reduce, ordered_sum, slots_shape, wire
 from headrace.kernels.sample_ranks import WORDS, max_rows
 from headrace.model.shard import Shard
+from headrace.tensor_parallel.card_memory import CardMemory
 from headrace.tensor_parallel.groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 PUSH_BYTES = 16 << 20  # that a card sends at most in one sum of few rows: with more, two steps move less
 RELEASE_SECONDS = 2.0  # for which kernels that wait for a dead rank are let go
-# not the switch: it would add up in an order of its own, and its memory is not needed
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+NCCL_SETTINGS = {
+    "NCCL_NVLS_ENABLE": "0",  # the switch would add up in an order of its own
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # that a rank has died is seen by others
+}
 
 
 class CardGroup(ProcessGroup):
     """A Group. Its tensors are on this rank's card."""
 
     def __init__(self, shard: Shard, device: torch.device, store: dist.Store):
-        for name, value in NO_MULTICAST.items():
+        for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
         super().__init__(shard, device, store)
         self._spaces: list[PushSpace] = []
-        self._memory: list[object] = []  # handles that keep the peers' memory mapped
         sees = all(torch.cuda.can_device_access_peer(device, other) for other in range(shard.size) if other != device.index)
         # the first collective, which also makes NCCL take its memory before ours is planned
         self.sees_all = bool(self.gather(torch.tensor([sees], device=device)).all())
         self._sum_by_nccl(torch.zeros(shard.size, device=device))
+        weakref.finalize(self, self.backend.abort)  # else it complains at its end
 
     def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
         """See Group. The memory stays at its place as long as the group: captured graphs have its address."""
@@ -62,7 +66,7 @@ class CardGroup(ProcessGroup):
 
     def sum(self, part: Tensor) -> Tensor:
         if part.dim() == 2:
-            space = self.push_space(*part.shape, part.dtype)
+            space = self.push_space(part.shape[0], part.shape[1], part.dtype)
             if space is not None:
                 return all_reduce(part, space)
         return self._sum_by_nccl(part)
@@ -82,24 +86,16 @@ class CardGroup(ProcessGroup):
 
     def _meet(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace:
         """Memory of all ranks, each other's mapped here."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         rank, size = self.shard.rank, self.shard.size
-        key = f"space {len(self._memory)}"  # one name in all processes, and of no other engine in them
-        if rank == 0:
-            self.store.set(key, f"headrace-{uuid.uuid4()}")
-        name = self.store.get(key).decode()
-        _SymmetricMemory.set_group_info(name, rank, size, dist.PrefixStore(name, self.store))
         shape = slots_shape(size, rows, width)
-        strides = torch.empty(shape, device="meta").stride()
-        slots = _SymmetricMemory.empty_strided_p2p(shape, strides, wire(dtype), self.device)
-        handle = _SymmetricMemory.rendezvous(slots, name)
-        peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
-        space = PushSpace(rank, size, slots, peers, torch.zeros(rows, dtype=torch.int32, device=self.device))
+        memory = CardMemory(math.prod(shape), wire(dtype), self.device)
+        handles = self.gather(torch.tensor(list(memory.handle), dtype=torch.uint8, device=self.device))
+        peers = torch.tensor(memory.addresses([bytes(handle) for handle in handles.tolist()]), device=self.device)
+        turns = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        space = PushSpace(rank, size, memory.tensor.view(shape), peers, turns)
         space.clear()
         torch.cuda.synchronize(self.device)
-        self._memory.append(handle)
-        self.gather(torch.zeros(1, device=self.device)).tolist()  # everybody's is clear
+        self.gather(turns[:1]).tolist()  # everybody's is clear
         return space
 
     def abort(self) -> None:
