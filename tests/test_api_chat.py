@@ -149,7 +149,7 @@ def test_allowed_values_are_named(api):
     error = error_of(api.post(PATH, {"messages": HI, "reasoning_effort": "huge"}))
     assert "huge" in error["message"] and "high, low, max, medium, minimal" in error["message"]
     error = error_of(api.post(PATH, {"messages": HI, "thinking": {"type": "much"}}))
-    assert error["param"] == "thinking.type" and error["message"].endswith("allowed: adaptive, auto, disabled, enabled")
+    assert error["param"] == "thinking.type" and error["message"].endswith("allowed: adaptive, auto, between_tools, disabled, enabled")
     error = error_of(api.post(PATH, {"messages": HI, "temperature": 3}))
     assert error["message"] == "temperature: got 3.0, allowed: a number in [0, 2]"
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.api import service
+from headrace.api import anthropic, service
 from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
@@ -52,7 +52,7 @@ class Endpoint:
             known = as_api_error(error)
             if known.status == 500 and not isinstance(error, ApiError):
                 logger.exception("%s %s failed", scope["method"], scope["path"])
-            await known.response()(scope, receive, send)
+            await known.response(scope)(scope, receive, send)
 
 
 class Application(Starlette):
@@ -100,6 +100,8 @@ def create_app(
             post("/v1/completions", completions),
             post("/v1/chat/completions", chat_completions),
             post("/v1/responses", responses),
+            post("/v1/messages", anthropic.messages),
+            post("/v1/messages/count_tokens", anthropic.count_tokens),
             post("/v1/embeddings", service.embeddings),
             post("/tokenize", service.tokenize),
             post("/detokenize", service.detokenize),
@@ -125,5 +127,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
     codes = {404: "unknown_path", 405: "method_not_allowed"}
     status = error.status_code
     text = texts.get(status, "The request cannot be answered.")
-    return ApiError(status, text, code=codes.get(status), headers=dict(error.headers or {})).response()
+    return ApiError(status, text, code=codes.get(status), headers=dict(error.headers or {})).response(request.scope)
 

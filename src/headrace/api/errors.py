@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from headrace.errors import CapacityError, EngineClosedError, EngineDeadError, ParameterError
 
@@ -11,6 +12,11 @@ TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     429: "rate_limit_error", 499: "client_closed_request", 501: "not_implemented_error",
     503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
 
 
@@ -31,8 +37,17 @@ class ApiError(Exception):
         fields = {"message": _clean(self.message), "type": kind, "param": self.param and _clean(self.param), "code": self.code}
         return msgspec.json.encode({"error": fields})
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
+    def anthropic(self, request_id: str = "") -> bytes:
+        """As Anthropic's API has it."""
+        fallback = "invalid_request_error" if self.status < 500 else "api_error"
+        error = {"type": ANTHROPIC_TYPES.get(self.status, fallback), "message": _clean(self.message)}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+    def response(self, scope: Scope) -> Response:
+        """In the form of the API that was asked."""
+        asked = scope["path"].startswith("/v1/messages")
+        body = self.anthropic(scope.get("state", {}).get("request_id", "")) if asked else self.body()
+        return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):

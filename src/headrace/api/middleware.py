@@ -55,6 +55,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 own = [(b"x-request-id", request_id)]
+                if scope["path"].startswith("/v1/messages"):
+                    own.append((b"request-id", request_id))  # as its clients call it
                 if ignored := scope["state"].get("ignored"):
                     own.append((HEADER, header_value(ignored)))
                 message["headers"] = [*message.get("headers", ()), *own]
@@ -70,7 +72,7 @@ class Gate:
             state["request_id"] = request_id.decode()
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            await error.response(scope)(scope, receive, send_with_id)
         finally:
             if key is not None:
                 self.ctx.limits.leave(key)
@@ -85,20 +87,22 @@ class Gate:
             raise ApiError(431, "The headers are too large.", code="headers_too_large", headers={"connection": "close"})
         key = 0
         if self._digests and scope["path"] not in OPEN_PATHS:
-            found = self._key(headers.get(b"authorization", b""))
+            found = self._key(headers)
             if found is None:
-                text = "A valid API key is needed: `Authorization: Bearer KEY`."
+                text = "A valid API key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`."
                 raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             key = found
         return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" else key
 
-    def _key(self, authorization: bytes) -> int | None:
+    def _key(self, headers: dict[bytes, bytes]) -> int | None:
         """Index of the key; every key is compared, in time that does not depend on the content."""
-        scheme, _, token = authorization.partition(b" ")
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            token = headers.get(b"x-api-key", b"")
         given = hashlib.sha256(token.strip()).digest()
         found = None
         for index, digest in self._digests:
-            if hmac.compare_digest(given, digest) and scheme.lower() == b"bearer":
+            if hmac.compare_digest(given, digest):
                 found = index
         return found
 

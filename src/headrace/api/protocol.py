@@ -147,7 +147,8 @@ class ChatReasoning(Body, kw_only=True):
 class Thinking(Body, kw_only=True):
     """How Anthropic's, DeepSeek's and GLM's APIs ask for it."""
 
-    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    type: Literal["enabled", "disabled", "adaptive", "auto", "between_tools"]
+    display: str | None = None  # ignored: reasoning is given in full
     budget_tokens: int | None = None  # ignored: a bound that is rarely reached, and never exact
     clear_thinking: bool | None = None  # ignored: templates decide what they show of earlier turns
 

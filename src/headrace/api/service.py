@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from array import array
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -40,14 +41,28 @@ def _model(ctx: ApiContext, name: str) -> dict[str, Any]:
     return found
 
 
+def _anthropic_model(ctx: ApiContext, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(ctx.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    most = ctx.engine.max_model_len if ctx.engine.status().loaded else None
+    return {
+        "type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active",
+        "max_input_tokens": most, "max_tokens": most,
+    }  # fmt: skip
+
+
 async def models(ctx: ApiContext, request: Request) -> Response:
-    """GET /v1/models."""
-    return json_response({"object": "list", "data": [_model(ctx, name) for name in ctx.model_names]})
+    """GET /v1/models, in Anthropic's form for its clients. `models` is what Codex asks for."""
+    names = ctx.model_names
+    if "anthropic-version" in request.headers:
+        data = [_anthropic_model(ctx, name) for name in names]
+        return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return json_response({"object": "list", "data": [_model(ctx, name) for name in names], "models": []})
 
 
 async def one_model(ctx: ApiContext, request: Request) -> Response:
     """GET /v1/models/{id}; ids may hold slashes."""
-    return json_response(_model(ctx, ctx.check_model(request.path_params["id"])))
+    form = _anthropic_model if "anthropic-version" in request.headers else _model
+    return json_response(form(ctx, ctx.check_model(request.path_params["id"])))
 
 
 async def health(ctx: ApiContext, request: Request) -> Response:

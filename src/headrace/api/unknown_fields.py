@@ -37,7 +37,7 @@ CHANGES_ANSWERS = frozenset((
 
 _BOOKKEEPING = frozenset((
     "user", "safety_identifier", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction", "verbosity", "request_id",
+    "prediction", "verbosity", "request_id", "speed",
 ))  # fmt: skip
 # what another of our bodies has, and this one cannot do
 _OF_OTHERS = frozenset(f for kind in (ChatRequest, CompletionRequest, ResponsesRequest) for f in kind.__struct_fields__)
@@ -85,7 +85,7 @@ def _walk(value: Any, kind: inspect.Type, path: str, found: list[str]) -> None:
             for name in [name for name in value if name not in known]:
                 if name in MATTERS and not path:
                     raise Refused(path, name, None)
-                if near := nearest(name, known):
+                if name not in _BOOKKEEPING and (near := nearest(name, known)):
                     raise Refused(path, name, f"is it {near}?")
                 found.append(f"{path}.{name}" if path else name)
                 del value[name]

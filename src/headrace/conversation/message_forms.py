@@ -214,6 +214,17 @@ class MessageForms:
 
         return self._once("ids", answer)
 
+    def keeps_later_systems(self) -> bool:
+        """False where a system message behind others is refused, dropped, or moved to the front."""
+
+        def answer() -> bool:
+            roles = ("user", "assistant", "user", "system", "assistant", "user")
+            text = self._probe([{"role": role, "content": f"{PROBE}{i}."} for i, role in enumerate(roles)])
+            places = [text.find(f"{PROBE}{i}.") for i in range(len(roles))] if text is not None else [-1]
+            return places[0] >= 0 and places == sorted(places)
+
+        return self._once("later systems", answer)
+
     def prints_names(self) -> bool:
         """Whether the result of a tool is shown with the tool's name."""
         return self._once("names", lambda: PROBE in (self._probe(_probe_call({}, EMPTY[2], name=PROBE)) or ""))

@@ -88,6 +88,11 @@ class ChatTemplate:
         except ParameterError:
             return False
 
+    @property
+    def keeps_later_systems(self) -> bool:
+        """Whether a system message in the middle of a conversation comes out where it stands."""
+        return self._select(False).forms.keeps_later_systems()
+
     def _select(self, tools: bool) -> _Template:
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))
