@@ -15,6 +15,7 @@ import headrace.engine.build as build
 from drafting import draft_always
 from engine_driver import BLOCK, assert_same, make_core, requests_of_all_kinds, run
 from headrace import LLM, SamplingParams
+from headrace.beam_search import BeamSearchParams
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine, choose_device
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
@@ -71,9 +72,17 @@ def raising(ids: list[int], logits):
     raise ValueError("a user's mistake")
 
 
-def test_an_engine_whose_rank_is_killed_says_so_and_leaves_nothing(model):
+def broken(*args):
+    raise RuntimeError("rank 0 is broken")
+
+
+def test_an_engine_whose_rank_is_killed_says_so_and_leaves_nothing(model, monkeypatch):
+    beams = BeamSearchParams(beam_width=3, max_tokens=8)
+    with LLM(model, device="cpu", dtype="float32", enforce_eager=True, max_num_seqs=4, max_model_len=64) as alone:
+        wanted = [b.token_ids for b in alone.beam_search([[5, 6, 7]], beams)[0].sequences]
     with LLM(model, **TWO, max_num_seqs=4, max_model_len=64) as llm:
         pids = llm.engine.ranks.pids
+        assert [b.token_ids for b in llm.beam_search([[5, 6, 7]], beams)[0].sequences] == wanted
         with pytest.raises(ValueError, match="a user's mistake"):  # rank 0's alone: the others stay in step
             llm.generate(
                 [[5, 6, 7], [8, 9]], [GREEDY, SamplingParams(max_tokens=4, logits_processors=[raising])], use_tqdm=False
@@ -90,12 +99,20 @@ def test_an_engine_whose_rank_is_killed_says_so_and_leaves_nothing(model):
             llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
         gone(pids)
     with LLM(model, **TWO, max_num_seqs=4, max_model_len=64) as other:  # this process is as good as before
+        pids = other.engine.ranks.pids
         assert other.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == first
+        monkeypatch.setattr(other.engine.core.runner.decoder, "forward", broken)  # rank 0's: the others are out of step
+        with pytest.raises(RuntimeError, match="rank 0 is broken"):
+            other.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        gone(pids)
+        with pytest.raises(EngineDeadError, match="rank 0 failed in a step: RuntimeError: rank 0 is broken"):
+            other.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
 
 
 SCRIPT = """
 import json, sys
 from headrace import LLM, SamplingParams
+from headrace.beam_search import BeamSearchParams
 llm = LLM(sys.argv[1], tensor_parallel_size=2, device="cpu", dtype="float32", max_num_seqs=4, max_model_len=256)
 print(json.dumps(llm.engine.ranks.pids), flush=True)
 while True:
@@ -165,6 +182,12 @@ def test_a_first_rank_that_cannot_start_ends_the_others(model, monkeypatch):
     with pytest.raises(CapacityError, match="rank 0 has no room"):
         build_engine(EngineConfig(model=model, max_num_seqs=4, max_model_len=64, **TWO))
     assert not [p for p in processes_of(os.getpid()) if b"tensor_parallel" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_a_machine_without_what_ranks_need_is_told_so(model, monkeypatch):
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    with pytest.raises(ParameterError, match="tensor_parallel_size: got 2, allowed: 1 on Darwin"):
+        build_engine(EngineConfig(model=model, **TWO))
 
 
 def test_more_ranks_than_cards_are_refused(monkeypatch):

@@ -63,9 +63,11 @@ class Engine:
 
     def close(self) -> None:
         """Drop every tensor and give the memory back."""
-        self.core.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        try:
+            self.core.close()
+        finally:
+            if self.ranks is not None:
+                self.ranks.close()
         gc.collect()
         give_memory_back(self.device)
 
@@ -137,8 +139,6 @@ def build_rank(config: EngineConfig, rank: int, join: Callable[[torch.device], G
     """What another rank's process runs. `join` meets the others, when they are all there."""
     checkpoint = resolve_checkpoint(config)
     device = choose_device(config.device, rank, config.tensor_parallel_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     return build_worker(config, checkpoint, model_config_from_hf(checkpoint.config), device, join(device)).runner
 
 
@@ -157,6 +157,8 @@ def build_worker(
 ) -> Worker:  # fmt: skip
     """Load the checkpoint, or this rank's part of it, and make what runs it: the same on every rank of a `group`."""
     limits = resolve(config, model, device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     if device.type == "cpu" and (config.threads is not None or group is not None):
         torch.set_num_threads(threads_of_rank(config))
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits

@@ -17,6 +17,7 @@ from headrace.model.shard import Shard, check_size
 from headrace.native.precision import choose_precision, stored_encodings
 from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
+from headrace.tensor_parallel.futex import check_machine
 
 
 def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, here: bool = True) -> None:
@@ -25,6 +26,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     `here`: the engine will run on this machine; else on one that has what `device` asks for, as far as is known now.
     """
     check_size(model, config.tensor_parallel_size)
+    check_machine(config.tensor_parallel_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")
     driver = _has_cuda_driver() if here else config.device != "cpu"

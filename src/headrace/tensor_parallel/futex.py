@@ -5,11 +5,18 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from headrace.errors import HeadraceError
+from headrace.errors import ParameterError
 
 CALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # the system call's number
 WAIT, WAKE = 0, 1
 EVERYBODY = 2**31 - 1
+
+
+def check_machine(ranks: int) -> None:
+    """Raises ParameterError where processes of several ranks cannot be kept in step."""
+    system, machine = platform.system(), platform.machine()
+    if ranks > 1 and (system != "Linux" or machine not in CALL):
+        raise ParameterError("tensor_parallel_size", ranks, f"1 on {system} {machine}: more needs Linux on x86-64 or arm64")
 
 
 class _Timespec(ctypes.Structure):
@@ -20,9 +27,7 @@ class Futex:
     """The words [N] uint32 of a writable buffer, for processes that share it."""
 
     def __init__(self, buffer: memoryview):
-        system, machine = platform.system(), platform.machine()
-        if system != "Linux" or machine not in CALL:
-            raise HeadraceError(f"tensor_parallel_size > 1 needs Linux on x86-64 or arm64; this is {system} {machine}")
+        machine = platform.machine()
         self.words = buffer.cast("I")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         self._number = ctypes.c_long(CALL[machine])

@@ -28,27 +28,26 @@ class LeadingRunner(ModelRunner):
         self._ranks = ranks
 
     def compute(self, plan: StepPlan) -> Pending:
-        return self._all(Compute(plan), lambda: super(LeadingRunner, self).compute(plan))
+        return self._together(Compute(plan), lambda: super(LeadingRunner, self).compute(plan))
 
     def replay(self, plan: StepPlan, tail: Tail) -> Pending:
-        return self._all(Replay(plan, tail.value), lambda: super(LeadingRunner, self).replay(plan, tail))
+        return self._together(Replay(plan, tail.value), lambda: super(LeadingRunner, self).replay(plan, tail))
 
     def sample(
         self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = (), edited: bool = False
     ) -> StepHandle:
         edited = edited or masks is not None or bool(users)
-        return self._all(Sample(edited), lambda: super(LeadingRunner, self).sample(pending, masks, users, edited))
+        return self._together(Sample(edited), lambda: super(LeadingRunner, self).sample(pending, masks, users, edited))
 
     def idle(self) -> bool:
-        self._ranks.check()
         graphs = self.graphs
         key = None if graphs is None else graphs.next_planned()
         if graphs is None or key is None:
             return False
-        self._all(Capture(key.rows, key.context, key.tail.value, key.related), lambda: graphs.capture(key))
+        self._together(Capture(key.rows, key.context, key.tail.value, key.related), lambda: graphs.capture(key))
         return True
 
-    def _all(self, message: ToRank, act: Callable[[], Done]) -> Done:
+    def _together(self, message: ToRank, act: Callable[[], Done]) -> Done:
         self._ranks.check()
         try:
             self._ranks.tell(message)

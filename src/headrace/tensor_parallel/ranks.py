@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 END_SECONDS = 5.0  # for the others to end by themselves
 NEWS_SECONDS = 1.0  # after a failed collective, for the system to say that somebody has died
 LOOPBACK = "127.0.0.1"
-MOST_WORDS = 1 << 16
+MOST_WORDS = 1 << 16  # bytes of a rank's message
+SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -69,6 +70,7 @@ class Ranks:
             processes.start()
         finally:
             os.close(ring)  # it is mapped here, and open in the others
+        logger.info("ranks 1 to %d are the processes %s", others, ", ".join(map(str, self.pids)))
         self.tell(Begin(config, self._meeting.getsockname()[1]))
 
     @property
@@ -106,9 +108,9 @@ class Ranks:
 
     def explain(self, error: BaseException) -> BaseException:
         """The reason behind an error of rank 0's, which may be that another has died; otherwise the error itself."""
-        if isinstance(error, HeadraceError) or not isinstance(error, Exception):
+        if not isinstance(error, Exception):
             return error
-        death = self._processes.wait_for_death(NEWS_SECONDS)
+        death = self._processes.wait_for_death(0.0 if isinstance(error, HeadraceError) else NEWS_SECONDS)
         return error if death is None else death.error()
 
     def give_up(self, error: BaseException) -> BaseException:
@@ -225,7 +227,12 @@ class _Processes:
                 return
             finally:
                 self._begun.set()
+            if self.closing:  # meanwhile
+                self.kill(None)
             watched.run(self._heard, self._ended)
+        except Exception as e:
+            logger.exception("the watch over the ranks fails")
+            self.kill(Death(f"the watch over the ranks failed: {type(e).__name__}: {e}"))
         finally:
             for ear in ears:
                 ear.close()
@@ -244,7 +251,7 @@ class _Processes:
         code = process.wait()
         if self.closing or self.death is not None:
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {SIGNALS.get(-code, -code)}" if code < 0 else f"ended with exit code {code}"
         why = f"rank {rank} of tensor_parallel_size {1 + len(self._started)} (process {process.pid}) "
         death = Death(why + (f"ended: {words.error}" if words else how), code == -signal.SIGKILL, bool(words and words.refused))
         if not death.refused:
