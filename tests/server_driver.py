@@ -123,7 +123,9 @@ class ServerProcess:
     """`headrace serve` on a free port. `options` are the command line's; `builder` is module:function of an engine for this test,
     importable from tests/; `before` is Python that the server's process runs first."""
 
-    def __init__(self, model: str | Path, *options: str, builder: str | None = None, tmp: Path | None = None, before: str = ""):
+    def __init__(
+        self, model: str | Path, *options: str, builder: str | None = None, tmp: Path | None = None, before: str = "", checks: bool = True
+    ):
         code = "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))"
         if builder is not None:
             code = (
@@ -135,7 +137,7 @@ class ServerProcess:
         if tmp is not None:
             environment["TMPDIR"] = str(tmp)
         self.errors = open((tmp or Path("/tmp")) / f"server-{time.monotonic_ns()}.log", "w+b")  # noqa: SIM115
-        small = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "--debug-checks"]
+        small = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", *(["--debug-checks"] if checks else [])]
         command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", *small, *options]
         self.process = subprocess.Popen(
             command, env=environment, stderr=self.errors, stdin=subprocess.DEVNULL, start_new_session=True

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,58 +19,14 @@ import pytest
 
 from answers import Ask, Said, ask
 from headrace.errors import HeadraceError, ParameterError
-from server_driver import HERE, SRC, ServerProcess, alive, processes_of, until
+from server_driver import HERE, SRC, ServerProcess, alive, until
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'headrace[ray]'")
 from headrace.distributed import ray_cluster
+from ray_nodes import Cluster, ray_cluster_of
 
-SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 LONG = {"model": "tiny", "max_tokens": 160, "ignore_eos": True, "temperature": 0.8}
 ASKS = [Ask("/v1/completions", {**LONG, "prompt": f"water {i}", "seed": i}, stream=i % 3 > 0) for i in range(4)]
-
-
-class Cluster:
-    """A head without room, and nodes with room for one core each."""
-
-    def __init__(self, home: str):
-        from ray.cluster_utils import Cluster as Nodes
-
-        self._nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "temp_dir": home, **SMALL})
-        self.address = self._nodes.address
-        self.nodes: list[Any] = []
-
-    def add(self, count: int) -> None:
-        self.nodes += [self._nodes.add_node(num_cpus=1, object_store_memory=SMALL["object_store_memory"], wait=False) for _ in range(count)]
-        self._nodes.wait_for_nodes()
-
-    def cores(self) -> dict[int, Any]:
-        """The node of each core's process."""
-        return {pid: node for node in self.nodes for pid in self._below(self._raylet(node)) if is_core(pid)}
-
-    def lose(self, node: Any) -> None:
-        """All of a node at once, as when its power fails."""
-        self.nodes.remove(node)
-        raylet = self._raylet(node)
-        for pid in [raylet, *self._below(raylet)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._nodes.remove_node(node, allow_graceful=False)
-
-    def _raylet(self, node: Any) -> int:
-        return node.all_processes["raylet"][0].process.pid
-
-    def _below(self, pid: int) -> list[int]:
-        children = list(processes_of(pid))
-        return children + [below for child in children for below in self._below(child)]
-
-    def shutdown(self) -> None:
-        self._nodes.shutdown()
-
-
-def is_core(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"headrace.distributed.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +34,8 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{SRC}:{HERE}")
         patch.setenv("OMP_NUM_THREADS", "1")
-        home = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets have their place below
-        cluster = Cluster(home)
-        try:
-            cluster.add(3)
+        with ray_cluster_of(3) as cluster:
             yield cluster
-        finally:
-            cluster.shutdown()
-            shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

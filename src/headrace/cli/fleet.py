@@ -84,14 +84,14 @@ class RayFleet:
         device = options.get("device", "auto")
         if device == "auto":
             device = "cuda" if ray_cluster.has_gpus() else "cpu"
-        threads = options.get("threads") or (1 if device == "cpu" else None)
+        threads = options.get("threads") or (options.get("tensor_parallel_size", 1) if device == "cpu" else None)
         return EngineConfig(**options | {"device": device, "threads": threads})
 
     def supply(self, config: EngineConfig, builder: str, args: argparse.Namespace, context: zmq.asyncio.Context) -> CoreSupply:
         from headrace.distributed.ray_supply import RaySupply
 
         ranks = config.tensor_parallel_size
-        need = {"CPU": float((config.threads or 1) * ranks)} | ({"GPU": float(ranks)} if config.device == "cuda" else {})
+        need = {"CPU": float(max(config.threads or 1, ranks))} | ({"GPU": float(ranks)} if config.device == "cuda" else {})
         return RaySupply(context, need, self._patience, builder, args.log_level, args.log_format, args.trace is not None)
 
     async def run(self, client: EngineClient, port: int) -> None:

@@ -1,0 +1,317 @@
+"""Cores in a Ray cluster whose nodes are raylets of this machine: what a death, an update, another size and Ray itself cost.
+
+    python benchmarks/ray_fleet.py [--seconds 30] [--streams 16] [--rounds 2] [--model M] [--json FILE] [PART ...]
+
+    throughput   2 cores by --data-parallel-size and 2 cores by --ray, in turn, under the same load
+    deaths       kill -9 of a core, and of a whole node, in mid-stream
+    update       headrace ray update under load
+    scaling      a load curve, and how many cores there were: 1 -> 4 -> 1
+    front        kill -9 of the front: until nothing of it is left, until the next serves
+
+Load is a closed loop of streams over HTTP, prompts and seeds of a fixed set. Every answer is compared with what the same
+request got in a quiet server; a gap is the time between two events of one stream. Clients, fronts, cores and Ray share this
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+os.environ["PYTHONPATH"] = f"{HERE.parent / 'src'}:{HERE.parent / 'tests'}"
+os.environ["OMP_NUM_THREADS"] = "1"
+from ray_nodes import Cluster, ray_cluster_of  # noqa: E402
+from server_driver import ServerProcess, alive, until  # noqa: E402
+
+PARTS = ("throughput", "deaths", "update", "scaling", "front")
+POOL, OUTPUT = 24, 120  # requests that differ, tokens of each
+NAME = "bench"
+
+
+@dataclass
+class Load:
+    """What a load has seen."""
+
+    answers: int = 0
+    tokens: int = 0
+    broken: list[str] = field(default_factory=list)
+    differing: int = 0
+    gaps: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        gaps = sorted(self.gaps) or [0.0]
+        at = {f"gap_p{p:g}_ms": round(1e3 * gaps[min(len(gaps) - 1, int(len(gaps) * p / 100))], 1) for p in (50, 99, 99.9)}
+        return {
+            "answers": self.answers, "tokens": self.tokens, "broken": len(self.broken), "faults": self.broken[:3],
+            "differing": self.differing, "seconds": round(self.seconds, 1),
+            "tokens_per_second": round(self.tokens / self.seconds, 1) if self.seconds else None, **at,
+            "gap_max_ms": round(1e3 * gaps[-1], 1),
+        }  # fmt: skip
+
+
+def body(number: int) -> dict[str, Any]:
+    return {
+        "model": NAME, "prompt": f"Story number {number % POOL}: the miller", "seed": number % POOL, "max_tokens": OUTPUT,
+        "temperature": 0.7, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+
+
+async def stream(client: httpx.AsyncClient, number: int, load: Load) -> str:
+    text, last = "", None
+    async with client.stream("POST", "/v1/completions", json=body(number)) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()[:200]}")
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text
+            if line.startswith("data: "):
+                event, now = json.loads(line[6:]), time.perf_counter()
+                if "choices" not in event:
+                    raise RuntimeError(line[:200])
+                text += event["choices"][0]["text"]
+                load.tokens += 1
+                if last is not None:
+                    load.gaps.append(now - last)
+                last = now
+    raise RuntimeError("a stream without an end")
+
+
+class Client:
+    """Clients of one server at a time; knows what each request's answer must be."""
+
+    def __init__(self, streams: int):
+        self.streams = streams
+        self.want: dict[int, str] = {}
+
+    def learn(self, url: str) -> None:
+        """Each request once, four at a time."""
+
+        async def work(client: httpx.AsyncClient) -> None:
+            gate = asyncio.Semaphore(4)
+
+            async def one(number: int) -> None:
+                async with gate:
+                    self.want[number] = await stream(client, number, Load())
+
+            await asyncio.gather(*map(one, range(POOL)))
+
+        asyncio.run(self._with(url, work))
+
+    def load(self, url: str, seconds: float, during: Callable[[], Any] | None = None, curve: list[int] | None = None) -> Load:
+        """Streams in a closed loop for so long, and for as long as `during` takes, which begins after a quarter of the time.
+
+        `curve`: how many at once, in parts of the time; else `streams`.
+        """
+        return asyncio.run(self._with(url, lambda client: self._load(client, seconds, during, curve or [self.streams])))
+
+    async def _load(
+        self, client: httpx.AsyncClient, seconds: float, during: Callable[[], Any] | None, curve: list[int]
+    ) -> Load:
+        load, began = Load(), time.perf_counter()
+        done = during is None
+
+        async def disturb() -> None:
+            nonlocal done
+            await asyncio.sleep(seconds / 4)
+            try:
+                await asyncio.to_thread(during)  # type: ignore[arg-type]
+            finally:
+                done = True
+
+        def wanted() -> int:
+            passed = time.perf_counter() - began
+            return 0 if passed > seconds and done else curve[min(len(curve) - 1, int(passed / seconds * len(curve)))]
+
+        async def loop(place: int) -> None:
+            number = place
+            while time.perf_counter() - began <= seconds or not done:
+                if place >= wanted():
+                    await asyncio.sleep(0.1)
+                    continue
+                try:
+                    text = await stream(client, number, load)
+                    load.answers += 1
+                    load.differing += text != self.want[number % POOL]
+                except (httpx.HTTPError, RuntimeError) as e:
+                    load.broken.append(f"{type(e).__name__}: {e}")
+                number += max(curve)
+
+        work: list[Awaitable[None]] = [loop(i) for i in range(max(curve))]
+        await asyncio.gather(*work, *([] if during is None else [disturb()]))
+        load.seconds = time.perf_counter() - began
+        return load
+
+    async def _with(self, url: str, work: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
+        limits = httpx.Limits(max_connections=256)
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+            return await work(client)
+
+
+class Bench:
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.client, self.results = args, Client(args.streams), {}
+
+    @contextlib.contextmanager
+    def server(self, *options: str) -> Iterator[ServerProcess]:
+        small = ("--kv-cache-bytes", str(2**28), "--max-num-seqs", "64", "--no-standby", "--stats-interval", "0")
+        with tempfile.TemporaryDirectory() as tmp:
+            given = ("--served-model-name", NAME, "--dtype", "auto", *small, *options)
+            with ServerProcess(self.args.model, *given, tmp=Path(tmp), checks=False) as process:
+                yield process.wait_ready(300)
+
+    def ray(self, cluster: Cluster, *options: str) -> contextlib.AbstractContextManager[ServerProcess]:
+        return self.server("--ray", cluster.address, "--threads", "1", *options)
+
+    def say(self, part: str, result: Any) -> None:
+        self.results[part] = result
+        print(part, json.dumps(result, indent=1), flush=True)
+
+    def throughput(self) -> None:
+        found: dict[str, list[float]] = {"data_parallel": [], "ray": []}
+        for _ in range(self.args.rounds):
+            with self.server("--data-parallel-size", "2", "--threads", "2") as server:
+                wait_cores(server, 2)
+                found["data_parallel"].append(self._rate(server))
+            with ray_cluster_of(2) as cluster, self.ray(cluster, "--data-parallel-size", "2") as server:
+                wait_cores(server, 2)
+                found["ray"].append(self._rate(server))
+        ratio = sum(found["ray"]) / sum(found["data_parallel"])
+        self.say("throughput", {"tokens_per_second": found, "ray_over_data_parallel": round(ratio, 3)})
+
+    def _rate(self, server: ServerProcess) -> float:
+        if not self.client.want:
+            self.client.learn(server.url)
+        self.client.load(server.url, self.args.seconds / 5)
+        load = self.client.load(server.url, self.args.seconds)
+        assert not load.broken and not load.differing, load.as_dict()
+        return round(load.tokens / load.seconds, 1)
+
+    def deaths(self) -> None:
+        with ray_cluster_of(3) as cluster, self.ray(cluster, "--data-parallel-size", "2") as server:
+            self._ready(server, 2)
+            result = {"undisturbed": self.client.load(server.url, self.args.seconds).as_dict()}
+            result["core"] = self.client.load(server.url, self.args.seconds, lambda: kill(cluster)).as_dict()
+            wait_cores(server, 2, cluster)
+            lose = lambda: cluster.lose(first_node(cluster))  # noqa: E731
+            result["node"] = self.client.load(server.url, self.args.seconds, lose).as_dict()
+            wait_cores(server, 2, cluster)
+            self.say("deaths", result | {"restarts": server.metrics()["headrace:engine_restarts_total"]})
+
+    def update(self) -> None:
+        with ray_cluster_of(3) as cluster, self.ray(cluster, "--data-parallel-size", "2") as server:
+            self._ready(server, 2)
+            command = [sys.executable, "-m", "headrace.cli", "ray", "update", cluster.address]
+            before = set(cluster.cores())
+            load = self.client.load(server.url, self.args.seconds, lambda: subprocess.run(command, check=True))
+            self.say("update", load.as_dict() | {"new_cores": len(set(cluster.cores()) - before)})
+
+    def scaling(self) -> None:
+        options = (
+            "--min-replicas", "1", "--max-replicas", "4", "--target-ongoing-requests", "4", "--upscale-delay", "2",
+            "--downscale-delay", "10",
+        )  # fmt: skip
+        with ray_cluster_of(2, cores_per_node=2) as cluster, self.ray(cluster, *options) as server:
+            self._ready(server, 1)
+            seconds, story, began = 4 * self.args.seconds, [], time.perf_counter()
+
+            def watch() -> None:
+                while time.perf_counter() - began < seconds or story[-1]["cores"] > 1:
+                    story.append({"second": round(time.perf_counter() - began, 1), "cores": len(cluster.cores())})
+                    time.sleep(1.0)
+
+            load = self.client.load(server.url, seconds, watch, [2, 8, 16, 16, 4, 1, 1, 1])
+            changes = story[:1] + [b for a, b in pairwise(story) if a["cores"] != b["cores"]]
+            self.say("scaling", load.as_dict() | {"cores": changes, "most": max(s["cores"] for s in story)})
+
+    def front(self) -> None:
+        with ray_cluster_of(2) as cluster:
+            with self.ray(cluster, "--data-parallel-size", "2") as server:
+                self._ready(server, 2)
+                cores = list(cluster.cores())
+                server.kill()
+                began = time.perf_counter()
+                until(lambda: not any(map(alive, cores)), 60)
+                gone = time.perf_counter() - began
+            began = time.perf_counter()
+            with self.ray(cluster, "--data-parallel-size", "2") as server:
+                serves = time.perf_counter() - began
+                load = self.client.load(server.url, self.args.seconds / 2)
+            said = {"cores_gone_after_s": round(gone, 2), "next_front_ready_after_s": round(serves, 1)}
+            self.say("front", said | {"then": load.as_dict()})
+
+    def _ready(self, server: ServerProcess, cores: int) -> None:
+        wait_cores(server, cores)
+        if not self.client.want:
+            self.client.learn(server.url)
+
+
+def wait_cores(server: ServerProcess, count: int, cluster: Cluster | None = None) -> None:
+    """All are up; `cluster`: after a death, when the log's line has been said before."""
+    if count > 1:
+        until(lambda: f"{count} of {count} cores are ready" in server.log(), 300)
+    if cluster is not None:
+        until(lambda: len(cluster.cores()) == count, 120)
+        time.sleep(3.0)  # it loads
+
+
+def kill(cluster: Cluster) -> None:
+    os.kill(next(iter(cluster.cores())), 9)
+
+
+def first_node(cluster: Cluster) -> Any:
+    return next(iter(cluster.cores().values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--model", default=None, help="default: the embedded SmolLM2-135M-Instruct")
+    parser.add_argument("--json", default=None)
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"unknown parts: {', '.join(unknown)}")
+    import ray
+    import torch
+
+    if args.model is None:
+        from headrace.model.embedded import embedded_model_path
+
+        args.model = str(embedded_model_path())
+    bench, busy = Bench(args), os.getloadavg()[0]
+    for part in args.parts or PARTS:
+        getattr(bench, part)()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
+    about = {
+        "benchmark": "ray_fleet", "machine": f"CPU, {os.cpu_count()} cores", "load_average_before": busy,
+        "versions": {"ray": ray.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit.stdout.strip() or None,
+        "workload": {"model": Path(args.model).name, "streams": args.streams, "requests": POOL, "output_tokens": OUTPUT,
+                     "seconds": args.seconds, "rounds": args.rounds},
+    }  # fmt: skip
+    if args.json:
+        Path(args.json).write_text(json.dumps(about | {"results": bench.results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
