@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from argparse import ArgumentParser
 from array import array
 from pathlib import Path
 from socket import gethostname
@@ -15,6 +16,8 @@ import zmq.asyncio
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.events import BlockEvents, Stored, block_hashes
 from headrace.cache.recorded_tree import RecordedTree
+from headrace.cli.routing import Routing, add_routing_arguments
+from headrace.config import EngineConfig
 from headrace.distributed import kv_events
 from headrace.distributed.balancers import LeastLoaded, balancer_named
 from headrace.distributed.kv_events import Published, Publisher
@@ -164,3 +167,43 @@ async def test_an_address_of_another_machine_is_connected_to(tmp_path):
 
 def test_the_rule_beneath_decides(publisher):
     assert Published(LeastLoaded(), publisher).choose(array("i", [1]), "", {1: 5, 2: 3}) == 2
+
+
+def routing(*words: str, several: bool = True, **options) -> Routing:
+    parser = ArgumentParser()
+    add_routing_arguments(parser)
+    return Routing(parser.parse_args(words), EngineConfig(**options), several)
+
+
+@pytest.mark.parametrize(
+    ("words", "several", "events"),
+    [
+        ([], True, "hashes"),
+        ([], False, "off"),
+        (["--router", "least-loaded"], True, "off"),
+        (["--router", "round-robin"], True, "off"),
+        (["--kv-events", "tcp://127.0.0.1:*"], False, "tokens"),
+        (
+            ["--kv-events", "tcp://localhost:*", "--kv-events-replay", "tcp://127.0.0.1:*", "--router", "round-robin"],
+            True,
+            "tokens",
+        ),
+    ],
+)
+def test_cores_tell_of_their_blocks_only_where_somebody_listens(words, several, events):
+    made = routing(*words, several=several)
+    assert made.config.kv_cache_events == events and (made.publisher is not None) == ("--kv-events" in words)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--kv-events-replay", "tcp://*:5558"], "kv_events_replay"),
+        (["--kv-events-topic", "kv"], "kv_events_topic"),
+        (["--kv-events", "tcp://127.0.0.1:*"], "kv_events"),
+    ],
+)
+def test_options_that_come_to_nothing_are_refused(words, field):
+    with pytest.raises(ParameterError, match=f"^{field}: .*nothing without"):
+        routing(*words, enable_prefix_caching=False)

@@ -7,12 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
+import msgspec
 import pytest
+import zmq
 
 from core_builders import POISON
 from disturbance import disturbed, idle, leftovers, poisonous, prompts, undisturbed, with_bad_ones
+from headrace.cache.events import block_hashes
 from server_driver import SRC, ServerProcess, alive, processes_of, until
 
 
@@ -21,6 +27,7 @@ def server(model, tmp_path_factory) -> Iterator[ServerProcess]:
     """Its model does not bear some tokens."""
     options = ("--served-model-name", "tiny", "--heartbeat-timeout", "2", "--max-restarts", "1000", "--data-parallel-size", "2")
     tmp = tmp_path_factory.mktemp("tmp")
+    options += ("--kv-events", f"ipc://{tmp}/kv", "--kv-events-topic", "kv@here")
     with ServerProcess(model, *options, builder="core_builders:sensitive", tmp=tmp) as process:
         yield process.wait_ready()
 
@@ -89,6 +96,39 @@ def test_the_request_that_kills_a_core_kills_no_other(server):
     assert sorted(restarts) == [0, 2]
     assert f"ERROR core {restarts.index(2)}: the engine core fails" in server.log()
     assert after["headrace:engine_poisonous_requests_total"] == before["headrace:engine_poisonous_requests_total"] + 1
+
+
+def test_what_the_caches_hold_is_published(server):
+    """And what is gone with a core."""
+    all_up(server)
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(f"ipc://{Path(server.errors.name).parent}/kv")
+        socket.subscribe("kv@")
+        asked: list[list[int]] = []
+
+        def told(kind: str) -> tuple[dict, int] | None:
+            while socket.poll(50):
+                _, _, data = socket.recv_multipart()
+                _, events, rank = msgspec.msgpack.decode(data)
+                found = [event for event in events if event["type"] == kind]
+                if found:
+                    return found[0], rank
+            return None
+
+        def stored() -> tuple[dict, int] | None:
+            ids = [10 + len(asked), *[30, 31] * 35]
+            asked.append(ids)
+            body = {"model": "tiny", "prompt": ids, "max_tokens": 1}
+            assert httpx.post(server.url + "/v1/completions", json=body, timeout=60).status_code == 200
+            return told("BlockStored")
+
+        event, rank = until(stored, 30)
+        ids, size = event["token_ids"], event["block_size"]
+        assert any(ids == prompt[: len(ids)] for prompt in asked) and len(ids) == size * len(event["block_hashes"])
+        assert event["block_hashes"] == block_hashes(array("i", ids), size) and event["parent_block_hash"] is None
+        assert rank in (0, 1)
+        os.kill(server.core(), signal.SIGKILL)
+        assert until(lambda: told("AllBlocksCleared"), 30)[1] in (0, 1)
 
 
 def test_it_ends_with_all_its_processes(server):
