@@ -32,8 +32,8 @@ from headrace.api_processes.desk import Desk
 from headrace.api_processes.wire import Alive, Cut, Fatal, FromChild, Start, Stop, Up
 from headrace.distributed.pipe import Pipe, bounded
 from headrace.distributed.remote_wire import EngineState
+from headrace.engine.client import EngineClient
 from headrace.engine.core_process import bind_pair
-from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import PrometheusMetrics
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ApiProcesses:
     """
 
     def __init__(
-        self, engine: AsyncEngine, metrics: PrometheusMetrics, start: Start, log_format: str, max_restarts: int,
+        self, engine: EngineClient, metrics: PrometheusMetrics, start: Start, log_format: str, max_restarts: int,
         give_up: Callable[[str], None],
     ):  # fmt: skip
         self._engine, self._metrics, self._start, self._log_format = engine, metrics, start, log_format
@@ -224,6 +224,7 @@ class ApiProcesses:
     async def _tell_state(self) -> None:
         """At once what requests are refused by, the rest every now and then, which is also this process's sign of life."""
         flags, due = None, 0.0
+        loaded = asyncio.gather(self._engine.wait_loaded(), return_exceptions=True)  # not seen a moment later than by others
         while True:
             status, now = self._engine.status(), time.monotonic()
             found = status.loaded, status.alive, status.draining, status.progressing
@@ -233,7 +234,7 @@ class ApiProcesses:
                 for child in self._running.values():
                     if not child.pipe.full:
                         child.pipe.say(state)
-            await asyncio.sleep(STATE_SECONDS)
+            await (asyncio.sleep(STATE_SECONDS) if loaded.done() else asyncio.wait({loaded}, timeout=STATE_SECONDS))
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
