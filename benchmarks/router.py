@@ -11,7 +11,8 @@ order, so that most of the index is in no cache):
     miss     for one that nobody holds
     loads    least-loaded, for comparison: it looks at every core
     told     a core's events, per block: half of them stored, half evicted
-and the memory of the index per known block.
+and the memory of the index per known block. Last, per block that a core stores in its prefix index and for which another goes:
+without notes, and with notes that are read after each prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from headrace.cache.block_pool import BlockPool
 from headrace.cache.events import BlockEvents, Stored, block_hashes
+from headrace.cache.radix_tree import RadixTree
+from headrace.cache.recorded_tree import RecordedTree
 from headrace.distributed import router as router_module
 from headrace.distributed.balancers import LeastLoaded
 from headrace.distributed.router import Router
@@ -107,6 +111,25 @@ def measure(cores: int, blocks: int) -> dict[str, float]:
     return result
 
 
+def noted(block_size: int) -> dict[str, float]:
+    """Microseconds per block of a new prompt of 64 that enters a prefix index of 10,000, where others go for it."""
+    rng, result = random.Random(block_size), {}
+    prompts = [array("i", [rng.randrange(128_000) for _ in range(block_size * DEPTH)]).tobytes() for _ in range(PROBES)]
+    for name, kind in (("plain", RadixTree), ("noted", RecordedTree)):
+        tree = kind(BlockPool(10_000), block_size)
+
+        def store(data: bytes, tree: RadixTree = tree) -> None:
+            blocks, cursor, width = tree.allocate(DEPTH), None, tree.key_bytes
+            for index, block in enumerate(blocks):
+                cursor = tree.insert(cursor, "", data[index * width : (index + 1) * width], block)
+            tree.release(blocks)
+            if isinstance(tree, RecordedTree):
+                tree.events()
+
+        result[name] = round(micros(store, prompts) / DEPTH, 2)
+    return {"block_size": block_size, **result}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2, 100, 1000])
@@ -121,9 +144,17 @@ def main() -> None:
             rows.append(row)
             print(f"{cores:>6}{row['blocks']:>10}{row['bytes_per_block']:>9}", end="")
             print("".join(f"{row[name]:>8}" for name in ("hash", "hit", "stem", "miss", "loads", "told")), flush=True)
+    notes = [noted(size) for size in (16, 64)]
+    print(
+        "\n".join(
+            f"a core's index, blocks of {n['block_size']}: {n['plain']} us a block, {n['noted']} with notes" for n in notes
+        )
+    )
     if args.json:
         machine = {"machine": platform.machine(), "processor": platform.processor(), "python": platform.python_version()}
-        Path(args.json).write_text(json.dumps({**machine, "unit": "microseconds of processor time", "rows": rows}, indent=1))
+        Path(args.json).write_text(
+            json.dumps({**machine, "unit": "microseconds of processor time", "rows": rows, "notes": notes}, indent=1)
+        )
 
 
 if __name__ == "__main__":

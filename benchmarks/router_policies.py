@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from headrace.machine import usable_cores
+
 HERE = Path(__file__).parent
 HEADRACE = [sys.executable, "-m", "headrace.cli"]
 ROUTERS = ("round-robin", "least-loaded", "prefix")
@@ -166,12 +168,14 @@ def main() -> None:
         rows = real(args.cores, args.kv_cache_bytes, args.concurrency, args.requests)
     found = list(rows)
     if args.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
         about = {
-            "what": args.what,
-            "processor": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-        }
-        Path(args.json).write_text(json.dumps({**about, "options": vars(args), "rows": found}, indent=1))
+            "what": args.what, "commit": commit.stdout.strip() or None, "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {usable_cores()} cores",
+            "options": {k: v for k, v in vars(args).items() if k != "json"},
+            "traffic": {kind: [" ".join(options), rate] for kind, (options, rate) in SIMULATED.items()},
+        }  # fmt: skip
+        Path(args.json).write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

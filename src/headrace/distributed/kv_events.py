@@ -30,7 +30,7 @@ from headrace.errors import ParameterError
 
 logger = logging.getLogger(__name__)
 MEDIUM = "GPU"  # the name that consumers have for the memory in which a model's own steps find a block
-HIGH_WATER = 100_000  # batches that a slow subscriber may be behind: beyond, he misses some, and sees it by the numbers
+HIGH_WATER = 10_000  # batches that a slow subscriber may be behind: beyond, he misses some, and sees it by the numbers
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20  # for who asks again
 END = (2**64 - 1).to_bytes(8, "big")
 AT_ONCE = 64  # batches sent again before others have their turn
@@ -95,6 +95,11 @@ def listenable(option: str, address: str) -> bool:
     return found[1][0].isdigit() or found[1][0] == "[" or found[1] == "localhost"  # names ZMQ does not listen on
 
 
+def said_if_failed(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("kv_events_replay: nobody is answered any more", exc_info=error)
+
+
 class Publisher:
     """The sockets; `publish` never waits. Made outside of the event loop, so that a wrong address is known at once."""
 
@@ -152,6 +157,7 @@ class Publisher:
         """Answer who asks for what he has missed, from now on; in the event loop."""
         if self._replay is not None:
             self._answering = asyncio.create_task(self._answer(zmq.asyncio.Socket.shadow(self._replay)))
+            self._answering.add_done_callback(said_if_failed)
 
     async def _answer(self, socket: zmq.asyncio.Socket) -> None:
         while True:
