@@ -143,3 +143,15 @@ def test_a_cluster_of_another_version_is_an_error_in_seconds(cluster, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HeadraceError, match=r"cannot be joined: .*2\."):
         ray_cluster.join(cluster.address)
+
+
+def test_the_application_for_serve_takes_the_options_that_there_are(model):
+    from headrace.distributed.serve_app import app
+
+    made = app({"model": model, "device": "cpu", "threads": "2", "enforce_eager": "true", "served_model_name": "tiny"})
+    assert made._bound_deployment.ray_actor_options["num_cpus"] == 2
+    config, name = made._bound_deployment.init_args
+    assert (config.threads, config.enforce_eager, name) == (2, True, "tiny")
+    for options in ({"thread": "2"}, {"threads": "two"}, {"threads": 0}, {"data_parallel_size": 2}):
+        with pytest.raises(ParameterError, match=next(iter(options))):
+            app(options)
