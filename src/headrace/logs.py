@@ -29,11 +29,19 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields)
 
 
-def settings() -> tuple[str, str]:
-    """Level and form of the lines of this process, for `configure` in another one."""
+class TextLines(logging.Formatter):
+    def __init__(self, part: str):
+        super().__init__(TEXT.format(part=part), TIME)
+        self.part = part
+
+
+def settings() -> tuple[str, str, str]:
+    """What this process calls itself (nothing, where others have decided what its lines look like), and level and form of its
+    lines: for `configure` in another one."""
     level = logging.getLevelName(logging.getLogger("headrace").getEffectiveLevel())
-    is_json = any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
-    return level if level in logging.getLevelNamesMapping() else "INFO", FORMATS[is_json]
+    ours = [h.formatter for h in logging.getLogger().handlers if isinstance(h.formatter, JsonLines | TextLines)]
+    part, is_json = (ours[0].part, isinstance(ours[0], JsonLines)) if ours else ("", False)
+    return part, level if level in logging.getLevelNamesMapping() else "INFO", FORMATS[is_json]
 
 
 def configure(part: str, level: str, form: str = "text") -> None:
@@ -53,4 +61,4 @@ def rename(part: str) -> None:
 
 
 def _formatter(part: str, as_json: bool) -> logging.Formatter:
-    return JsonLines(part) if as_json else logging.Formatter(TEXT.format(part=part), TIME)
+    return JsonLines(part) if as_json else TextLines(part)

@@ -1,8 +1,8 @@
 """The process of a rank other than the first: builds its part of the model, then does what rank 0 says, step by step.
 
-Started by `tensor_parallel.ranks` as `python -m headrace.tensor_parallel.process RANK SIZE PARENT RING MOUTH BUILDER LOGLEVEL
-LOGFORMAT`; RING and MOUTH are file descriptors. BUILDER, as module:function, makes the runner from the options, the rank, and
-what joins the group when the device is known. It ends with rank 0, whatever ended that.
+Started by `tensor_parallel.ranks` as `python -m headrace.tensor_parallel.process RANK SIZE PARENT RING MOUTH BUILDER NAME
+LOGLEVEL LOGFORMAT`; RING and MOUTH are file descriptors. BUILDER, as module:function, makes the runner from the options, the
+rank, and what joins the group when the device is known. It ends with rank 0, whatever ended that.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main(rank: int, size: int, parent: int, ring: int, mouth: int, builder: str)
 
 
 if __name__ == "__main__":
-    configure(f"rank {sys.argv[1]}", *sys.argv[7:9])
+    configure(*sys.argv[7:10])
     rank, size, parent, ring, mouth = (int(argument) for argument in sys.argv[1:6])
     code = main(rank, size, parent, ring, mouth, sys.argv[6])
     for stream in (sys.stdout, sys.stderr):

@@ -297,7 +297,8 @@ class _Watched:
 
 def _spawn(rank: int, size: int, ring: int, mouth: int, builder: str) -> subprocess.Popen:
     """A process of the same Python and modules, away from the terminal: its Ctrl-C is for rank 0."""
-    arguments = (rank, size, os.getpid(), ring, mouth, builder, *settings())
+    part, level, form = settings()
+    arguments = (rank, size, os.getpid(), ring, mouth, builder, f"{part} rank {rank}".lstrip(), level, form)
     # as sys.path is here, whoever changed it; -P: and not the current directory before all
     path = os.pathsep.join(os.path.abspath(p) for p in sys.path if not p or os.path.exists(p))
     return subprocess.Popen(
