@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import headrace.engine.build as build
 from drafting import draft_always
@@ -19,6 +20,7 @@ from headrace.beam_search import BeamSearchParams
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine, choose_device
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
+from rank_threads import run_ranks
 from server_driver import SRC, alive, processes_of, until
 
 TWO = {"tensor_parallel_size": 2, "device": "cpu", "dtype": "float32"}
@@ -76,37 +78,38 @@ def broken(*args):
     raise RuntimeError("rank 0 is broken")
 
 
-def test_an_engine_whose_rank_is_killed_says_so_and_leaves_nothing(model, monkeypatch):
-    beams = BeamSearchParams(beam_width=3, max_tokens=8)
-    with LLM(model, device="cpu", dtype="float32", enforce_eager=True, max_num_seqs=4, max_model_len=64) as alone:
-        wanted = [b.token_ids for b in alone.beam_search([[5, 6, 7]], beams)[0].sequences]
-    with LLM(model, **TWO, max_num_seqs=4, max_model_len=64) as llm:
-        pids = llm.engine.ranks.pids
+def test_an_engine_whose_rank_is_killed_says_so_and_another_goes_on(model, monkeypatch):
+    def answer(engine: LLM) -> list[int]:
+        return engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+    beams, small = BeamSearchParams(beam_width=3, max_tokens=8), {"max_num_seqs": 4, "max_model_len": 64}
+    with LLM(model, device="cpu", dtype="float32", enforce_eager=True, **small) as alone:
+        wanted, first = [b.token_ids for b in alone.beam_search([[5, 6, 7]], beams)[0].sequences], answer(alone)
+    with LLM(model, **TWO, **small) as llm, LLM(model, **TWO, **small) as other:  # two in one process
+        pids, others = llm.engine.ranks.pids, other.engine.ranks.pids
         assert [b.token_ids for b in llm.beam_search([[5, 6, 7]], beams)[0].sequences] == wanted
         with pytest.raises(ValueError, match="a user's mistake"):  # rank 0's alone: the others stay in step
             llm.generate(
                 [[5, 6, 7], [8, 9]], [GREEDY, SamplingParams(max_tokens=4, logits_processors=[raising])], use_tqdm=False
             )
-        first = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert answer(llm) == answer(other) == first
         stream = llm.stream([[5, 6, 7]], GREEDY)
         assert next(stream)[2].token_ids == first[:1]
         os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(
-            EngineDeadError, match=rf"rank 1 of tensor_parallel_size 2 \(process {pids[0]}\) was killed by SIGKILL"
-        ):
-            list(stream)
-        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
-            llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        for _ in range(2):
+            with pytest.raises(
+                EngineDeadError, match=rf"rank 1 of tensor_parallel_size 2 \(process {pids[0]}\) was killed by SIGKILL"
+            ):
+                list(stream)
+                answer(llm)
         gone(pids)
-    with LLM(model, **TWO, max_num_seqs=4, max_model_len=64) as other:  # this process is as good as before
-        pids = other.engine.ranks.pids
-        assert other.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == first
+        assert answer(other) == first and all(map(alive, others))
         monkeypatch.setattr(other.engine.core.runner.decoder, "forward", broken)  # rank 0's: the others are out of step
         with pytest.raises(RuntimeError, match="rank 0 is broken"):
-            other.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
-        gone(pids)
+            answer(other)
+        gone(others)
         with pytest.raises(EngineDeadError, match="rank 0 failed in a step: RuntimeError: rank 0 is broken"):
-            other.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+            answer(other)
 
 
 SCRIPT = """
@@ -153,8 +156,6 @@ def crashing(config, rank, join):
 
 def late(config, rank, join):
     """All have met, and rank 0 waits for the others' word."""
-    import torch
-
     join(torch.device("cpu"))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -182,6 +183,16 @@ def test_a_first_rank_that_cannot_start_ends_the_others(model, monkeypatch):
     with pytest.raises(CapacityError, match="rank 0 has no room"):
         build_engine(EngineConfig(model=model, max_num_seqs=4, max_model_len=64, **TWO))
     assert not [p for p in processes_of(os.getpid()) if b"tensor_parallel" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_all_ranks_have_the_blocks_of_the_one_with_least_room():
+    assert run_ranks(3, lambda group: build.fewest(10 - 3 * (group.shard.rank == 1), group, torch.device("cpu"))) == [7, 7, 7]
+
+
+@pytest.mark.parametrize(("threads", "ranks", "each"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (None, 2, 3)])
+def test_ranks_on_a_cpu_share_its_cores(monkeypatch, threads, ranks, each):
+    monkeypatch.setattr(build, "usable_cores", lambda: 6)
+    assert build.threads_of_rank(EngineConfig(threads=threads, tensor_parallel_size=ranks)) == each
 
 
 def test_a_machine_without_what_ranks_need_is_told_so(model, monkeypatch):
