@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 import ray
 import zmq.asyncio
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -125,7 +126,7 @@ class RaySupply:
         core = await self._standby(number).take(number)
         assert isinstance(core, RemoteCore)
         self._cores[number] = core
-        core.place = self._hosts[number].place
+        core.place = msgspec.structs.replace(self._hosts[number].place, name=f"core {number}")
         return core
 
     def prepare(self, number: int, delay: float) -> None:
