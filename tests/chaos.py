@@ -161,8 +161,13 @@ class Chaos:
                 self.report.counts["SIGSTOP" if stop else "SIGKILL"] += 1
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP if stop else signal.SIGKILL)
+            end = time.monotonic() + 15
             while pid in self.server.children() or not await self._ready():
                 await asyncio.sleep(0.05)
+                if time.monotonic() > end:  # it was the one that stands by, which nobody watches
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
+                    break
 
     async def _ready(self) -> bool:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=30) as client:

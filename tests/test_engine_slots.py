@@ -143,7 +143,7 @@ class Fleet:
         streams = self.client._streams.live.values()
         for number, slot in self.slots.items():
             assert slot.load == sum(s.load for s in streams if s.slot is slot)
-            assert all(s.load > 0 for s in streams if s.sent)
+            assert all((s.load <= s.request.params.max_tokens) == (s.num_in_core > 0) and s.load > 0 for s in streams if s.sent)
             assert (number in self.client._slots.loads) == (slot.ready and not slot.leaving and not slot.probation.active)
             assert self.client._slots.loads.get(number, slot.load) == slot.load
 
@@ -151,6 +151,7 @@ class Fleet:
         client = self.client
         assert not client._streams.live and not client._streams.leaving and client._streams.waiting_tokens == 0
         assert not any(slot.probation.active or slot.load for slot in client._slots)
+        assert not any(slot.probation._entered or slot.probation._free for slot in client._slots), "requests that are over"
         for number in self.slots:
             if (core := self.core(number)) is not None:
                 assert not core.core.has_work and core.core.scheduler.kv_usage == 0.0
@@ -197,7 +198,8 @@ async def test_streams_of_a_core_that_hangs_go_on_in_another(fleet, alone):
     assert fleet.slots[1].restarts == 0
 
 
-async def test_when_all_are_dead_whichever_comes_first_takes_the_streams(fleet, alone):
+@pytest.mark.parametrize("first", [0, 1])
+async def test_when_all_are_dead_whichever_comes_first_takes_the_streams(fleet, alone, first):
     for kind in range(4):
         await fleet.submit(kind)
     await fleet.turns(6)
@@ -205,10 +207,10 @@ async def test_when_all_are_dead_whichever_comes_first_takes_the_streams(fleet, 
     await fleet.turns(6, 1)  # those that came are proven there
     await fleet.die(1)
     await fleet.submit(4)
-    await fleet.load(1)
-    await fleet.turns(120, 1)
+    await fleet.load(first)
+    await fleet.turns(120, first)
     assert [fleet.tokens[i] for i in range(5)] == [alone(i) for i in range(5)]
-    assert fleet.core(0).ready is None
+    assert fleet.core(1 - first).ready is None
 
 
 async def test_suspects_wait_for_the_successor_and_nobody_else_waits(fleet, alone):

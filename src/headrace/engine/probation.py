@@ -33,7 +33,7 @@ class Probation:
         self._submit, self._clock = submit, clock
         self._turns: deque[list[Stream]] = deque()
         self._turn: list[Stream] = []  # entered, and not all proven
-        self._entered: set[Stream] = set()  # in any turn of the present core
+        self._entered: set[Stream] = set()  # in any turn of the present core, and were not proven since
         self._free: set[Stream] = set()  # of those in turns to come: nothing is held against them
         self._began = 0.0
 
@@ -94,7 +94,8 @@ class Probation:
         while self._turns and not self._turn:
             self._turn = [p for p in self._turns.popleft() if not p.ended]
         self._began = self._clock()
-        self._entered.update(self._turn)
+        self._entered = {*self._turn, *(p for p in self._entered if not p.ended and p.num_in_core < PROVEN)}
+        self._free.intersection_update(p for turn in self._turns for p in turn)
         for p in self._turn:
             self._submit(p)
         return not self._turn
