@@ -30,12 +30,12 @@ def add_fleet_arguments(group) -> None:
     default = ScalingConfig()
     group.add_argument(
         "--ray", nargs="?", const="auto", type=text, metavar="ADDRESS",
-        help="run the cores in a Ray cluster: HOST:PORT of its head, auto (this machine's) or local (default: no; alone: auto)",
+        help="run the cores in a Ray cluster: HOST:PORT of its head, auto (this machine's, also if left out) or local",
     )  # fmt: skip
     for name, kind, metavar, words in (
         ("min-replicas", int, "N", "cores at least (default: 1)"),
-        ("max-replicas", int, "N", "cores at most, as the load asks for (default: as many as --data-parallel-size)"),
-        ("target-ongoing-requests", int, "N", "of one core; more in flight ask for another (default: its --max-num-seqs)"),
+        ("max-replicas", int, "N", "cores at most, as the load asks for"),
+        ("target-ongoing-requests", int, "N", "of one core; more in flight ask for another (default: --max-num-seqs)"),
         ("upscale-delay", float, "SECONDS", f"of load before a core is added (default: {default.upscale_delay:g})"),
         ("downscale-delay", float, "SECONDS", f"without load before one is taken away (default: {default.downscale_delay:g})"),
         ("placement-timeout", float, "SECONDS", "until the cluster must have room for a core (default: 30)"),
