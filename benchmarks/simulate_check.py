@@ -7,6 +7,9 @@ Starts `headrace serve --trace`, loads it with `headrace bench serve` at some co
 a step to the trace and the time outside of the engine to the requests that ran alone. Then it sends other requests at other
 times, at shares of the highest throughput that was seen, and simulates exactly these arrivals. Wanted: within 10 %.
 
+With --recorded nothing runs: the roofline's answers are printed beside what `headrace bench` measured on an H100. The shares of
+the limit are taken from the `batch` rows, for they are the model; nothing is taken from `offline-random`.
+
 With --paced the server's model only sleeps, 20 ms and more for more rows: that checks the method, on a busy machine too.
 
 Server, client and simulation are on one machine, and it must be quiet: what else runs is in the trace and not in the rest.
@@ -18,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import socket
@@ -110,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", help="a config.json whose shape is served with random weights")
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy with --config")
+    parser.add_argument("--recorded", action="store_true", help="beside the runs on an H100 in results/, and nothing else")
     parser.add_argument("--paced", action="store_true", help="a model that only sleeps")
     parser.add_argument("--input-len", type=int, default=None, help="prompt tokens, +- half (128; of a shape 512)")
     parser.add_argument("--output-len", type=int, default=None, help="likewise (64; of a shape 128)")
@@ -121,6 +126,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.config is not None) != (args.load_format == "dummy"):
         parser.error("--config FILE and --load-format dummy go together")
+    if args.recorded:
+        return recorded()
     args.input_len = args.input_len or (512 if args.config else 128)
     args.output_len = args.output_len or (128 if args.config else 64)
     began, load = time.perf_counter(), os.getloadavg()
@@ -213,6 +220,48 @@ def compared(share: float, real: dict[str, Any], foretold: dict[str, Any]) -> di
         print(f"{key:24}{real[key]:10.2f}{foretold[key]:12.2f}{off:+8.1%}{'' if abs(off) <= WANTED else '   !'}", flush=True)
     row["worst"] = max(abs(f["off"]) for f in row["figures"].values())
     return row
+
+
+def recorded() -> None:
+    with tempfile.TemporaryDirectory(prefix="headrace-check-") as place:
+        directory = Path(place)
+        rng = random.Random(0)  # the draws of `headrace bench throughput`
+        prompts = [len([rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))]) for _ in range(256)]
+        lines = [json.dumps({"input_len": n, "output_len": rng.randint(100, 1024)}) for n in prompts]
+        (directory / "offline.jsonl").write_text("\n".join(lines))
+        for name in ("qwen3-8b", "qwen3-0.6b"):
+            for result in json.loads((HERE / "results" / f"h100-{name}.json").read_text())["results"]:
+                foretold = foretell(result, name, directory)
+                if foretold is not None:
+                    off = foretold / result["value"] - 1
+                    print(
+                        f"{name:12}{result['workload']:18}{result['value']:10.2f}{foretold:10.2f} {result['unit']:6}{off:+7.1%}"
+                    )
+
+
+def foretell(result: dict[str, Any], name: str, directory: Path) -> float | None:
+    """The value of a recorded workload, simulated."""
+    out, workload = directory / "simulated.json", result["workload"]
+    command = [
+        *HEADRACE,
+        "simulate",
+        "--config",
+        str(HERE / "shapes" / f"{name}.json"),
+        "--front-ms",
+        "0",
+        "--save-result",
+        str(out),
+    ]
+    if workload == "offline-random":
+        command += ["--dataset-name", "custom", "--dataset-path", str(directory / "offline.jsonl")]
+    elif workload.startswith("batch "):
+        command += ["--num-prompts", workload.split()[1], "--random-input-len", str(result["input_len"])]
+        command += ["--random-output-len", str(result["output_len"])]
+    else:
+        return None
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads(out.read_text())
+    return found["output_throughput"] if workload == "offline-random" else found["mean_tpot_ms"]
 
 
 def served_shape(config: str, directory: Path) -> list[str]:

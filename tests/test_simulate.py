@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,8 +21,9 @@ from headrace.model.families import model_config_from_hf
 from headrace.scheduler.config import Limits
 from headrace_bench.load import Load
 from headrace_bench.simulation.cards import CARDS, REACHED, SHARES, BlockSizes, num_blocks, roofline
+from headrace_bench.simulation.core import Core
 from headrace_bench.simulation.cost import Constant, Work
-from headrace_bench.simulation.figures import COLUMNS, attained, merged, summary
+from headrace_bench.simulation.figures import COLUMNS, Outcome, attained, merged, summary
 from headrace_bench.simulation.fleet import Setup, simulate
 from headrace_bench.simulation.sizing import replicas_needed, shares
 from headrace_bench.simulation.trace_fit import fit_trace
@@ -34,7 +36,7 @@ CHATS = Mix("", LogNormal(30, 0.8, 100), LogNormal(40, 0.6, 100), prefixes=2, pr
 LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=4096, block_size=16, num_blocks=400)
 
 
-def traffic(mix: Mix = SMALL, rate: float = 20.0, count: int = 120, **load) -> Traffic:
+def traffic(mix: Mix = SMALL, rate: float = 20.0, count: int = 70, **load) -> Traffic:
     return Traffic(mix.draw, Load(rate, **load), count, 7, mix.mean_turns)
 
 
@@ -69,7 +71,6 @@ def test_every_request_ends_tokens_add_up_and_leaps_change_nothing(case):
     made, load = CASES[case]
     whole = simulate(replace(made, checks=True), load)
     step_by_step = simulate(replace(made, checks=True, leaps=False), load)
-    again = simulate(made, load)
 
     columns = whole.columns
     refused = sum(whole.refusals.values())
@@ -86,17 +87,28 @@ def test_every_request_ends_tokens_add_up_and_leaps_change_nothing(case):
     gaps = columns["end"] - columns["first"]
     assert whole.gap_sums[0] == pytest.approx(gaps.sum())  # the gaps of a request are its time from first to last token
 
-    for other in (step_by_step, again):
-        for name in COLUMNS:
-            np.testing.assert_array_equal(columns[name], other.columns[name], err_msg=name)
-        np.testing.assert_array_equal(whole.per_second, other.per_second)
-        assert (whole.steps, whole.busy, whole.prefix_hits) == (other.steps, other.busy, other.prefix_hits)
-        assert whole.gap_sums == pytest.approx(other.gap_sums) and whole.preemptions == other.preemptions
-    np.testing.assert_array_equal(whole.gaps, again.gaps)
+    same_requests(whole, step_by_step)
+    assert whole.gap_sums == pytest.approx(step_by_step.gap_sums)
     assert np.abs(np.cumsum(whole.gaps - step_by_step.gaps)).max() <= 2  # a logarithm at the edge of a bin
     assert step_by_step.turns >= step_by_step.steps
     if case in ("overlap", "blocking", "no overlap", "host-bound"):
         assert whole.turns < 0.6 * step_by_step.turns, "little was leapt over"
+
+
+def same_requests(one: Outcome, other: Outcome) -> None:
+    for name in COLUMNS:
+        np.testing.assert_array_equal(one.columns[name], other.columns[name], err_msg=name)
+    np.testing.assert_array_equal(one.per_second, other.per_second)
+    for name in ("steps", "busy", "prefix_hits", "preemptions", "refusals"):
+        assert getattr(one, name) == getattr(other, name), name
+
+
+@pytest.mark.parametrize("case", ["three by prefix", "conversations"])
+def test_the_same_seed_gives_the_same_answer(case):
+    one, other = simulate(*CASES[case]), simulate(*CASES[case])
+    same_requests(one, other)
+    np.testing.assert_array_equal(one.gaps, other.gaps)
+    assert one.gap_sums == other.gap_sums
 
 
 def test_the_cases_have_what_they_are_for():
@@ -234,6 +246,41 @@ def test_a_recorded_trace_is_fitted_and_its_error_told(tmp_path):
     assert spread.mean() == pytest.approx(1, abs=0.01) and 0.005 < spread.std() < 0.04
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_trace_of_a_known_cost_foretells_its_percentiles(blocking, tmp_path, monkeypatch):
+    """The turns of a simulated core, written as a server writes them, fitted, and asked about another load."""
+    cost = Constant(0.006, 3e-5, host=2e-4, blocking=blocking)
+    made, steps, turn = setup(cost=cost, leaps=False), [], Core.turn
+
+    def traced(core: Core, now: float) -> float | None:
+        before, launched = core.steps, []
+        monkeypatch.setattr(core, "_launch", lambda plan, at: launched.append(plan) or Core._launch(core, plan, at))
+        after = turn(core, now)
+        plan, end = (launched[0] if launched else None), core._settled if after is None else after
+        tokens, seqs = (plan.num_tokens, len(plan)) if plan is not None and core.steps > before else (0, 0)
+        host = end - now if blocking else min(end - now, cost.host)
+        parts = (0.0, host, end - now - host, 0.0)
+        steps.append(StepTrace(now, *parts, tokens, seqs, core.scheduler.num_running, 0, core.scheduler.kv_usage))
+        return after
+
+    monkeypatch.setattr(Core, "turn", traced)
+    for number, rate in enumerate((3.0, 15.0, 40.0)):
+        began = steps[-1].began + 10.0 if steps else 0.0
+        first = len(steps)
+        simulate(made, replace(traffic(rate=rate, count=80), seed=number))
+        steps[first:] = [msgspec.structs.replace(s, began=s.began + began) for s in steps[first:]]
+    monkeypatch.undo()
+    trace = TraceFile(tmp_path / "trace.json")
+    trace.steps(steps)
+    trace.close()
+    fitted = fit_trace(str(tmp_path / "trace.json"), 0)
+    assert fitted.blocking == blocking
+    load = replace(traffic(rate=20.0, count=150), seed=11)
+    real, foretold = (summary(simulate(setup(cost=c), load), [90, 99], {}) for c in (cost, fitted))
+    for key in ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms", "p99_itl_ms", "output_throughput"):
+        assert foretold[key] == pytest.approx(real[key], rel=0.05), key
+
+
 def test_what_is_no_trace_is_told(tmp_path):
     for words in ("{}", "[]", '{"traceEvents": 5}', "x", '{"traceEvents": [{"ph": "X", "name": "a"}]}'):
         file = tmp_path / "trace.json"
@@ -272,7 +319,7 @@ def test_a_day_has_its_peak_at_noon():
 
 def test_parts_are_the_whole_in_pieces():
     load = traffic(count=1000, rate=40.0, max_concurrency=8)
-    parts = [load.part(i, 4) for i in range(4)]
+    parts = [load.part(i, 0.25) for i in range(4)]
     assert sum(part.count for part in parts) == 1000 and sum(part.load.request_rate for part in parts) == 40.0
     assert len({part.arrivals()[5][0] for part in parts}) == 4
     assert [part.load.max_concurrency for part in parts] == [2] * 4
@@ -323,8 +370,10 @@ def test_the_smallest_number_that_does_is_found(needed):
 
     found, tried = replicas_needed(share, 0.99)
     assert needed <= found <= needed * (1 + 1 / 64) and (needed > 64 or found == needed)
-    assert len(asked) == len(set(asked)) == len(tried) < 50
+    assert len(asked) == len(set(asked)) == len(tried) < 50  # nothing is asked twice
     assert replicas_needed(lambda number: 0.5, 0.99)[0] == 0
+    found, tried = replicas_needed(share, 0.99, first=16)
+    assert needed <= found <= needed * (1 + 1 / 64) and next(iter(tried)) == 16
 
 
 def test_a_fleet_is_sized_and_a_run_that_cannot_keep_its_limits_is_cut_short():
@@ -346,7 +395,7 @@ def test_a_fleet_is_sized_and_a_run_that_cannot_keep_its_limits_is_cut_short():
 
 def test_fronts_add_up():
     load = traffic(rate=60.0, count=300)
-    parts = [simulate(setup(replicas=2, router="round-robin"), load.part(i, 3)) for i in range(3)]
+    parts = [simulate(setup(replicas=2, router="round-robin"), load.part(i, 1 / 3)) for i in range(3)]
     whole, one = merged(parts), summary(parts[0], [50], {}, scale=3.0)
     assert whole.replicas == 6 and len(whole.columns["start"]) == sum(len(p.columns["start"]) for p in parts)
     figures = summary(whole, [50], {})
@@ -377,7 +426,7 @@ def test_the_command_prints_what_bench_serve_prints(capsys, tmp_path):
         "50",
         "100",
         "--num-prompts",
-        "60",
+        "40",
     )
     results = simulated(capsys, tmp_path, *options, "--price-per-hour", "2", "--goodput", "ttft:1000", "--debug-checks")
     out = capsys.readouterr().out
@@ -391,9 +440,9 @@ def test_the_command_prints_what_bench_serve_prints(capsys, tmp_path):
     ):
         assert (words in out) == (words != "Client's"), words
     first, second = results
-    assert first["request_rate"] == 50 and second["request_rate"] == 100 and first["completed"] == 60
+    assert first["request_rate"] == 50 and second["request_rate"] == 100 and first["completed"] == 40
     assert first["cost_per_hour"] == 6 and first["goodput_share"] == 1.0
-    assert first["cost_per_million_output_tokens"] == pytest.approx(6 / 3600 / first["output_throughput"] * 1e6)
+    assert first["cost_per_million_output_tokens"] == pytest.approx(6 / 3600 / first["steady_output_throughput"] * 1e6)
     for result, other in zip(results, simulated(capsys, tmp_path, *options, "--no-leaps"), strict=True):
         assert all(result[key] == other[key] for key in other if "itl" not in key and "goodput" not in key)
 

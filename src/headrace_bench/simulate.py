@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         check_plot(args.plot)
     setup = setup_of(args)
-    results = []
     with Workers(args.jobs) as workers:
-        for load in loads:
-            traffic = traffic_of(args, load, setup.limits.max_model_len)
-            replicas, asked = args.replicas or 1, dict[int, float]()
-            if goodput and args.replicas is None:
-                replicas, asked = size(args, setup, traffic, goodput, workers)
-            results.append(shown(args, setup, traffic, replicas, asked, percentiles, goodput, workers))
+        studies = [Study(args, setup, traffic_of(args, load, setup.limits.max_model_len), goodput, workers) for load in loads]
+        results = [study.shown(percentiles) for study in studies]
     save_result(args.save_result, results)
     if args.plot:
         plot(args.plot, results, percentiles, f"{results[0]['model_id']}, {args.dataset_name}, simulated")
@@ -78,89 +73,110 @@ class Workers:
         return list(self._pool.map(simulate, *zip(*tasks, strict=True)))
 
 
-def tasks_of(
-    args: argparse.Namespace, setup: Setup, traffic: Traffic, replicas: int
-) -> tuple[list[tuple[Setup, Traffic]], float]:
-    """The fronts to simulate, and the size of the fleet over theirs."""
-    fronts = min(replicas, args.fronts or -(-replicas // FRONT_CORES))
-    if args.dataset_name == "custom":
-        fronts = 1
-    if fronts == 1:
-        return [(replace(setup, replicas=replicas), traffic)], 1.0
-    parts = shares(replicas, fronts)[: args.sample_fronts]
-    tasks = [(replace(setup, replicas=n), traffic.part(i, fronts)) for i, n in enumerate(parts)]
-    return tasks, fronts / len(parts)
+@dataclass(slots=True)
+class Study:
+    """A fleet under one load."""
 
+    args: argparse.Namespace
+    setup: Setup  # of a front with one replica
+    traffic: Traffic
+    goodput: dict[str, float]
+    workers: Workers
+    tried: dict[int, float] = field(default_factory=dict)  # by replicas: the share of the requests that kept the limits
+    took: float = 0.0  # seconds of the last simulation
 
-def size(
-    args: argparse.Namespace, setup: Setup, traffic: Traffic, goodput: dict[str, float], workers: Workers
-) -> tuple[int, dict[int, float]]:
-    """Replicas that keep the limits, and the share of the requests that kept them with each number that was tried."""
-    from headrace_bench.simulation.figures import attained, merged
+    def shown(self, percentiles: list[float]) -> dict[str, Any]:
+        """Print the tables, return the figures."""
+        from headrace_bench.report import table
+        from headrace_bench.simulation.figures import fleet_table, summary
 
-    few = replace(traffic, count=min(traffic.count, 200), load=Load(math.inf, max_concurrency=1), peak=None)
-    alone = attained(workers.simulate([(setup, few)])[0], goodput)
-    if alone < args.goodput_share:
-        kept = f"limits that {100 * args.goodput_share:g} % of the requests keep on an idle replica: {100 * alone:.1f} % do"
-        raise ParameterError("--goodput", " ".join(args.goodput), kept)
+        if self.goodput and self.args.replicas is None:
+            replicas, outcome = self.sized()
+        else:
+            replicas = self.args.replicas or 1
+            outcome = self.simulated(replicas, self.setup)
+        figures = summary(outcome, percentiles, self.goodput, replicas / outcome.replicas)
+        result = {**self.facts(replicas, outcome), **figures, **self.answers(outcome)}
+        if self.args.price_per_hour is not None:
+            result |= costs(result, self.args.price_per_hour)
+        print(table(Run(self.traffic.load, [], figures["duration"], 0.0), figures, percentiles))
+        print(fleet_table(result, percentiles), flush=True)
+        print(
+            f"headrace: {figures['duration']:,.0f} s of {outcome.replicas} replicas simulated in {self.took:.1f} s: "
+            f"{len(outcome.columns['start']):,} requests, {outcome.steps:,} steps, {outcome.turns:,} of them one by one",
+            file=sys.stderr,
+        )
+        return result
 
-    def share(replicas: int) -> float:
-        tasks, _ = tasks_of(args, setup, traffic, replicas)
-        watched = [(replace(s, goodput=goodput, share=args.goodput_share), t) for s, t in tasks]
-        found = attained(merged(workers.simulate(watched)), goodput)
-        print(f"headrace: {replicas} replicas: {100 * found:.2f} % keep the limits", file=sys.stderr, flush=True)
-        return found
+    def simulated(self, replicas: int, setup: Setup) -> Outcome:
+        """A fleet of so many, or the part of it that --sample-fronts asks for."""
+        from headrace_bench.simulation.figures import merged
 
-    replicas, asked = replicas_needed(share, args.goodput_share)
-    if not replicas:
-        raise ParameterError("--goodput", " ".join(args.goodput), f"limits that {MOST} replicas keep")
-    return replicas, asked
+        began = time.perf_counter()
+        fronts = min(replicas, self.args.fronts or -(-replicas // FRONT_CORES))
+        if fronts == 1 or self.args.dataset_name == "custom":
+            tasks = [(replace(setup, replicas=replicas), self.traffic)]
+        else:
+            parts = enumerate(shares(replicas, fronts)[: self.args.sample_fronts])
+            tasks = [(replace(setup, replicas=n), self.traffic.part(i, n / replicas)) for i, n in parts]
+        outcome = merged(self.workers.simulate(tasks))
+        self.took = time.perf_counter() - began
+        return outcome
 
+    def sized(self) -> tuple[int, Outcome]:
+        """Replicas that keep the limits, and what becomes of the load with these."""
+        from headrace_bench.simulation.figures import attained
 
-def shown(
-    args: argparse.Namespace, setup: Setup, traffic: Traffic, replicas: int, asked: dict[int, float],
-    percentiles: list[float], goodput: dict[str, float], workers: Workers,
-) -> dict[str, Any]:  # fmt: skip
-    """Run one load, print its tables, return the figures."""
-    from headrace_bench.report import table
-    from headrace_bench.simulation.figures import attained, fleet_table, merged, summary
+        share, limits = self.args.goodput_share, " ".join(self.args.goodput)
+        few = replace(self.traffic, count=min(self.traffic.count, 200), load=Load(math.inf, max_concurrency=1), peak=None)
+        alone = attained(self.workers.simulate([(self.setup, few)])[0], self.goodput)
+        if alone < share:
+            kept = f"limits that {100 * share:g} % of the requests keep on an idle replica: {100 * alone:.1f} % do"
+            raise ParameterError("--goodput", limits, kept)
+        watched = replace(self.setup, goodput=self.goodput, share=share)
+        best: dict[int, Outcome] = {}
 
-    began = time.perf_counter()
-    tasks, scale = tasks_of(args, setup, traffic, replicas)
-    outcome = merged(workers.simulate(tasks))
-    took = time.perf_counter() - began
-    figures = summary(outcome, percentiles, goodput, scale)
-    load = traffic.load
-    result: dict[str, Any] = {
-        "model_id": args.config or args.model or "embedded", "dataset_name": args.dataset_name,
-        "cost": f"trace {args.trace}" if args.trace else f"{args.card} x {args.tensor_parallel_size}",
-        "num_prompts": figures["completed"] + figures["failed"],
-        "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf", "burstiness": load.burstiness,
-        "max_concurrency": load.max_concurrency, "replicas": replicas, "router": args.router,
-        "cards": replicas * args.tensor_parallel_size, "simulated_replicas": outcome.replicas,
-        "num_kv_blocks": setup.limits.num_blocks, "block_size": setup.limits.block_size, **figures,
-    }  # fmt: skip
-    if goodput:
-        result["goodput_share"] = attained(outcome, goodput)
-    if asked:
-        result["tried"] = {str(n): round(share, 4) for n, share in sorted(asked.items())}
-    if args.price_per_hour is not None:
-        result |= costs(result, args.price_per_hour)
-    print(table(Run(load, [], figures["duration"], 0.0), figures, percentiles))
-    print(fleet_table(result, percentiles), flush=True)
-    print(
-        f"headrace: {figures['duration']:,.0f} s of {outcome.replicas} replicas simulated in {took:.1f} s: "
-        f"{len(outcome.columns['start']):,} requests, {outcome.steps:,} steps, {outcome.turns:,} of them one by one",
-        file=sys.stderr,
-    )
-    return result
+        def keeping(replicas: int) -> float:
+            outcome = self.simulated(replicas, watched)
+            found = attained(outcome, self.goodput)
+            if found >= share:
+                best.clear()  # fewer are asked about from now on
+                best[replicas] = outcome
+            print(f"headrace: {replicas} replicas: {100 * found:.2f} % keep the limits", file=sys.stderr, flush=True)
+            return found
+
+        replicas, self.tried = replicas_needed(keeping, share, self.args.fronts or 1)
+        if not replicas:
+            raise ParameterError("--goodput", limits, f"limits that {MOST} replicas keep")
+        return replicas, best[replicas]
+
+    def facts(self, replicas: int, outcome: Outcome) -> dict[str, Any]:
+        args, load, limits = self.args, self.traffic.load, self.setup.limits
+        return {
+            "model_id": args.config or args.model or "embedded", "dataset_name": args.dataset_name,
+            "cost": f"trace {args.trace}" if args.trace else f"{args.card} x {args.tensor_parallel_size}",
+            "num_prompts": len(outcome.columns["start"]) + sum(outcome.refusals.values()),
+            "request_rate": load.request_rate if math.isfinite(load.request_rate) else "inf", "burstiness": load.burstiness,
+            "max_concurrency": load.max_concurrency, "replicas": replicas, "simulated_replicas": outcome.replicas,
+            "cards": replicas * args.tensor_parallel_size, "router": args.router, "num_kv_blocks": limits.num_blocks,
+            "block_size": limits.block_size,
+        }  # fmt: skip
+
+    def answers(self, outcome: Outcome) -> dict[str, Any]:
+        """To --goodput."""
+        from headrace_bench.simulation.figures import attained
+
+        kept = {"goodput_share": attained(outcome, self.goodput)} if self.goodput else {}
+        tried = {str(n): round(share, 4) for n, share in sorted(self.tried.items())}
+        return {**kept, **({"tried": tried} if tried else {})}
 
 
 def costs(result: dict[str, Any], price: float) -> dict[str, float]:
-    """Of all cards over the time of the run."""
-    hour = result["cards"] * price
+    """Of all cards, while clients come."""
+    hour, outputs = result["cards"] * price, result["steady_output_throughput"] * 3600
+    all_tokens = result["total_input_tokens"] + result["total_output_tokens"]
+    every = outputs * all_tokens / max(1, result["total_output_tokens"])
     million = {
-        name: hour / (result[key] * 3600) * 1e6 if result[key] else math.inf
-        for name, key in (("output_tokens", "output_throughput"), ("tokens", "total_token_throughput"))
+        name: hour / count * 1e6 if count else math.inf for name, count in (("output_tokens", outputs), ("tokens", every))
     }
     return {"cost_per_hour": hour, **{f"cost_per_million_{name}": value for name, value in million.items()}}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BIN = 0.002
 SHORTEST, LONGEST = 1e-7, 1e5  # seconds
+SHORT = 10  # seconds: a run of fewer is never steady
 BINS = int(log(LONGEST / SHORTEST) / BIN) + 2
 COLUMNS = ("start", "admitted", "first", "end", "prompt", "output", "cached", "preempted")
 
@@ -42,6 +43,7 @@ class Outcome:
     preemptions: int
     prefix_queries: int  # tokens
     prefix_hits: int
+    arriving: float = 0.0  # until when clients came of themselves
     expected: int = 0  # requests that there should have been, where the run was cut short: too many missed the limits
 
 
@@ -131,6 +133,7 @@ def merged(outcomes: list[Outcome]) -> Outcome:
         gap_sums=(sum(o.gap_sums[0] for o in outcomes), sum(o.gap_sums[1] for o in outcomes)),
         per_second=np.sum([np.pad(o.per_second, (0, length - len(o.per_second))) for o in outcomes], axis=0),
         refusals=dict(refusals),
+        arriving=max(o.arriving for o in outcomes),
         **sums,
     )
 
@@ -154,6 +157,7 @@ def summary(o: Outcome, percentiles: Sequence[float], goodput: dict[str, float],
         "request_goodput": num * attained(o, goodput) * per_second if goodput else None,
         "output_throughput": outputs * per_second,
         "total_token_throughput": (inputs + outputs) * per_second,
+        "steady_output_throughput": _steady(o) * scale if int(o.arriving) >= SHORT else outputs * per_second,
         "max_output_tokens_per_s": float(o.per_second.max()) * scale,
         "max_concurrent_requests": round(_peak(c["start"], c["end"]) * scale),
         "client_cpu": None,
@@ -171,6 +175,11 @@ def summary(o: Outcome, percentiles: Sequence[float], goodput: dict[str, float],
         "steps": round(o.steps * scale),
         "refusals": o.refusals,
     }
+
+
+def _steady(o: Outcome) -> float:
+    """Tokens per second in the second half of the time in which clients came: without the run's beginning and its end."""
+    return float(o.per_second[int(o.arriving / 2) : int(o.arriving)].mean())
 
 
 def times_of(o: Outcome) -> dict[str, np.ndarray]:
@@ -199,6 +208,7 @@ def fleet_table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
     rows: list[tuple[str, Any]] = [
         ("Replicas:", result["replicas"]),
         ("Cards:", result["cards"]),
+        ("Output tokens/s while clients come:", result["steady_output_throughput"]),
         ("Prompt tokens found in caches (%):", 100 * result["prefix_hit_rate"]),
         ("Preemptions:", result["preemptions"]),
         ("Devices busy (%):", 100 * result["device_busy"]),

@@ -115,6 +115,7 @@ class Fleet:
             elif what.next == now:
                 self._turn(what, now)
         outcome = self.record.outcome(self.cores)
+        outcome.arriving = asks[-1][0] if asks else 0.0
         if self._heap:
             outcome.expected = sum(1 + len(ask.turns) for _, ask in asks)
         return outcome

@@ -9,10 +9,10 @@ MOST = 2**20
 EXACT = 64  # up to here to the replica; beyond to one part in so many
 
 
-def replicas_needed(attained: Callable[[int], float], share: float) -> tuple[int, dict[int, float]]:
+def replicas_needed(attained: Callable[[int], float], share: float, first: int = 1) -> tuple[int, dict[int, float]]:
     """The smallest number with attained(number) >= share, and all that was asked; attained() is taken to grow with it.
 
-    0: not even MOST replicas do.
+    `first` is asked first. 0: not even MOST replicas do.
     """
     asked: dict[int, float] = {}
 
@@ -21,12 +21,11 @@ def replicas_needed(attained: Callable[[int], float], share: float) -> tuple[int
             asked[number] = attained(number)
         return asked[number] >= share
 
-    high = 1
+    low, high = 0, first  # low does not do
     while not enough(high):
         if high >= MOST:
             return 0, asked
-        high *= 2
-    low = high // 2  # does not do
+        low, high = high, 2 * high
     while high - low > max(1, high // EXACT):
         middle = (low + high) // 2
         if enough(middle):

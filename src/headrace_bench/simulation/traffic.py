@@ -146,13 +146,13 @@ class Traffic:
     mean_turns: float = 1.0
     peak: float | None = None  # of a day's curve, over its mean; None: the rate is always the same
 
-    def part(self, index: int, parts: int) -> Traffic:
-        """One of equal parts: so many times fewer requests, its own draws."""
+    def part(self, index: int, share: float) -> Traffic:
+        """So much of it, with draws of its own."""
         load, concurrency = self.load, self.load.max_concurrency
         if concurrency is not None:
-            concurrency = max(1, concurrency // parts)
-        load = replace(load, request_rate=load.request_rate / parts, max_concurrency=concurrency)
-        return replace(self, load=load, count=max(1, round(self.count / parts)), seed=self.seed * 1_000_003 + index)
+            concurrency = max(1, round(concurrency * share))
+        load = replace(load, request_rate=load.request_rate * share, max_concurrency=concurrency)
+        return replace(self, load=load, count=max(1, round(self.count * share)), seed=self.seed * 1_000_003 + index)
 
     def arrivals(self) -> list[tuple[float, Ask]]:
         """In the order of time; seconds."""
