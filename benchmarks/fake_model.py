@@ -1,7 +1,11 @@
-"""A builder for EngineClient: the real scheduler and core over a model of zero cost, which recites a text."""
+"""A builder for EngineClient: the real scheduler and core over a model of zero cost, which recites a text.
+
+FAKE_STEP_MS in the environment: a step takes so long, and costs nothing all the same, as on a device.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -19,10 +23,12 @@ TEXT = "A headrace is the channel that leads water onto a mill wheel; nothing is
 
 
 class Recited:
-    def __init__(self, result: StepResult):
-        self._result, self.finished = result, time.perf_counter()
+    def __init__(self, result: StepResult, finished: float):
+        self._result, self.finished = result, finished
 
     def result(self) -> StepResult:
+        if (left := self.finished - time.perf_counter()) > 0:
+            time.sleep(left)
         return self._result
 
 
@@ -32,6 +38,8 @@ class Reciter:
     def __init__(self, ids: list[int]):
         self._ids = ids
         self._prompts: dict[int, int] = {}  # their lengths, by slot
+        self._seconds = float(os.environ.get("FAKE_STEP_MS", "0")) / 1000
+        self._free = 0.0  # when the steps before have ended
 
     def launch(self, plan: StepPlan) -> Recited:
         ids, count = self._ids, len(self._ids)
@@ -39,7 +47,8 @@ class Reciter:
             self._prompts[new.slot] = new.num_prompt
         columns = (c.tolist() for c in (plan.slots, plan.starts + plan.counts, plan.samples))
         found = [ids[(stop - self._prompts[slot]) % count] for slot, stop, samples in zip(*columns, strict=True) if samples]
-        return Recited(StepResult(found, plan.samples.astype(int).tolist()))
+        self._free = max(self._free, time.perf_counter()) + self._seconds
+        return Recited(StepResult(found, plan.samples.astype(int).tolist()), self._free)
 
     def idle(self) -> bool:
         return False

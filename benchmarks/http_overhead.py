@@ -1,22 +1,30 @@
 """What HTTP costs: tokens per second through streams with a model of zero cost, beside a bare uvicorn endpoint.
 
     python benchmarks/http_overhead.py                 1, 64 and 512 streams; the limit is measured in the same run
+    python benchmarks/http_overhead.py --api-processes 1 2 4 --streams 64 512       what several HTTP processes buy
     python benchmarks/http_overhead.py --model-run     SmolLM2 on the CPU, 32 clients: HTTP against the offline API
 
-The limit is a raw ASGI application that writes one constant chunk of the same size for each token and yields in between.
-Client, server and core share the machine; the client reads bytes and counts, nothing else. CPU is that of the server's
-processes: seconds for 1,000 tokens, which is the share of one CPU that 1,000 tokens/s take.
+The limit is a raw ASGI application that writes one constant chunk of the same size for each token and yields in between: one
+process, always. Client, server and core share the machine; the client reads bytes and counts events, nothing else. CPU is that
+of the server's processes: seconds for 1,000 tokens, which is the share of one CPU that 1,000 tokens/s take. With several HTTP
+processes `http` is the sum of all, and `parent` the process that has the engine's client: neither it nor the core can be busier
+than one CPU, which bounds what any number of HTTP processes can do.
+
+A model of zero cost outruns HTTP, so that several tokens share an event. With --step-ms a step takes so long: then the figure
+is how many of the tokens still have an event of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +53,7 @@ class Reader(asyncio.Protocol):
     """One request; reads to its end."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]):
-        self.request, self.done, self.bytes, self.first = request, done, 0, 0.0
+        self.request, self.done, self.bytes, self.events, self.first = request, done, 0, 0, 0.0
         self.tail = b""
 
     def connection_made(self, transport: Any) -> None:
@@ -57,6 +65,7 @@ class Reader(asyncio.Protocol):
             self.done.set_exception(RuntimeError(data[:500].decode()))
         self.first = self.first or time.perf_counter()
         self.bytes += len(data)
+        self.events += data.count(b"data: {")
         self.tail = self.tail[-16:] + data[-32:]
         if self.tail.endswith(b"\r\n0\r\n\r\n") and not self.done.done():
             self.done.set_result(None)
@@ -67,8 +76,8 @@ class Reader(asyncio.Protocol):
             self.done.set_exception(RuntimeError(f"the connection was lost: {error}"))
 
 
-async def load(port: int, requests: list[bytes]) -> tuple[float, int]:
-    """Send all at once; seconds until the last has ended, and bytes."""
+async def load(port: int, requests: list[bytes]) -> tuple[float, int, int]:
+    """Send all at once; seconds until the last has ended, bytes and events."""
     loop = asyncio.get_running_loop()
     began = time.perf_counter()
     readers, ends = [], []
@@ -78,7 +87,7 @@ async def load(port: int, requests: list[bytes]) -> tuple[float, int]:
         readers.append(reader)
         ends.append(done)
     await asyncio.gather(*ends)
-    return time.perf_counter() - began, sum(r.bytes for r in readers)
+    return time.perf_counter() - began, sum(r.bytes for r in readers), sum(r.events for r in readers)
 
 
 def http_request(path: str, body: dict[str, Any] | None = None) -> bytes:
@@ -89,18 +98,20 @@ def http_request(path: str, body: dict[str, Any] | None = None) -> bytes:
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """Of a process and its children so far."""
-    found = {}
+    """Of a server's processes so far, by what they do: parent (which serves HTTP itself if no other does), http, core."""
+    found: dict[str, float] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            own = int(entry.name) == pid
+            if not own and int(fields[1]) != pid:
+                continue
+            part = "parent" if own else "http" if b"headrace.api_processes" in (entry / "cmdline").read_bytes() else "core"
         except OSError:
             continue
-        if int(entry.name) == pid or int(fields[1]) == pid:
-            name = "http" if int(entry.name) == pid else f"core {entry.name}"
-            found[name] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        found[part] = found.get(part, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
 
@@ -129,13 +140,13 @@ class Process:
 
     def measure(self, requests: list[bytes], tokens: int) -> dict[str, Any]:
         before = cpu_seconds(self.process.pid)
-        seconds, size = uvloop.run(load(self.port, requests))
+        seconds, size, events = uvloop.run(load(self.port, requests))
         cpu = {k: v - before.get(k, 0.0) for k, v in cpu_seconds(self.process.pid).items()}
-        http, core = cpu.pop("http"), sum(cpu.values())
-        return {
-            "tokens_per_second": tokens / seconds, "http_cpu_per_1000_tokens": 1000 * http / tokens,
-            "core_cpu_per_1000_tokens": 1000 * core / tokens, "bytes_per_token": size / tokens,
-        }  # fmt: skip
+        if "http" not in cpu:
+            cpu["http"] = cpu.pop("parent")
+        shares = {f"{part}_cpu_per_1000_tokens": 1000 * cpu.get(part, 0.0) / tokens for part in ("http", "parent", "core")}
+        rates = {"tokens_per_second": tokens / seconds, "events_per_token": events / tokens}
+        return {**rates, **shares, "bytes_per_token": size / tokens}
 
 
 def serve_command(builder: str | None, *options: str) -> list[str]:
@@ -149,31 +160,37 @@ def serve_command(builder: str | None, *options: str) -> list[str]:
 def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Headrace and the limit in turn, the best of several rounds of each: the machine may be busy otherwise."""
     results = []
+    os.environ["FAKE_STEP_MS"] = str(args.step_ms)
     options = ["--max-num-seqs", "512", "--max-model-len", "2048", "--served-model-name", "m"]
-    bare_command = [sys.executable, "-c", BARE.format(chunk=CHUNK)]
     bodies = {
         "/v1/completions": {"prompt": "x"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     }
     common = {"model": "m", "stream": True, "ignore_eos": True, "temperature": 0.0}
-    fake_command = serve_command("fake_model:build_fake", *options)
-    with Process(fake_command, "ready after") as ours, Process(bare_command, "running on") as bare:
+    with contextlib.ExitStack() as stack:
+        bare = stack.enter_context(Process([sys.executable, "-c", BARE.format(chunk=CHUNK)], "running on"))
+        servers = {}
+        for count in args.api_processes:
+            command = serve_command("fake_model:build_fake", "--api-processes", str(count), *options)
+            servers[count] = stack.enter_context(Process(command, "ready after"))
         for streams in args.streams:
             each = max(64, min(1500, args.tokens // streams))
-            runs: dict[str, list[dict[str, Any]]] = {"bare": []}
+            runs: dict[tuple[str, int], list[dict[str, Any]]] = {("bare", 1): []}
             for _ in range(args.rounds):
-                runs["bare"].append(bare.measure([http_request(f"/?{each}")] * streams, each * streams))
+                runs["bare", 1].append(bare.measure([http_request(f"/?{each}")] * streams, each * streams))
                 for path, body in bodies.items():
                     request = http_request(path, {**common, **body, "max_tokens": each})
-                    runs.setdefault(path, []).append(ours.measure([request] * streams, each * streams))
+                    for count, ours in servers.items():
+                        runs.setdefault((path, count), []).append(ours.measure([request] * streams, each * streams))
             best = {name: max(found, key=lambda r: r["tokens_per_second"]) for name, found in runs.items()}
-            for name, result in best.items():
-                share = result["tokens_per_second"] / best["bare"]["tokens_per_second"]
-                results.append({"what": name, "streams": streams, "tokens_each": each, **result, "share_of_limit": share})
+            for (name, count), result in best.items():
+                share = result["tokens_per_second"] / best["bare", 1]["tokens_per_second"]
+                workload = {"what": name, "api_processes": count, "streams": streams, "tokens_each": each}
+                results.append({**workload, **result, "share_of_limit": share})
+                parts = ", ".join(f"{p} {result[f'{p}_cpu_per_1000_tokens']:.4f}" for p in ("http", "parent", "core"))
                 print(
-                    f"{streams:4d} streams  {name:22s} {result['tokens_per_second']:9.0f} tok/s  {share:6.1%} of the limit   "
-                    f"CPU s per 1000 tokens: HTTP {result['http_cpu_per_1000_tokens']:.4f}, "
-                    f"core {result['core_cpu_per_1000_tokens']:.4f}   {result['bytes_per_token']:.0f} B/token", flush=True,
+                    f"{streams:4d} streams  {name:22s} x{count}  {result['tokens_per_second']:9.0f} tok/s  {share:6.1%} of the "
+                    f"limit   CPU s per 1000 tokens: {parts}   {result['events_per_token']:.2f} events/token", flush=True,
                 )  # fmt: skip
     return results
 
@@ -226,6 +243,8 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512])
     parser.add_argument("--tokens", type=int, default=100_000, help="in all, for each number of streams")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--api-processes", type=int, nargs="+", default=[1], help="HTTP processes, a server for each number")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="that a step of the model takes")
     parser.add_argument("--model-run", action="store_true")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--each", type=int, default=64, help="model run: tokens of each client")
@@ -235,7 +254,10 @@ def main() -> int:
     results = model_run(args) if args.model_run else overhead(args)
     if args.out:
         machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}
-        Path(args.out).write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+        machine |= {name: version(name) for name in ("uvicorn", "uvloop", "httptools", "pyzmq", "msgspec")}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        found = {"machine": machine, "commit": commit or None, "step_ms": args.step_ms, "results": results}
+        Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
