@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -19,7 +20,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
 from headrace.engine.forwards import load_forward
 from headrace.engine.options import check_options
-from headrace.errors import CapacityError, ParameterError
+from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.extras import is_installed
 from headrace.machine import usable_cores
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
@@ -63,11 +64,10 @@ class Engine:
 
     def close(self) -> None:
         """Drop every tensor and give the memory back."""
-        try:
+        with contextlib.suppress(EngineDeadError):  # of ranks that have died: what is in flight has no result any more
             self.core.close()
-        finally:
-            if self.ranks is not None:
-                self.ranks.close()
+        if self.ranks is not None:
+            self.ranks.close()
         gc.collect()
         give_memory_back(self.device)
 

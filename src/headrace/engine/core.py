@@ -187,10 +187,12 @@ class EngineCore:
 
     def close(self) -> None:
         """Wait for what is in flight and let go of the runner and of drafts; the core cannot step afterwards."""
-        self._settle_in_flight()
-        del self.runner
-        self.speculator = None
-        self._guided.close()
+        try:
+            self._settle_in_flight()
+        finally:
+            del self.runner
+            self.speculator = None
+            self._guided.close()
 
     def _choose_drafts(self, speculator: Speculator) -> Outputs | None:
         """Let the next step have drafts."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from headrace.sampling.penalties import UserProcessor
-from headrace.scheduler.plan import StepPlan
+from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks
 from headrace.tensor_parallel.messages import Capture, Compute, Replay, Sample, ToRank
 from headrace.tensor_parallel.ranks import Ranks
@@ -20,12 +20,30 @@ from headrace.worker.sampling import Tail
 Done = TypeVar("Done")
 
 
+class CheckedHandle(StepHandle):
+    """Takes the place of `handle`. A result is one only if all ranks were there: kernels that waited for a dead one were let go
+    with whatever they had."""
+
+    def __init__(self, handle: StepHandle, ranks: Ranks):
+        vars(self).update(vars(handle))
+        self._ranks = ranks
+
+    def result(self) -> StepResult:
+        result = super().result()
+        self._ranks.check()
+        return result
+
+
 class LeadingRunner(ModelRunner):
     """See ModelRunner. Takes over what `runner` has."""
 
     def __init__(self, runner: ModelRunner, ranks: Ranks):
         super().__init__(runner.decoder, runner.kv, runner.state, runner.graphs, runner.drafter)
         self._ranks = ranks
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        handle = super().launch(plan)
+        return handle if isinstance(handle, CheckedHandle) else CheckedHandle(handle, self._ranks)
 
     def compute(self, plan: StepPlan) -> Pending:
         return self._together(Compute(plan), lambda: super(LeadingRunner, self).compute(plan))
@@ -37,7 +55,8 @@ class LeadingRunner(ModelRunner):
         self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = (), edited: bool = False
     ) -> StepHandle:
         edited = edited or masks is not None or bool(users)
-        return self._together(Sample(edited), lambda: super(LeadingRunner, self).sample(pending, masks, users, edited))
+        handle = self._together(Sample(edited), lambda: super(LeadingRunner, self).sample(pending, masks, users, edited))
+        return CheckedHandle(handle, self._ranks)
 
     def idle(self) -> bool:
         graphs = self.graphs
