@@ -95,7 +95,7 @@ def _drawn(logits: Tensor, inputs: SampleInputs, part: VocabPart) -> tuple[Tenso
     mass = found[:, 2].view(torch.float32).double() * scale
     running = mass.cumsum(0)
     target = running[-1] * _uniform(inputs).double()
-    owner = (running <= target).sum(0).clamp(max=len(mass) - 1)
+    owner = (running <= target).sum(0)  # a rank: the target is less than all of the weights
     # what is left of the target in this rank's part; meaningless where another has it
     rest = (target - (running[rank] - mass[rank])) / scale[rank]
     drawn = (_place(blocks, per_block, rest) + part.ids.start).int()
