@@ -121,6 +121,12 @@ def prepare_threads() -> None:
         os.environ["OMP_NUM_THREADS"] = str(usable_cores())
 
 
+def environment_of_child() -> dict[str, str]:
+    """For a Python process that is to find the modules of this one, whoever has changed sys.path since it started."""
+    path = [os.path.abspath(p) for p in sys.path if not p or os.path.exists(p)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def visible_cards() -> list[str]:
     """The cards that CUDA_VISIBLE_DEVICES names, as it names them; none: it does not say."""
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

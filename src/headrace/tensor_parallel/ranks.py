@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, environment_of_child
 from headrace.errors import CapacityError, EngineDeadError, HeadraceError
 from headrace.logs import settings
 from headrace.model.shard import Shard
@@ -299,10 +299,8 @@ def _spawn(rank: int, size: int, ring: int, mouth: int, builder: str) -> subproc
     """A process of the same Python and modules, away from the terminal: its Ctrl-C is for rank 0."""
     part, level, form = settings()
     arguments = (rank, size, os.getpid(), ring, mouth, builder, f"{part} rank {rank}".lstrip(), level, form)
-    # as sys.path is here, whoever changed it; -P: and not the current directory before all
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path if not p or os.path.exists(p))
-    return subprocess.Popen(
+    return subprocess.Popen(  # -P: modules are not looked for in the current directory first
         [sys.executable, "-P", "-m", "headrace.tensor_parallel.process", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path}, pass_fds=(ring, mouth), stdin=subprocess.DEVNULL,
+        env=environment_of_child(), pass_fds=(ring, mouth), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
