@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Protocol
 
 from headrace.distributed.autoscaler import Autoscaler, Demand, ScalingConfig
 from headrace.engine.interface import CoreStatus, EngineStatus
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, ParameterError
 
 logger = logging.getLogger("headrace.server.fleet")  # below the server's, which tells what it does
 TICK = 0.5  # seconds between looks at the load
@@ -103,8 +104,8 @@ class Fleet:
         What an old core has not done after `drain_timeout` seconds goes on in others. Raises HeadraceError if a new core cannot
         start: then the others stay as they are.
         """
-        if self._updating.locked():
-            raise HeadraceError("an update is under way already")
+        if self._updating.locked() or self._client.status().draining:
+            raise HeadraceError("an update is under way already" if self._updating.locked() else "the server is about to end")
         async with self._updating:
             await self._stop()
             old = [core.number for core in self._client.cores() if core.info is not None and not core.leaving]
@@ -115,7 +116,8 @@ class Fleet:
                     done = f"{count} of {len(old)} cores have been replaced"
                     raise HeadraceError(f"{done}, then a new one could not start: {e}") from None
                 logger.info("core %d takes the place of core %d, which drains", new, number)
-                await self._client.retire_core(number, drain_timeout)
+                with contextlib.suppress(ParameterError):  # it has been given up meanwhile
+                    await self._client.retire_core(number, drain_timeout)
             return len(old)
 
     async def _stop(self) -> None:

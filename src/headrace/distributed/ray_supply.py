@@ -19,7 +19,7 @@ import msgspec
 import ray
 import zmq.asyncio
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.distributed.core_host import CoreHost
@@ -33,7 +33,7 @@ from headrace.errors import HeadraceError
 
 logger = logging.getLogger(__name__)
 INTRODUCTION_SECONDS = 60.0  # for an actor to start in a group that has its place
-LOOK_SECONDS = 1.0  # between looks whether a group has found its place
+LOOK_SECONDS = 0.1  # between looks whether a group has found its place
 STILL_SECONDS = 30.0  # between lines of the log that say that it has not
 
 
@@ -181,12 +181,15 @@ class RaySupply:
         except BaseException:
             self._later(asyncio.to_thread(remove_placement_group, group) if host is None else host.leave())
             raise
+        if (other := self._hosts.get(number)) is not None:  # of a start that was called off too late
+            self._later(other.leave())
         self._hosts[number] = host
         return host
 
     async def _found(self, number: int, group: PlacementGroup, patience: float | None) -> None:
         began = told = time.monotonic()
-        while not await asyncio.to_thread(group.wait, LOOK_SECONDS):
+        while (await asyncio.to_thread(placement_group_table, group)).get("state") != "CREATED":
+            await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             if patience is not None and now - began >= patience:
                 raise HeadraceError(f"{await asyncio.to_thread(what_is_missing, self._need)}, for {patience:g} s")

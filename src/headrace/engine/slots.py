@@ -59,6 +59,7 @@ class Slots:
         self._balancer: Balancer = balancer or LeastLoaded()
         self._streams, self._owner = streams, owner
         self._slots: dict[int, Slot] = {}
+        self._removals: set[asyncio.Task[None]] = set()
         self._past: dict[int, tuple[CoreStats, int]] = {}  # counters and restarts of numbers that have no slot now
         for _ in range(config.data_parallel_size):
             self._new(at_start=True)
@@ -91,7 +92,7 @@ class Slots:
 
     async def end(self, grace: float) -> None:
         """After `stop`: end all cores, which have `grace` seconds to do so by themselves."""
-        await asyncio.gather(*(slot.supervisor.end(grace) for slot in self))
+        await asyncio.gather(*self._removals, *(slot.supervisor.end(grace) for slot in self))
         await self.supply.close()
 
     async def add(self) -> int:
@@ -125,7 +126,10 @@ class Slots:
         except asyncio.CancelledError:
             slot.leave(False)
             raise
-        await self._remove(slot, 2.0)
+        removal = asyncio.create_task(self._remove(slot, 2.0))  # whoever waits for it no longer: nothing stays half done
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        await asyncio.shield(removal)
 
     def _new(self, at_start: bool = False) -> Slot:
         for slot in [slot for slot in self if slot.dead is not None]:
