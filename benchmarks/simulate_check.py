@@ -150,7 +150,7 @@ def check(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any
         bench(server, args, directory, "--max-concurrency", "8", "--num-prompts", "16", seed=99)  # what is lazy is done
         calibrated = bench(
             server, args, directory, "--max-concurrency", *map(str, args.concurrency),
-            counts=[max(10, args.calibration * c) for c in args.concurrency], seed=1,
+            counts=[max(20, args.calibration * c) for c in args.concurrency], seed=1,
         )  # fmt: skip
         time.sleep(1.5)  # the trace is flushed every second
         trace = directory / "calibration.json"

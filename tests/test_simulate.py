@@ -239,7 +239,7 @@ def test_a_recorded_trace_is_fitted_and_its_error_told(tmp_path):
 
     fitted = fit_trace(str(recorded(tmp_path / "trace.json", seconds)), 0)
     assert fitted.blocking and fitted.host == 0.0 and sum(fitted.counts) > 390
-    assert all(error < 0.03 for error in fitted.errors)
+    assert all(half < most < 0.05 for half, most in fitted.errors)
     for tokens, seqs, used in ((1, 1, 0.1), (20, 20, 0.5), (40, 40, 0.9), (530, 30, 0.2)):
         assert fitted.expected(Work(tokens, seqs, 0, 0.0, seqs, used)) == pytest.approx(seconds(tokens, seqs, used), rel=0.05)
     spread = fitted.many_seconds(Work(20, 20, 0, 0.0, 20, 0.5), 0, 2000) / seconds(20, 20, 0.5)
@@ -485,7 +485,7 @@ def test_a_recorded_trace_is_simulated(capsys, tmp_path):
         "100",
     )
     result = simulated(capsys, tmp_path, *options, "--front-ms", "0")
-    assert "fitted within" in capsys.readouterr().err and result["block_size"] == 16
+    assert "of them fitted within" in capsys.readouterr().err and result["block_size"] == 16
     assert 4 < result["median_tpot_ms"] < 7
 
 

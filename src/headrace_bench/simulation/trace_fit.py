@@ -54,7 +54,7 @@ class Fitted:
 
     coefficients: np.ndarray
     ratios: tuple[np.ndarray, np.ndarray]
-    errors: tuple[float, float]  # mean of |measured / fitted - 1|, of either kind
+    errors: tuple[tuple[float, float], ...]  # half and nine tenths of |measured / fitted - 1| are below, of either kind
     counts: tuple[int, int]
     host: float
     blocking: bool
@@ -77,8 +77,8 @@ class Fitted:
 
     def __str__(self) -> str:
         parts = (
-            f"{count} steps {kind}, fitted within {100 * error:.1f} % on average"
-            for kind, count, error in zip(("of decodes", "with prefill"), self.counts, self.errors, strict=True)
+            f"{count} steps {kind}, half of them fitted within {100 * half:.1f} %, nine tenths within {100 * most:.1f} %"
+            for kind, count, (half, most) in zip(("of decodes", "with prefill"), self.counts, self.errors, strict=True)
             if count
         )
         return "; ".join(parts)
@@ -104,11 +104,15 @@ def fit_trace(path: str, seed: int) -> Fitted:
     ratios = y / (x @ coefficients)
     prefilling = np.array([s.tokens > s.seqs for s in samples])
     kinds = [ratios[~prefilling], ratios[prefilling]]
-    errors = tuple(float(np.abs(kind - 1).mean()) if len(kind) else 0.0 for kind in kinds)
+    errors = tuple(_half_and_most(np.abs(kind - 1)) for kind in kinds)
     rng = random.Random(f"{seed}/steps")
     drawn = [np.array(rng.choices(kind.tolist() if len(kind) else [1.0], k=4093)) for kind in kinds]
     counts = len(kinds[0]), len(kinds[1])
-    return Fitted(coefficients, (drawn[0], drawn[1]), (errors[0], errors[1]), counts, host, blocking)
+    return Fitted(coefficients, (drawn[0], drawn[1]), errors, counts, host, blocking)
+
+
+def _half_and_most(errors: np.ndarray) -> tuple[float, float]:
+    return (float(np.median(errors)), float(np.quantile(errors, 0.9))) if len(errors) else (0.0, 0.0)
 
 
 def least_squares(x: np.ndarray, y: np.ndarray) -> np.ndarray:
