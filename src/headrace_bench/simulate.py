@@ -142,7 +142,8 @@ class Study:
             if found >= share:
                 best.clear()  # fewer are asked about from now on
                 best[replicas] = outcome
-            print(f"headrace: {replicas} replicas: {100 * found:.2f} % keep the limits", file=sys.stderr, flush=True)
+            kept = f"less than {100 * share:g} %" if outcome.expected else f"{100 * found:.2f} %"  # cut short: nobody knows
+            print(f"headrace: {replicas} replicas: {kept} keep the limits", file=sys.stderr, flush=True)
             return found
 
         replicas, self.tried = replicas_needed(keeping, share, self.args.fronts or 1)
@@ -167,8 +168,7 @@ class Study:
         from headrace_bench.simulation.figures import attained
 
         kept = {"goodput_share": attained(outcome, self.goodput)} if self.goodput else {}
-        tried = {str(n): round(share, 4) for n, share in sorted(self.tried.items())}
-        return {**kept, **({"tried": tried} if tried else {})}
+        return {**kept, **({"tried": sorted(self.tried)} if self.tried else {})}
 
 
 def costs(result: dict[str, Any], price: float) -> dict[str, float]:
