@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from headrace.cache.block_pool import BlockPool
 from headrace.cache.events import BlockEvents, Stored, block_hashes
 from headrace.cache.recorded_tree import RecordedTree
 from headrace.distributed import block_index
+from headrace.distributed import router as router_module
 from headrace.distributed.balancers import balancer_named
 from headrace.distributed.block_index import BlockIndex
 from headrace.distributed.router import CANDIDATES, Draws, Router
@@ -134,10 +136,11 @@ class Cores:
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
+@patch.object(router_module, "RECENT", 0)
 @given(st.data())
 @settings(max_examples=80, deadline=None)
 def test_the_choice_has_the_fewest_tokens_before_it(data):
-    """With as many cores as are looked at, the choice is the best of all by what they really hold."""
+    """With as many cores as are looked at, and no prompt popular, the choice is the best of all by what they really hold."""
     weight = data.draw(st.sampled_from([0.5, 1.0, 4.0]))
     cores = Cores(Router(seed=data.draw(st.integers(0, 2**64)), prefix_weight=weight, max_expected=0), data.draw(st.integers(2, CANDIDATES)))
     router = cores.router
@@ -228,6 +231,23 @@ def test_a_burst_of_one_prompt_stays_together_before_any_core_has_stored_it():
     cores.add(first)
     loads = {core: core != other for core in range(4)}
     assert cores.router.choose(array("i", prompt(1, 2)), "", loads) == other, "what a dead core was sent is forgotten"
+
+
+@pytest.mark.parametrize(("recent", "wanted"), [(8, {6, 7, 8}), (0, {1, 2, 3})])
+def test_a_prompt_that_all_have_is_spread(monkeypatch, recent, wanted):
+    """What one core holds is worth the less, the more of the last requests could use it; without that few cores get them all."""
+    monkeypatch.setattr(router_module, "RECENT", recent)
+    cores = Cores(Router(), 8, num_blocks=400)
+    loads, places = dict.fromkeys(range(8), 0), set()
+    for i in range(300):
+        ids = prompt(*range(20), 100 + i % 3)
+        core = cores.router.choose(array("i", ids), "", loads)
+        cores.run(core, ids)
+        cores.tell(core)
+        loads[core] += 10
+        places.add(core)
+    assert len(places) in wanted
+    assert len(cores.router._recent) == recent * 8 == sum(cores.router._uses.values())
 
 
 def test_cores_of_another_block_size_take_over():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Mapping
 
 from headrace.cache.events import BlockEvents, block_hashes
@@ -12,6 +13,7 @@ HOLDERS = 4  # candidates that hold as much of a prompt as each other
 OTHERS = 2  # candidates that are looked at whatever they hold, at least
 CANDIDATES = 2 * HOLDERS + OTHERS
 MASK = 2**64 - 1
+RECENT = 8  # requests for each core: what many of these have is popular
 PREFIX_WEIGHT = 4.0  # of 0.5 to 16 in `headrace simulate`: with less, requests leave their prefix; with more, loads differ
 MAX_BLOCKS = 2_000_000  # about 80 bytes each, 240 if 1,000 cores hold each another choice of them
 MAX_EXPECTED = 65_536
@@ -43,6 +45,8 @@ class Router:
         self.prefix_weight = prefix_weight
         self.index = BlockIndex(max_blocks, max_expected)
         self._random = Draws(seed)
+        self._recent: deque[int] = deque()  # of the last requests: the last block of each that was held
+        self._uses: dict[int, int] = {}  # how often each is in there
 
     # ---- what becomes of cores and blocks
 
@@ -81,13 +85,32 @@ class Router:
             return next(iter(loads))
         hashes = block_hashes(prompt_ids, self.block_size, cache_salt) if self.block_size else []
         hits = self._candidates(hashes, loads)
-        worth = self.prefix_weight * self.block_size
+        worth = self._worth(hashes, max(hits.values())) * self.block_size
         # of equals the first: who holds more, else whom the draw brought first
         chosen = min(hits, key=lambda core: loads[core] - worth * hits[core])
         if hashes and chosen in self.index.places:
             self.index.expect(chosen, hashes[hits[chosen] :])
             self.index.tidy()
         return chosen
+
+    def _worth(self, hashes: list[int], most: int) -> float:
+        """Tokens outstanding that one token is worth which is held: less for a beginning that many requests have.
+
+        To compute it once more is the price of a copy on another core. The more uses of that are to be expected, the less of
+        the price each bears: without this one popular prompt would keep all its requests on few cores.
+        """
+        if not most:
+            return self.prefix_weight
+        uses, recent, name = self._uses, self._recent, hashes[most - 1]
+        recent.append(name)
+        uses[name] = uses.get(name, 0) + 1
+        while len(recent) > RECENT * max(1, len(self.index.places)):
+            oldest = recent.popleft()
+            uses[oldest] -= 1
+            if not uses[oldest]:
+                del uses[oldest]
+        others = uses.get(name, 1) - 1
+        return self.prefix_weight / (1 + others / (1 + self.index.holders(name).bit_count()))
 
     def _candidates(self, hashes: list[int], loads: Mapping[int, int]) -> dict[int, int]:
         """Cores in `loads`, with how many blocks of the prompt each holds, those that hold most first."""
