@@ -23,11 +23,13 @@ class Router:
     """A Balancer that sends a request where the least lies before its first token.
 
     That are the tokens outstanding on a core, and those of the prompt that it does not hold, which weigh `prefix_weight` times
-    as much: they are computed before the first token, while most of the others are answers that go on beside it. Looked at are
-    the cores that hold most of the prompt, those that hold the second most, up to four of each, and at least two others at
-    random. What a core holds is exact: its own events tell it, and a prompt just sent counts as held, so that a burst of
-    requests with one beginning stays together as far as the load allows. A conversation sticks to a core as long as its blocks
-    are there.
+    as much: they are computed before the first token, while most of the others are answers that go on beside it. They weigh
+    less where many of the last requests had the same beginning: a copy of that on one more core serves them too.
+
+    Looked at are the cores that hold most of the prompt, those that hold the second most, up to four of each, and at least two
+    others at random. What a core holds is exact: its own events tell it, and a prompt just sent counts as held, so that a burst
+    of requests with one beginning stays together as far as the load allows. A conversation sticks to a core as long as its
+    blocks are there.
 
     A hash is made once for each block of a prompt; finding who holds how much of it is a binary search, for who holds a block
     holds all before it.
