@@ -21,6 +21,7 @@ import torch
 
 import compile_ahead
 import gpu_decode
+from echo_group import EchoGroup
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
@@ -33,6 +34,7 @@ from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.sample_ranks import WORDS, sample_parts
+from headrace.model.shard import Shard
 
 META = torch.device("meta")
 
@@ -145,13 +147,14 @@ def sampling_of_ranks() -> None:
         )  # fmt: skip
 
 
-def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b") -> Callable[[], None]:
-    """A fused decode step of one layer of a Qwen3."""
+def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b", ranks: int = 1) -> Callable[[], None]:
+    """A fused decode step of one layer of a Qwen3, or of a rank's part of it."""
 
     def run() -> None:
-        config = replace(gpu_decode.MODELS[model], num_layers=1)
-        weights = gpu_decode.random_weights(config, True, META)
-        fast = FastDecode(config, weights, count, META, table(config), max_model_len=4096)
+        config = Shard(0, ranks).config(replace(gpu_decode.MODELS[model], num_layers=1))
+        weights = gpu_decode.random_weights(config, True, META, ranks)
+        group = None if ranks == 1 else EchoGroup(ranks, count, config.hidden_size, torch.bfloat16, META)
+        fast = FastDecode(config, weights, count, META, table(config), max_model_len=4096, group=group)
         batch = gpu_decode.Input(config, count, 500, 8 * count, META).batch([500] * count)
         fast.forward(batch, gpu_decode.Cache(config, 64, META))
 
@@ -188,6 +191,8 @@ CASES: dict[str, Callable[[], None]] = {
     "all-reduce of 2 wide": push(2, 5120),
     "all-reduce of 4 wide": push(4, 8192),
     "decode of 1 row": decode(1, decode_tiles.default_table),
+    "ranks' decode of 1 row": decode(1, decode_tiles.default_table, "8b", 2),
+    "ranks' decode of 8 rows": decode(8, decode_tiles.default_table, "8b", 8),
     "decode of 4 rows 8B": decode(4, decode_tiles.default_table, "8b"),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }

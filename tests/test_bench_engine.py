@@ -153,6 +153,18 @@ def test_limits_count_bytes_and_operations(tmp_path):
     assert limits.offline([5], [1]) == limits.prefill_seconds(5)
 
 
+def test_limits_of_several_cards(tmp_path):
+    """Each has its part of the weights and the cache, and what they add up passes their links."""
+    config, _ = load_tiny(write_tiny("llama", tmp_path))
+    one = Limits(config, torch.float32, Machine("m", 1e9, 1e12))
+    two = Limits(config, torch.float32, Machine("m", 1e9, 1e12, cards=2, link=1e12))
+    sums = 2 * config.num_layers + 1
+    assert math.isclose(two.decode_seconds(3, 10), one.decode_seconds(3, 10) / 2 + sums * 3 * config.hidden_size * 4 / 1e12)
+    assert math.isclose(two.prefill_seconds(8), one.prefill_seconds(8) / 2 + two.sum_seconds(8))
+    many = Limits(config, torch.float32, Machine("m", 1e9, 1e12, cards=4 * config.num_kv_heads, link=1e12))
+    assert many.decode_bytes(10) - many.decode_bytes(0) == 10 * one.kv_bytes / config.num_kv_heads, "a head is nowhere split"
+
+
 def test_the_core_knows_the_host_times_of_each_step(tmp_path):
     """And the figure of a run is their median."""
     with LLM(write_shape(tmp_path, **SMALL), device="cpu", load_format="dummy", skip_tokenizer_init=True) as llm:

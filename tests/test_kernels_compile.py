@@ -32,9 +32,17 @@ def test_sampling_kernels_compile(tmp_path):
     assert Counter(kernel["kernel"] for kernel in kernels) == variants
 
 
+def test_kernels_of_ranks_compile(tmp_path):
+    """At most 128 registers for each of at most 512 threads: every program of an all-reduce has a multiprocessor."""
+    kernels = [kernel for part in ("all-reduce", "ranks'") for kernel in compiled(90, part, TRITON_CACHE_DIR=str(tmp_path))]
+    assert {kernel["kernel"] for kernel in kernels} >= {"_push_sum_kernel", "_choose", "_gemv_kernel", "_skinny_kernel"}
+    meet = [kernel for kernel in kernels if kernel["kernel"] in ("_push_sum_kernel", "_choose")]
+    assert not [kernel for kernel in meet if kernel["spills"] or kernel["registers"] > 128]
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 def test_fused_decode_compiles(capability: int) -> None:
-    kernels = compiled(capability, "decode of")
+    kernels = [kernel for kernel in compiled(capability, "decode of") if "ranks" not in kernel["case"]]
     names = {"_embed_residual_kernel", "_gemv_kernel", "_skinny_kernel", "_decode_attention_kernel"}
     names |= {"_wide_kernel", "_qkv_rope_write", "_split_attention"} if capability == 90 else set()
     assert {kernel["kernel"] for kernel in kernels} == names

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
     with LLM(**options) as llm:
         assert llm.engine is not None
-        measured = measure_limits(llm.engine.device, llm.engine.dtype)
+        on_cards = llm.engine.device.type == "cuda"  # ranks on a CPU are measured as the threads of one
+        cards = llm.engine.config.tensor_parallel_size if on_cards else 1
+        measured = measure_limits(llm.engine.device, llm.engine.dtype, cards)
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         limits = Limits(llm.engine.model, llm.engine.dtype, measured)

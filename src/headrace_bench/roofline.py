@@ -2,6 +2,10 @@
 
 A decode step reads the weights once and the keys and values of all contexts; prefill computes every matrix product and the
 lower triangle of attention. Embedding rows, norms and logits of single rows are left out: the limit is a little too good.
+
+Of several cards each reads and computes its part, and what they add up, twice a layer and once for the embedding, passes
+their links: 2 (N - 1) / N of the rows out of each card, at the rate of a large copy to another card. That a sum takes some
+time however small it is, is left out too.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ class Machine:
     flops: float  # operations per second of a large matrix product in the model's dtype
     bandwidth_spread: float = 0.0  # how far the slowest round lies below the best, as a share of it
     flops_spread: float = 0.0
+    cards: int = 1  # that work on one step, each with the figures above
+    link: float = 0.0  # bytes per second out of a card to another one
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -38,8 +44,8 @@ class Machine:
         ]
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Measure this machine, in some rounds of which the best one counts; takes a few seconds."""
+def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> Machine:
+    """Measure this machine, or one of its `cards`, in some rounds of which the best one counts; takes a few seconds."""
     if device.type == "cuda":
         name, size, width = torch.cuda.get_device_name(device), 2**30, 8192
         source = torch.empty(size, dtype=torch.uint8, device=device).random_()
@@ -52,7 +58,16 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Machine:
     a = torch.randn(width, width, device=device, dtype=dtype)
     rounds = [(_seconds(move, device), _seconds(lambda: a @ a, device)) for _ in range(ROUNDS)]
     (moving, move_spread), (product, product_spread) = (best_and_spread(times) for times in zip(*rounds, strict=True))
-    return Machine(name, moved / moving, 2 * width**3 / product, move_spread, product_spread)
+    link = link_rate(device) if cards > 1 and device.type == "cuda" else 0.0
+    return Machine(name, moved / moving, 2 * width**3 / product, move_spread, product_spread, cards, link)
+
+
+def link_rate(device: torch.device) -> float:
+    """Bytes per second of a large copy to another card."""
+    other = torch.device("cuda", 1 if device.index in (None, 0) else 0)
+    source = torch.empty(2**28, dtype=torch.uint8, device=device).random_()
+    target = torch.empty(2**28, dtype=torch.uint8, device=other)
+    return len(source) / min(_seconds(lambda: target.copy_(source), device) for _ in range(ROUNDS))
 
 
 def best_and_spread(seconds: Sequence[float]) -> tuple[float, float]:
@@ -83,20 +98,33 @@ class Limits:
         self.dense = model.num_layers * layer  # parameters in matrices, without embedding and head
         self.read = self.dense + model.vocab_size * model.hidden_size  # parameters that a decode step reads
         self.kv_bytes = 2 * model.num_layers * model.kv_size * self.item  # of one token
+        self.cards = machine.cards
+        self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
     def decode_bytes(self, context_tokens: int) -> float:
-        return self.item * self.read + context_tokens * self.kv_bytes
+        """Of one card."""
+        return self.item * self.read / self.cards + context_tokens * self.kv_bytes * self.kv_part
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
         """One step of `batch` sequences with `context_tokens` tokens in all."""
-        weights = max(self.item * self.read / self.machine.bandwidth, 2 * self.read * batch / self.machine.flops)
-        return weights + context_tokens * self.kv_bytes / self.machine.bandwidth
+        part = self.read / self.cards
+        weights = max(self.item * part / self.machine.bandwidth, 2 * part * batch / self.machine.flops)
+        cache = context_tokens * self.kv_bytes * self.kv_part / self.machine.bandwidth
+        return weights + cache + self.sum_seconds(batch)
+
+    def sum_seconds(self, rows: int) -> float:
+        """What the cards add up in one pass over so many rows."""
+        if not self.machine.link:
+            return 0.0
+        sums = 2 * self.model.num_layers + 1
+        moved = 2 * (self.cards - 1) / self.cards * rows * self.model.hidden_size * self.item
+        return sums * moved / self.machine.link
 
     def prefill_flops(self, length: int) -> float:
         return 2 * self.dense * length + 2 * length**2 * self.model.q_size * self.model.num_layers
 
     def prefill_seconds(self, length: int) -> float:
-        return self.prefill_flops(length) / self.machine.flops
+        return self.prefill_flops(length) / self.cards / self.machine.flops + self.sum_seconds(length)
 
     def offline(self, inputs: list[int], outputs: list[int]) -> float:
         """All prompts at once, every step with all that still run."""

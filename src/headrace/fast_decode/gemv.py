@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
 from headrace.kernels.activation import activate, soft_cap
+from headrace.kernels.all_reduce import PushSpace, as_sent, empty_mark
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, tl
 
 MAX_ROWS = 1  # with a few more, tensor cores are faster, and tiles would spill registers
@@ -50,13 +51,14 @@ def _multiply_add(acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLO
     return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
-@jit(do_not_specialize=["sumsq_tiles"])
+@jit(do_not_specialize=["sumsq_tiles", "rank"])
 def _gemv_kernel(
-    x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr,
-    N, sumsq_tiles, eps, scale, softcap, norm_offset,
+    x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, peers_ptr, turns_ptr,
+    N, sumsq_tiles, eps, scale, softcap, norm_offset, rank, rank_stride,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
     MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, RANKS: tl.constexpr, EMPTY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # at once: the next kernel's weights stream while this one still waits for its input
         gdc_launch_dependents()
@@ -109,6 +111,12 @@ def _gemv_kernel(
         tl.store(residual_ptr + rn, r, mask=ok)
         tl.store(out_ptr + rn, (r * norm).to(out_ptr.dtype.element_ty), mask=ok)
         tl.store(sumsq_out_ptr + tl.program_id(0), tl.sum(r * r, 0))
+    elif MODE == "push":  # this rank's part into everybody's slots, its own too: see kernels/all_reduce.py
+        part = as_sent(y, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, EMPTY)
+        place = (tl.load(turns_ptr) * RANKS + rank) * rank_stride + rn
+        for step in tl.static_range(1, RANKS + 1):
+            peer = tl.load(peers_ptr + (rank + step) % RANKS).to(out_ptr.dtype)
+            tl.store(tl.multiple_of(peer, 16) + place, part, mask=ok)
     else:
         if MODE == "glu":
             y = activate(y, ACTIVATION) * (tl.sum(up_acc, 1) * factor)
@@ -119,10 +127,16 @@ def _gemv_kernel(
         tl.store(out_ptr + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def plan(tile: GemvTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None) -> Plan:
+def plan(tile: GemvTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None, push: PushSpace | None = None) -> Plan:
     width = x.shape[1]
     own = {
         "x_ptr": x, "w_ptr": weight, "K": width, "PREFETCH": min(tile.prefetch, -(-width // tile.block_k)),
         "SUMSQ_BLOCK": sumsq_block(sumsq, 256), "EVEN_N": columns % tile.block_n == 0,
+        "peers_ptr": None, "turns_ptr": None, "rank": 0, "rank_stride": 0, "RANKS": 1, "EMPTY": 0,
     }  # fmt: skip
+    if push is not None:
+        own |= {
+            "peers_ptr": push.peers, "turns_ptr": push.turns, "rank": push.rank, "rank_stride": push.slots.stride(1),
+            "RANKS": push.size, "EMPTY": empty_mark(push.slots.dtype),
+        }  # fmt: skip
     return Plan(_gemv_kernel, (-(-columns // tile.block_n),), own)

@@ -26,6 +26,7 @@ from headrace.fast_decode.epilogues import (
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels.all_reduce import PushSpace
 from headrace.kernels.launch import pdl
 from headrace.kernels.split import SplitSpace
 
@@ -42,12 +43,12 @@ def _launch(
     mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, columns: int, sumsq: Tensor | None = None,
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
-    sumsq_out: Tensor | None = None, space: SplitSpace | None = None,
+    sumsq_out: Tensor | None = None, space: SplitSpace | None = None, push: PushSpace | None = None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
-    kernel, grid, own = PLAN[type(tile)](tile, x, weight, columns, sumsq)
+    kernel, grid, own = PLAN[type(tile)](tile, x, weight, columns, sumsq, *([] if push is None else [push]))
     if not isinstance(tile, GemvTile):
         own |= {
             "M": rows, "K": width, "k_split": split_width(width, tile.splits, tile.block_k), "SPLITS": tile.splits,
@@ -80,6 +81,11 @@ def project(
         )  # fmt: skip
     else:
         out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
+
+
+def send(x: Tensor, weight: Tensor, tile: GemvTile, space: PushSpace, bias: Tensor | None = None) -> None:
+    """x [1, K] @ weight [N, K].T + bias [N], a part of a sum, into the slots of all ranks: see kernels/all_reduce.py."""
+    _launch("push", x, weight, space.slots, tile, columns=weight.shape[0], bias=bias, push=space)
 
 
 def glu(

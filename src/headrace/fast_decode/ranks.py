@@ -1,7 +1,8 @@
 """What joins the residual in a fused decode step where several ranks have parts of it.
 
 One kernel after the product sends this rank's part to all, adds up what comes, and adds the sum to the residual, with the next
-norm (kernels/all_reduce.py). So a layer has seven kernels instead of five, and products read rows that are normed already.
+norm (kernels/all_reduce.py); of one row the product's own programs send what they have. So a layer has seven kernels instead of
+five, and products read rows that are normed already.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.products import Tile, num_splits, project
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.products import Tile, num_splits, project, send
 from headrace.kernels.all_reduce import all_reduce_norm
 from headrace.kernels.norm import rms_norm_reference
 from headrace.model.shard import Group
@@ -45,13 +47,20 @@ class RankParts:
         """total [M, N] float32 += scale * the sum of all ranks' (x @ weight.T + bias), in place; normed = RMSNorm(total)."""
         rows, splits = len(x), num_splits(tile)
         parts = self.parts[: splits * rows].view(splits, rows, -1)
-        project(x, weight, parts, tile, bias=bias)
-        self._close(parts, total, normed, norm, total, scale)
+        if sent := self.push is not None and isinstance(tile, GemvTile) and runs_triton(x):
+            send(x, weight, tile, self.push, bias)
+        else:
+            project(x, weight, parts, tile, bias=bias)
+        self._close(parts, total, normed, norm, total, scale, sent)
 
-    def _close(self, parts: Tensor, total: Tensor, normed: Tensor, norm: Tensor, residual: Tensor | None, scale: float) -> None:
+    def _close(
+        self, parts: Tensor, total: Tensor, normed: Tensor, norm: Tensor, residual: Tensor | None, scale: float,
+        sent: bool = False,
+    ) -> None:  # fmt: skip
         if self.push is not None and runs_triton(parts):
             all_reduce_norm(
-                parts, self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale
+                parts, self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale,
+                sent=sent,
             )  # fmt: skip
             return
         y = self.group.sum(parts.sum(0).to(normed.dtype)).float()

@@ -85,6 +85,13 @@ def _wait(pointers, first, ok, EMPTY: tl.constexpr):
 
 
 @jit
+def as_sent(x, KIND: tl.constexpr, WIRE: tl.constexpr, EMPTY: tl.constexpr):
+    """Float32 numbers as they travel: rounded to KIND, as integers."""
+    bits = x.to(KIND).to(WIRE, bitcast=True)
+    return tl.where(bits == EMPTY, 0, bits).to(WIRE)
+
+
+@jit
 def _own(
     x_ptr, row, x_stride, slab_stride, c, ok, SLABS: tl.constexpr, KIND: tl.constexpr, WIRE: tl.constexpr, EMPTY: tl.constexpr
 ):
@@ -92,8 +99,7 @@ def _own(
     x = tl.load(x_ptr + row * x_stride + c, mask=ok, other=0.0).to(tl.float32)
     for slab in tl.static_range(1, SLABS):
         x += tl.load(x_ptr + slab * slab_stride + row * x_stride + c, mask=ok, other=0.0).to(tl.float32)
-    bits = x.to(KIND).to(WIRE, bitcast=True)
-    return tl.where(bits == EMPTY, 0, bits).to(WIRE)
+    return as_sent(x, KIND, WIRE, EMPTY)
 
 
 @jit
@@ -134,7 +140,9 @@ def _push_sum_kernel(
             before = tl.zeros([BLOCK], tl.float32)
             if RESIDUAL:  # asked for now: it is here when the parts are
                 before = tl.load(residual_ptr + row * WIDTH + c, mask=ok, other=0.0).to(tl.float32)
-            own = _own(x_ptr, row, x_stride, slab_stride, c, ok, SLABS, KIND, WIRE, EMPTY)
+            own = tl.full([BLOCK], EMPTY, WIRE)
+            if SLABS > 0:
+                own = _own(x_ptr, row, x_stride, slab_stride, c, ok, SLABS, KIND, WIRE, EMPTY)
             total = tl.zeros([BLOCK], tl.float32)
             for first in tl.static_range(0, SIZE, AHEAD):
                 looks = ()
@@ -163,8 +171,12 @@ def _push_sum_kernel(
 def _launch(
     x: Tensor, space: PushSpace, total: Tensor, out: Tensor, *, residual: Tensor | None = None, post: Tensor | None = None,
     norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
+    sent: bool = False,
 ) -> None:  # fmt: skip
     slabs, rows, width = x.shape
+    rank = space.rank
+    if sent:  # by the product's own kernel, into its own slots too: they are waited for like all others
+        slabs, rank, half = 0, -1, "receive"
     if not space.takes(rows, width, out.dtype):
         most = f"{space.max_rows} rows of {space.slots.shape[-1]} numbers of {space.slots.itemsize} bytes"
         raise ValueError(f"an all-reduce of {rows} rows of {width} {out.dtype}: the space holds {most}")
@@ -174,7 +186,7 @@ def _launch(
     num_warps = min(THREADS // 32, max(1, block // 256))  # 16 bytes a thread, more of the widest rows
     _push_sum_kernel[(min(rows, num_multiprocessors(x.device)),)](
         x, space.slots, space.peers, space.turns, residual, post, norm, total, out,
-        rows, x.stride(1), x.stride(0), space.slots.stride(1), space.slots.stride(2), space.rank, eps, offset, scale,
+        rows, x.stride(1), x.stride(0), space.slots.stride(1), space.slots.stride(2), rank, eps, offset, scale,
         WIDTH=width, BLOCK=block, SIZE=space.size, AHEAD=min(space.size, max(1, LOOK_NUMBERS * 32 * num_warps // block)),
         SLABS=slabs, EMPTY=empty_mark(space.slots.dtype), RESIDUAL=residual is not None, POST=post is not None,
         NORM=norm is not None, SEND=half != "receive", RECEIVE=half != "send", num_warps=num_warps, **pdl(x),
@@ -194,6 +206,7 @@ def all_reduce(part: Tensor, space: PushSpace, *, half: str = "both") -> Tensor:
 def all_reduce_norm(
     part: Tensor, space: PushSpace, total: Tensor, out: Tensor, norm: Tensor | None, *, residual: Tensor | None = None,
     post: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
+    sent: bool = False,
 ) -> None:  # fmt: skip
     """What closes a part of a layer, of part [slabs, rows, width] whose sum over the slabs is this rank's:
 
@@ -201,10 +214,12 @@ def all_reduce_norm(
         total = residual + scale * y;   out = RMSNorm(total, norm) with `norm`, else left alone
 
     norms are of weight + offset. `total` may be `residual`; y and total are rounded to total's dtype. Without `residual` total
-    is y. All [rows, width], contiguous.
+    is y. All [rows, width], contiguous. `sent`: the kernel that made this rank's part has sent it (fast_decode/gemv.py), and of
+    `part` only the shape matters.
     """
     _launch(
-        part, space, total, out, residual=residual, post=post, norm=norm, eps=eps, offset=offset, scale=scale, half=half
+        part, space, total, out, residual=residual, post=post, norm=norm, eps=eps, offset=offset, scale=scale, half=half,
+        sent=sent,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from headrace.tensor_parallel.groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
 PUSH_BYTES = 16 << 20  # that a card sends at most in one sum of few rows: with more, two steps move less
-RELEASE_SECONDS = 2.0  # for which kernels that wait for a dead rank are let go
+RELEASE_SECONDS = 60.0  # for which kernels that wait for a dead rank are let go, also those that are still to come
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # the switch would add up in an order of its own
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # that a rank has died is seen by others
@@ -100,17 +100,24 @@ class CardGroup(ProcessGroup):
 
     def abort(self) -> None:
         super().abort()
-        threading.Thread(target=self._release, daemon=True).start()
+        threading.Thread(target=_release, args=(weakref.ref(self),), daemon=True).start()
 
-    def _release(self) -> None:
+    def release(self, stream: torch.cuda.Stream) -> None:
         """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more."""
-        stream, end = torch.cuda.Stream(self.device), time.monotonic() + RELEASE_SECONDS
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            while time.monotonic() < end:
-                for space in self._spaces:
-                    space.slots.zero_()
-                stream.synchronize()
-                time.sleep(1e-3)
+            for space in self._spaces:
+                space.slots.zero_()
+            stream.synchronize()
+
+
+def _release(group: weakref.ref[CardGroup]) -> None:
+    """As long as there is the group, or all that it could have launched must be done."""
+    end, stream = time.monotonic() + RELEASE_SECONDS, None
+    while (waiting := group()) is not None and time.monotonic() < end:
+        stream = stream or torch.cuda.Stream(waiting.device)
+        waiting.release(stream)
+        del waiting
+        time.sleep(1e-3)
 
 
 def make_group(shard: Shard, device: torch.device, store: dist.Store) -> ProcessGroup:
