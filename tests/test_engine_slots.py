@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine_driver import complete
 from fake_core import FakeCore, FakeSupply
+from headrace.engine import process
 from headrace.engine.client import EngineClient
 from headrace.engine.messages import EngineRequest
 from headrace.engine.slot import Slot
@@ -350,7 +351,8 @@ async def test_a_core_that_is_given_up_leaves_the_others_alone(supply, alone):
     await fleet.client.close()
 
 
-async def test_cores_come_and_go_under_load(fleet, alone):
+async def test_cores_come_and_go_under_load(fleet, alone, monkeypatch):
+    monkeypatch.setattr(process, "STATS_SECONDS", -1.0)  # with every turn
     for kind in range(4):
         await fleet.submit(kind)
     await fleet.turns(3)
@@ -368,16 +370,17 @@ async def test_cores_come_and_go_under_load(fleet, alone):
     assert mine and await fleet.submit(5) == 5
     await fleet.turns(1)
     assert fleet.on(0) == mine
-    steps = fleet.client.counters().steps
     while not retiring.done():
+        steps, own = fleet.client.counters().steps, fleet.slots[0].counters().steps
         await fleet.turns(1)
         await asyncio.sleep(0.001)
     await retiring
-    assert list(fleet.slots) == [1, 2] and fleet.client.counters().steps >= steps and fleet.client.restarts == 0
+    assert list(fleet.slots) == [1, 2] and fleet.client.counters().steps >= steps > own >= LENGTH and fleet.client.restarts == 0
     adding = asyncio.create_task(fleet.client.add_core())
     await asyncio.sleep(0)
     await fleet.load(0)
     assert await adding == 0, "the lowest number that is free"
+    assert fleet.slots[0].counters().steps == own, "what this number has done before"
     await fleet.finish()
     assert fleet.tokens == [alone(i) for i in range(6)]
 
@@ -390,6 +393,22 @@ async def test_what_a_core_has_not_done_in_time_goes_to_others(fleet, alone):
     await fleet.turns(120)
     assert fleet.tokens == [alone(i) for i in range(4)] and list(fleet.slots) == [0]
     fleet.check_empty()
+
+
+async def test_who_was_to_go_stays_when_nobody_else_is_left(supply, alone):
+    fleet = await Fleet(supply, 2, max_restarts=0).start()
+    for kind in range(4):
+        await fleet.submit(kind)
+    await fleet.turns(6)
+    retiring = asyncio.create_task(fleet.client.retire_core(0))
+    await asyncio.sleep(0)
+    await fleet.die(1)
+    with pytest.raises(EngineDeadError, match="core 0 stays"):
+        await asyncio.wait_for(retiring, 20)
+    await fleet.submit(4)
+    await fleet.turns(120)
+    assert fleet.tokens == [alone(i) for i in range(5)] and fleet.client.status().num_cores == 1
+    await fleet.client.close()
 
 
 async def test_a_retirement_that_is_called_off_changes_nothing(fleet):

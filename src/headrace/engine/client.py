@@ -131,7 +131,7 @@ class EngineClient:
     async def retire_core(self, number: int, timeout: float = math.inf) -> None:
         """Give a core nothing new, and end it when what it has is done; what is not after `timeout` seconds goes to others.
 
-        Cancelled while it waits, the core takes requests again. Raises ParameterError unless it is one of several that stay.
+        See `Slots.retire`.
         """
         await self._slots.retire(number, timeout)
 

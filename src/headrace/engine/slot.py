@@ -57,6 +57,7 @@ class Slot:
         self.restarts = restarts
         self.load = 0  # tokens outstanding
         self.leaving = False  # takes nothing new
+        self.ending = False  # and its core is being ended
         self.dead: str | None = None  # why there will be no core any more
         self.settled = asyncio.Event()  # it has been ready, or is dead
         self.probation = Probation(self.send)

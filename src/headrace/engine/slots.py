@@ -111,7 +111,8 @@ class Slots:
     async def retire(self, number: int, timeout: float = math.inf) -> None:
         """Give a core nothing new, and end it when what it has is done; what is not after `timeout` seconds goes to others.
 
-        Cancelled while it waits, the core takes requests again. Raises ParameterError unless it is one of several that stay.
+        Cancelled while it waits, the core takes requests again, as it does when the last of the others is given up: that
+        raises EngineDeadError. Raises ParameterError unless it is one of several that stay.
         """
         staying = [slot.number for slot in self if slot.stays]
         if number not in staying or len(staying) < 2:
@@ -121,11 +122,13 @@ class Slots:
         slot.leave()
         try:
             end = time.monotonic() + timeout
-            while self._streams.of(slot) and slot.dead is None and time.monotonic() < end:
+            while slot.leaving and slot.dead is None and self._streams.of(slot) and time.monotonic() < end:
                 await asyncio.sleep(0.05)
         except asyncio.CancelledError:
             slot.leave(False)
             raise
+        if not slot.leaving:
+            raise EngineDeadError(f"core {number} stays: all others have been given up")
         removal = asyncio.create_task(self._remove(slot, 2.0))  # whoever waits for it no longer: nothing stays half done
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
@@ -141,6 +144,7 @@ class Slots:
 
     async def _remove(self, slot: Slot, grace: float) -> None:
         slot.leave()
+        slot.ending = True
         await slot.supervisor.stop()
         await slot.supervisor.end(grace)
         slot.died()
@@ -222,11 +226,15 @@ class Slots:
             self._move(slot.probation.release())
 
     def ended(self, slot: Slot, why: str) -> None:
-        if self.num_staying and not (slot.at_start and slot.info is None):  # else a mistake that all make
-            logger.error("engine core %d is given up (%s); %d others go on", slot.number, why, self.num_staying)
-            self._empty(slot)
-        else:
+        others = [one for one in self if one.dead is None and not one.ending]
+        if not others or (slot.at_start and slot.info is None):  # a mistake that all make
             self._owner.gave_up(why)
+            return
+        logger.error("engine core %d is given up (%s); %d others go on", slot.number, why, len(others))
+        if not self.num_staying:
+            for other in others:
+                other.leave(False)
+        self._empty(slot)
 
     # ---------------------------------------------------------------- what they do and have done
 
