@@ -240,19 +240,22 @@ async def test_the_deadline_of_a_blocked_reader_loses_no_text():
 # admission
 
 
-async def test_the_queue_is_bounded():
+@pytest.mark.parametrize("cores", [1, 3])
+async def test_the_queue_is_bounded(cores):
+    """It begins where the seats of all cores are taken."""
     engine = FakeEngine(config=EngineConfig(max_num_seqs=2))
-    engine.state.drain_rate, engine.state.waiting_tokens = 10.0, 95
+    engine.state.drain_rate, engine.state.waiting_tokens, engine.state.num_cores = 10.0, 95, cores
+    fits = 2 * cores + 3
     async with serving(engine, max_queued_requests=3) as server:
         engine.gate.clear()
-        waiting = [asyncio.create_task(server.client.post("/v1/completions", json=COMPLETION)) for _ in range(5)]
-        await soon(lambda: len(engine.active) == 5)
+        waiting = [asyncio.create_task(server.client.post("/v1/completions", json=COMPLETION)) for _ in range(fits)]
+        await soon(lambda: len(engine.active) == fits)
         for stream in (False, True):
             response = await server.client.post("/v1/completions", json={**COMPLETION, "stream": stream})
             assert response.status_code == 429 and error_of(response)["code"] == "queue_full"
             assert response.headers["retry-after"] == "10"
         engine.gate.set()
-        assert [r.status_code for r in await asyncio.gather(*waiting)] == [200] * 5
+        assert [r.status_code for r in await asyncio.gather(*waiting)] == [200] * fits
         assert (await server.client.post("/v1/completions", json={**COMPLETION, "n": 100})).status_code == 200
         await server.idle()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -318,6 +319,13 @@ async def test_it_is_ready_when_one_core_is(supply, alone):
     await fleet.turns(40, 1)
     assert fleet.tokens == [alone(0)]
     await fleet.client.close()
+
+
+async def test_a_request_may_be_as_long_as_fits_into_every_core(fleet):
+    """One's card had less memory left: its context is shorter, and any stream may have to go there."""
+    slot = fleet.slots[1]
+    slot.info = msgspec.structs.replace(slot.info, max_model_len=40)
+    assert fleet.client.max_model_len == 40
 
 
 async def test_a_mistake_in_the_options_ends_all_at_once(supply):
