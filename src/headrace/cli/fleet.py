@@ -38,7 +38,7 @@ def add_fleet_arguments(group) -> None:
         ("target-ongoing-requests", int, "N", "of one core; more in flight ask for another (default: --max-num-seqs)"),
         ("upscale-delay", float, "SECONDS", f"of load before a core is added (default: {default.upscale_delay:g})"),
         ("downscale-delay", float, "SECONDS", f"without load before one is taken away (default: {default.downscale_delay:g})"),
-        ("placement-timeout", float, "SECONDS", "until the cluster must have room for a core (default: 30)"),
+        ("placement-timeout", float, "SECONDS", "until the cluster must have room for a core (default: 10)"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
 
@@ -51,7 +51,7 @@ def ray_fleet(args: argparse.Namespace) -> RayFleet | None:
                 raise ParameterError(name, getattr(args, name), "nothing without --ray")
         return None
     require("ray")
-    patience = 30.0 if args.placement_timeout is None else args.placement_timeout
+    patience = 10.0 if args.placement_timeout is None else args.placement_timeout
     if not 0.0 <= patience <= 86400.0:
         raise ParameterError("placement_timeout", patience, "seconds in [0, 86400]")
     given = {name: value for name in BESIDES[:-1] if (value := getattr(args, name)) is not None}
