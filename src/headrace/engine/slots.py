@@ -129,6 +129,7 @@ class Slots:
             raise
         if not slot.leaving:
             raise EngineDeadError(f"core {number} stays: all others have been given up")
+        slot.ending = True
         removal = asyncio.create_task(self._remove(slot, 2.0))  # whoever waits for it no longer: nothing stays half done
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
