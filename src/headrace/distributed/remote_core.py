@@ -49,15 +49,21 @@ class RemoteCore(CoreLink):
     """One process of a host, connected to."""
 
     def __init__(self, context: zmq.asyncio.Context, host: Host, number: int, door: Door, keys: tuple[bytes, bytes]):
-        inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
+        plain = zmq.Context(context)
+        inbox, outbox = context.socket(zmq.PUSH), plain.socket(zmq.PULL)
         super().__init__(inbox, outbox)
         self._host, self._number = host, number
         self._where = door.inbox.removeprefix("tcp://").rpartition(":")[0]
         self.unreachable = False  # nobody knows whether it lives: its host had better be given up
         self._lost = self._loop.create_future()
-        self._monitor = outbox.get_monitor_socket(ENDS)
-        self._loop.add_reader(self._monitor.fileno(), self._look)
+        self._monitors: list[zmq.Socket] = []
         for socket, address in ((inbox, door.inbox), (outbox, door.outbox)):
+            monitor = plain.socket(zmq.PAIR)
+            self._monitors.append(monitor)
+            there = f"inproc://headrace-connection-{socket.fileno()}"
+            socket.monitor(there, ENDS)
+            monitor.connect(there)
+            self._loop.add_reader(monitor.fileno(), self._look)
             socket.set_hwm(0)
             socket.linger = 0
             socket.reconnect_ivl = -1
@@ -87,11 +93,12 @@ class RemoteCore(CoreLink):
             return None
 
     def _look(self) -> None:
-        """What the monitor of the connection has to say."""
-        while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & READABLE:
-            recv_monitor_message(self._monitor)  # every kind that is asked for is an end
-            if not self._lost.done():
-                self._lost.set_result(None)
+        """What the monitors of the connections have to say."""
+        for monitor in self._monitors:
+            while int(monitor.get(zmq.EVENTS)) & READABLE:
+                recv_monitor_message(monitor)  # every kind that is asked for is an end
+                if not self._lost.done():
+                    self._lost.set_result(None)
 
     @property
     def exited(self) -> bool:
@@ -140,8 +147,9 @@ class RemoteCore(CoreLink):
             await self._host.kill(self._number)
 
     def hang_up(self) -> None:
-        if not self._monitor.closed:
-            self._loop.remove_reader(self._monitor.fileno())
-            self._outbox.disable_monitor()
-            self._monitor.close(linger=0)
+        for socket, monitor in zip((self._inbox, self._outbox), self._monitors, strict=False):
+            self._loop.remove_reader(monitor.fileno())
+            socket.disable_monitor()
+            monitor.close(linger=0)
+        self._monitors = []
         super().hang_up()
