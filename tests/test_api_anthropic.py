@@ -246,3 +246,16 @@ def test_a_schema_for_the_whole_answer():
     api = make('{"a": 1}')
     create(api, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
     assert api.engine.params[-1].structured_outputs.json == {"type": "object"}
+
+
+def test_tools_of_type_custom_stay_beside_unknown_fields():
+    api = make(CALL)
+    answer = api.ok(PATH, {**BASE, "tools": [{**TOOL, "type": "custom"}], "context_management": {}})
+    assert answer["content"][0]["type"] == "tool_use" and '"f"' in prompt(api)
+
+
+def test_halves_of_surrogate_pairs_in_arguments():
+    """Models can write them; JSON documents cannot be sent with them."""
+    call = r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d", "b": [1e999, "\ud83d\ude00"]}}</tool_call>'
+    answer = make(call).ok(PATH, {**BASE, "tools": [TOOL]})
+    assert answer["content"][0]["input"] == {"a": "\ufffd", "b": [None, "😀"]}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from answers import error_of, joined
 from fake_engine import TEMPLATE, FakeEngine
-from headrace.api.responses_input import messages
+from headrace.api.responses_messages import messages
 from server_driver import Api
 
 HI = [{"role": "user", "content": "hi"}]
@@ -200,21 +200,24 @@ def responses_both_ways(api: Api, body: dict) -> dict:
     final = last["response"]
     assert final["id"] == events[0]["response"]["id"]
     items: list[dict] = []
-    texts: dict[int, str] = {}
+    texts: dict[str, str] = {}  # of the item that is open, by its kind of delta
     for e in events[2:-1]:
         kind = e["type"].removeprefix("response.")
         if kind == "output_item.added":
             assert e["output_index"] == len(items)
             items.append(e["item"])
-            texts[e["output_index"]] = ""
+            texts = {}
         elif kind.endswith(".delta"):
             assert e["item_id"] == items[-1]["id"] and e["output_index"] == len(items) - 1
-            texts[e["output_index"]] += e["delta"]
-        elif kind in ("output_text.done", "reasoning_text.done"):
-            assert e["text"] == texts[e["output_index"]]
+            texts[kind[:-6]] = texts.get(kind[:-6], "") + e["delta"]
+        elif kind in ("output_text.done", "reasoning_text.done", "reasoning_summary_text.done"):
+            assert e["text"] == texts.pop(kind[:-5], "")
         elif kind == "function_call_arguments.done":
-            assert e["arguments"] == texts[e["output_index"]] and e["name"] == items[-1]["name"]
+            assert e["arguments"] == texts.pop(kind[:-5], "") and e["name"] == items[-1]["name"]
+        elif kind == "custom_tool_call_input.done":
+            assert e["input"] == texts.pop(kind[:-5], "")
         elif kind == "output_item.done":
+            assert not texts and e["item"]["id"] == items[-1]["id"]
             assert e["item"] == final["output"][e["output_index"]]
     assert len(items) == len(final["output"]) > 0
     assert _without_ids(final["output"]) == _without_ids(whole["output"])

@@ -35,8 +35,9 @@ def test_a_body_with_nothing_unknown_has_no_header(api):
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "client_metadata": {"x": "y"}, "access_programs": {}},
      "client_metadata, access_programs"),  # Codex
     ("/v1/responses", {"input": "hi", "max_output_tokens": 3, "tool_choice": "auto", "tools": [
-        {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
-        {"type": "namespace", "name": "mcp", "tools": []}]}, "tools[web_search], tools[custom], tools[namespace]"),
+        {"type": "web_search", "external_web_access": False}, {"type": "custom", "name": "apply_patch", "color": 1},
+        {"type": "namespace", "name": "mcp", "tools": [{"name": "f", "annotations": {}}]}], "client_metadata": {}},
+     "client_metadata, tools[web_search], tools[].color, tools[].tools[].annotations"),
     ("/v1/chat/completions", {**CHAT, "provider": {"order": ["a"]}, "chat_id": "1", "session_id": "2"},
      "provider, chat_id, session_id"),  # gateways, front ends
     ("/v1/chat/completions", {**CHAT, "cache_prompt": True, "timings_per_token": True}, "cache_prompt, timings_per_token"),

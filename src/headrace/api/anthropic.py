@@ -29,6 +29,7 @@ from headrace.api.sse import named_event
 from headrace.api.structured import Structure, constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
+from headrace.conversation.tool_syntax import without_half_pairs
 from headrace.sampling.params import AtMost, SamplingParams
 from headrace.text.stream import Delta
 
@@ -200,6 +201,7 @@ def _object(text: str) -> dict[str, Any]:
     """A call's arguments; of one that was cut off there may be no whole object."""
     try:
         value = json.loads(text or "{}", strict=False)
+        value = json.loads(without_half_pairs(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, ClientGone, bad_request
-from headrace.api.unknown_fields import Refused, leave_out
+from headrace.api.unknown_fields import Refused, leave_out, leave_out_of_part
 from headrace.sampling.foreign import advice
 
 T = TypeVar("T")
@@ -95,6 +95,20 @@ def _without_unknown(data: bytes, kind: Any, ignored: list[str]) -> Any:
     document = msgspec.json.decode(data)
     ignored += leave_out(document, _type_info(kind))
     return msgspec.json.decode(msgspec.json.encode(document), type=kind)
+
+
+def read_part(value: Any, kind: Any, place: str, ignored: list[str] | None) -> Any:
+    """A part of a body whose type the body leaves open, read as strictly as a `kind`; `ignored` as in decode()."""
+    try:
+        if ignored is not None:
+            ignored += leave_out_of_part(value, _type_info(kind), re.sub(r"\d+", "", place))
+        return msgspec.convert(value, kind)
+    except Refused as refused:
+        raise _refusal(refused, kind) from None
+    except msgspec.ValidationError as error:
+        inner = from_validation(error, kind)
+        path, between = (f"{place}.{inner.param}", ".") if inner.param else (place, ": ")
+        raise ApiError(400, place + between + inner.message, param=path, code=inner.code) from None
 
 
 def _refusal(refused: Refused, kind: Any) -> ApiError:

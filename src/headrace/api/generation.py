@@ -21,7 +21,7 @@ from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.limits import Ticket
 from headrace.api.logprobs import LogprobFormat
 from headrace.api.protocol import GenerationFields
-from headrace.api.sse import DONE, EventStream, event
+from headrace.api.sse import COMMENT, DONE, EventStream, event
 from headrace.api.structured import Structure, renamed
 from headrace.engine.messages import EngineOutput
 from headrace.errors import ParameterError
@@ -108,6 +108,10 @@ class Answer:
 
     def closing(self) -> bytes:
         raise NotImplementedError
+
+    def silence(self) -> bytes:
+        """What a stream says when there has been nothing to say for long."""
+        return COMMENT
 
     def failure(self, error: ApiError) -> bytes:
         return event(error.body()) + DONE
@@ -236,7 +240,7 @@ class Generation:
 class StreamedAnswer(Response):
     """The answer as server-sent events.
 
-    Nothing is sent before the engine's first output or the first keep-alive comment, so an error until then has
+    Nothing is sent before the engine's first output or the first long silence, so an error until then has
     its own status. Later errors are an `error` event. Past the deadline an answer that has begun ends as one that
     reached max_tokens does: finish_reason "length".
     """
@@ -250,7 +254,7 @@ class StreamedAnswer(Response):
         generation, answer = self.generation, self.generation.answer
         ticker = generation.ctx.ticker
         lifeline = Lifeline(receive, seconds_left(generation.request))
-        stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()))
+        stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()), answer.silence)
         try:
             async with lifeline:
                 ticker.add(stream)

@@ -1,4 +1,4 @@
-"""POST /v1/responses: items in, items out, without storage."""
+"""POST /v1/responses: items in, items out."""
 
 from __future__ import annotations
 
@@ -13,38 +13,21 @@ from starlette.responses import Response
 from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs, prompt_of
 from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options
-from headrace.api.context import ApiContext, for_sample, new_id, response_id
+from headrace.api.context import ApiContext, for_sample, response_id
 from headrace.api.errors import ApiError
 from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
-from headrace.api.responses_input import (
-    LOGPROBS,
-    ResponsesRequest,
-    check_unserved,
-    messages,
-    nested_choice,
-    nested_tools,
-    structure,
-)
-from headrace.api.sse import named_event
+from headrace.api.responses_input import ENCRYPTED, LOGPROBS, ResponsesRequest, check_unserved, structure
+from headrace.api.responses_items import Events, Items
+from headrace.api.responses_messages import as_items, left_out, messages, tools_in
+from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
-from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
 from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
-News = tuple[str, dict[str, Any]]  # type of a stream event, and what it says
-# type of an output item -> prefix of its id, its fields when it begins, its part of content
-ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "message": (
-        "msg_", {"role": "assistant", "status": "in_progress", "content": []},
-        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
-    ),
-    "reasoning": ("rs_", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
-    "function_call": ("fc_", {"arguments": "", "status": "in_progress"}, {}),
-}  # fmt: skip
 
 
 async def responses(ctx: ApiContext, request: Request) -> Response:
@@ -53,11 +36,13 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     check_common(ctx, body)
     check_unserved(body)
     check_stream_options(body.stream, body.stream_options)
-    conversation = messages(body.input, body.instructions)
+    items = as_items(body.input)
+    tools = _tools(ctx, request, body, items)
+    conversation = messages(items, body.instructions, tools.name)
     check_messages(conversation, "input")
-    tools, choice = nested_tools(body.tools), nested_choice(body.tool_choice)
-    check_tools(tools, choice)
-    policy = ToolPolicy(ctx, tools, choice, body.parallel_tool_calls)
+    choice = tools.choice(body.tool_choice)
+    check_tools(tools.functions, choice)
+    policy = ToolPolicy(ctx, tools.functions, choice, body.parallel_tool_calls)
     spec = policy.joined(structure(body.text))
     params = constrain(ctx, _parameters(ctx, body), spec)
     check_fan_out(ctx, 1, params)
@@ -67,7 +52,20 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     ids, params = await ctx.check_prompt(given, params, field="input", side=body.truncation_side, limit="max_output_tokens")
     params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=spec is not None)
-    return await Generation(ctx, request, ResponsesAnswer(ctx, body, model, reader, ids, params), spec).response()
+    answer = ResponsesAnswer(ctx, body, model, tools, reader, ids, params)
+    return await Generation(ctx, request, answer, spec).response()
+
+
+def _tools(ctx: ApiContext, request: Request, body: ResponsesRequest, items: list[dict[str, Any]]) -> ResponseTools:
+    """Those of the body and of its items; what is left out of either is named in the answer's header."""
+    ignored: list[str] | None = [] if ctx.config.unknown_fields == "ignore" else None
+    tools = ResponseTools(ignored)
+    tools.add(body.tools or [], "tools")
+    for place, more in tools_in(items):
+        tools.add(more, place)
+    if ignored is not None and (named := [*ignored, *left_out(items)]):
+        request.state.ignored = list(dict.fromkeys([*getattr(request.state, "ignored", ()), *named]))
+    return tools
 
 
 def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
@@ -83,26 +81,25 @@ class ResponsesAnswer(Answer):
     """One response; it is its own only choice."""
 
     def __init__(
-        self, ctx: ApiContext, body: ResponsesRequest, model: str, reader: AnswerReader, ids: array,
+        self, ctx: ApiContext, body: ResponsesRequest, model: str, tools: ResponseTools, reader: AnswerReader, ids: array,
         params: SamplingParams,
     ):  # fmt: skip
         super().__init__(ctx, body, response_id("resp_", body.request_id))
         self.model, self.reader, self.params = model, reader, params
         form = LogprobFormat(ctx.engine.tokenizer, skip_special_tokens=params.skip_special_tokens)
         self.logprobs = ChatLogprobs(form, body.top_logprobs or 0) if params.logprobs is not None else None
-        self.events, self.items = Events(), Items()
+        reasoning = body.reasoning
+        self.summary = None if reasoning is None else reasoning.summary or reasoning.generate_summary
+        summarized, seal = self.summary not in (None, "none"), ENCRYPTED in (body.include or ())
+        self.events, self.items = Events(), Items(tools, summarized=summarized, seal=seal)
+        self.tools = tools
         self.streaming, self.begun = bool(body.stream), False
         self.status = "in_progress"
         self.add(ids, params, self)
         self.usage.prompt_tokens = len(ids)
 
     def push(self, delta: Delta) -> bytes:
-        out: list[bytes] = []
-        if not self.begun:
-            self.begun = True
-            if self.streaming:
-                shown = {"response": self.resource()}
-                out += [self.events.bytes(f"response.{k}", shown) for k in ("created", "in_progress")]
+        out = self._begin()
         if self.logprobs is not None and delta.logprobs:
             self.logprobs.add(delta.logprobs)
         found = self.reader.push(delta.text)
@@ -117,6 +114,17 @@ class ResponsesAnswer(Answer):
         if self.streaming:
             out += [self.events.bytes(kind, fields) for kind, fields in news]
         return b"".join(out)
+
+    def _begin(self) -> list[bytes]:
+        if self.begun or not self.streaming:
+            return []
+        self.begun = True
+        shown = {"response": self.resource()}
+        return [self.events.bytes(f"response.{k}", shown) for k in ("created", "in_progress")]
+
+    def silence(self) -> bytes:
+        """An event, since there are clients that take comments for nothing and give up."""
+        return b"".join(self._begin()) or self.events.bytes("response.in_progress", {"response": self.resource()})
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         return self.logprobs.take() if self.logprobs is not None else []
@@ -139,7 +147,7 @@ class ResponsesAnswer(Answer):
         body, params = self.body, self.params
         ended = self.status in ("completed", "incomplete")
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
-        choice = body.tool_choice or ("auto" if body.tools else "none")
+        choice = body.tool_choice or ("auto" if self.tools.functions else "none")
         return {
             "id": self.id,
             "object": "response",
@@ -159,11 +167,11 @@ class ResponsesAnswer(Answer):
             "frequency_penalty": params.frequency_penalty,
             "top_logprobs": body.top_logprobs or 0,
             "tool_choice": choice,
-            "tools": body.tools or [],
+            "tools": self.tools.given,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "truncation": "disabled",
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": self.summary},
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "store": False,
@@ -187,86 +195,3 @@ class ResponsesAnswer(Answer):
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
             "total_tokens": prompt + output,
         }
-
-
-class Events:
-    """Numbers and encodes events."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def bytes(self, kind: str, fields: dict[str, Any]) -> bytes:
-        data = encode({"type": kind, "sequence_number": self.number, **fields})
-        self.number += 1
-        return named_event(kind.encode(), data)
-
-
-class Items:
-    """Output items from the events of an answer: one is open at a time; an event of another kind ends it and opens the next."""
-
-    def __init__(self) -> None:
-        self.output: list[dict[str, Any]] = []
-        self._pieces: list[str] = []  # of the open item's text
-        self._logprobs: list[dict[str, Any]] = []
-        self._open = ""  # its type
-
-    def push(self, part: Event, logprobs: list[dict[str, Any]]) -> list[News]:
-        """`logprobs` go to the message if this is a part of it."""
-        if isinstance(part, CallBegin):
-            return self.close("completed") + self._start("function_call", call_id=part.id, name=part.name)
-        events: list[News] = []
-        if isinstance(part, CallArguments):
-            name, fields = "function_call_arguments", self._place()
-        else:
-            kind = "message" if isinstance(part, Text) else "reasoning"
-            if self._open != kind:
-                events = self.close("completed") + self._start(kind)
-            name, fields = ITEMS[kind][2]["type"], self._place(0)
-        self._pieces.append(part.text)
-        fields["delta"] = part.text
-        if isinstance(part, Text):
-            self._logprobs += logprobs
-            fields["logprobs"] = logprobs
-        return [*events, (f"response.{name}.delta", fields)]
-
-    def _place(self, content_index: int | None = None) -> dict[str, Any]:
-        place = {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
-        return place if content_index is None else {**place, "content_index": content_index}
-
-    def _start(self, kind: str, **given: str) -> list[News]:
-        self._pieces, self._logprobs, self._open = [], [], kind
-        prefix, begun, part = ITEMS[kind]
-        item = {"type": kind, "id": new_id(prefix), **given, **begun}
-        self.output.append(item)
-        events: list[News] = [("response.output_item.added", {"output_index": len(self.output) - 1, "item": dict(item)})]
-        return [*events, ("response.content_part.added", {**self._place(0), "part": part})] if part else events
-
-    def close(self, status: str, logprobs: list[dict[str, Any]] | None = None) -> list[News]:
-        """End the open item, if there is one."""
-        kind, self._open = self._open, ""
-        if not kind:
-            return []
-        item, text = self.output[-1], "".join(self._pieces)
-        if "status" in item:
-            item["status"] = status
-        events: list[News]
-        if kind == "function_call":
-            item["arguments"] = text
-            fields = {**self._place(), "name": item["name"], "arguments": text}
-            events = [("response.function_call_arguments.done", fields)]
-        else:
-            said: dict[str, Any] = {"text": text}
-            if kind == "message":
-                said["logprobs"] = self._logprobs + (logprobs or [])
-            part = {**ITEMS[kind][2], **said}
-            item["content"] = [part]
-            events = [
-                (f"response.{part['type']}.done", {**self._place(0), **said}),
-                ("response.content_part.done", {**self._place(0), "part": part}),
-            ]
-        return [*events, ("response.output_item.done", {"output_index": len(self.output) - 1, "item": item})]
-
-    def finish(self, status: str, logprobs: list[dict[str, Any]]) -> list[News]:
-        """End the output, which holds at least one item: an empty message, if the model said nothing."""
-        events = [] if self.output else self._start("message")
-        return events + self.close(status, logprobs)

@@ -1,31 +1,56 @@
-"""What /v1/responses takes: its body, and its input items as the messages of a conversation."""
+"""What /v1/responses takes: its body. Its input items are read in responses_messages, its tools in responses_tools."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from headrace.api.errors import invalid, unsupported
-from headrace.api.protocol import Body, Effort, FunctionName, NamedTool, OpenAIFields
-from headrace.api.structured import Structure, from_response_format, json_schema
-from headrace.conversation.tool_grammar import FunctionDef, Tool
+import msgspec
 
+from headrace.api.errors import invalid, unsupported
+from headrace.api.protocol import Body, Effort, FunctionName, OpenAIFields
+from headrace.api.structured import Structure, from_response_format, json_schema
+from headrace.conversation.tool_grammar import FunctionDef
+
+ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-# what `include` may name; all but LOGPROBS concern tools that are not run here, or storage
+# what `include` may name; but for the first two they concern tools that are not run here
 INCLUDABLE = (
-    LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    LOGPROBS, ENCRYPTED, "file_search_call.results", "web_search_call.results",
     "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )  # fmt: skip
+Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class FlatTool(FunctionDef, kw_only=True):
-    """A function; other kinds of tools are run by their provider and not served here."""
+    """A function, of a namespace or of none."""
 
     type: Literal["function"] = "function"
+    defer_loading: bool | msgspec.UnsetType | None = msgspec.UNSET  # ignored: nothing here would look for it later
+
+
+class CustomTool(Body, kw_only=True):
+    """A tool whose input is any text."""
+
+    name: str
+    type: Literal["custom"] = "custom"
+    description: str | msgspec.UnsetType | None = msgspec.UNSET
+    format: dict[str, Any] | msgspec.UnsetType | None = msgspec.UNSET
+    defer_loading: bool | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Namespace(Body, kw_only=True):
+    """Tools of one origin, such as a server that an agent is connected to."""
+
+    name: str
+    tools: list[dict[str, Any]]
+    type: Literal["namespace"] = "namespace"
+    description: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class FlatNamedTool(FunctionName, kw_only=True):
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
+    namespace: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextOptions(Body, kw_only=True):
@@ -35,8 +60,8 @@ class TextOptions(Body, kw_only=True):
 
 class ReasoningOptions(Body, kw_only=True):
     effort: Effort | None = None
-    summary: str | None = None  # ignored: reasoning is given in full
-    generate_summary: str | None = None  # ignored
+    summary: Summary | None = None  # whatever it says, the summary is the whole reasoning
+    generate_summary: Summary | None = None  # its older name
 
 
 class ResponsesRequest(OpenAIFields, kw_only=True):
@@ -45,7 +70,7 @@ class ResponsesRequest(OpenAIFields, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FlatTool] | None = None
+    tools: list[dict[str, Any]] | None = None  # read in responses_tools
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -79,16 +104,6 @@ def check_unserved(body: ResponsesRequest) -> None:
             raise invalid("include", f"allowed are {', '.join(INCLUDABLE)}.")
 
 
-def nested_tools(tools: list[FlatTool] | None) -> list[Tool] | None:
-    if tools is None:
-        return None
-    return [Tool(function=FunctionDef(**{f: getattr(t, f) for f in FunctionDef.__struct_fields__})) for t in tools]
-
-
-def nested_choice(choice: str | FlatNamedTool | None) -> str | NamedTool | None:
-    return NamedTool(function=FunctionName(name=choice.name)) if isinstance(choice, FlatNamedTool) else choice
-
-
 def structure(text: TextOptions | None) -> Structure | None:
     """`text.format`, whose json_schema is flat."""
     form = text.format if text is not None else None
@@ -96,92 +111,3 @@ def structure(text: TextOptions | None) -> Structure | None:
         flat = {k: v for k, v in form.items() if k != "type"}
         return json_schema(flat, "text.format", "text.format")
     return from_response_format(form, "text.format")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# input items
-
-
-def messages(value: str | list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The conversation that the input stands for. Raises ApiError naming the item."""
-    found: list[dict[str, Any]] = []
-    if isinstance(value, str):
-        found.append({"role": "user", "content": value})
-    else:
-        if not value:
-            raise invalid("input", "an empty list; at least one item is needed.")
-        for i, item in enumerate(value):
-            _add_item(found, item, f"input[{i}]")
-    if instructions is not None:
-        _add_instructions(found, instructions)
-    return found
-
-
-def _add_instructions(found: list[dict[str, Any]], instructions: str) -> None:
-    """In front, and in one system message with the input's own: many templates take only one."""
-    first = found[0] if found else {}
-    if first.get("role") in ("system", "developer"):
-        first["content"] = f"{instructions}\n\n{first['content']}"
-    else:
-        found.insert(0, {"role": "system", "content": instructions})
-
-
-def _add_item(found: list[dict[str, Any]], item: dict[str, Any], path: str) -> None:
-    """Append one item. Reasoning opens a message of the assistant; the answer or the calls that follow at once complete it."""
-    kind = item.get("type", "message")
-    last = found[-1] if found else {}
-    thought = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
-    if kind == "message":
-        message = {"role": item.get("role"), "content": _content(item.get("content"), f"{path}.content")}
-        if thought and message["role"] == "assistant":
-            last.update(message)
-        else:
-            found.append(message)
-    elif kind == "function_call":
-        call: dict[str, Any] = {"id": _text(item, "call_id", path), "type": "function"}
-        call["function"] = {"name": _text(item, "name", path), "arguments": _text(item, "arguments", path)}
-        if last.get("role") != "assistant":
-            found.append({"role": "assistant", "content": None})
-        elif thought:
-            last["content"] = None
-        found[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        output = _content(item.get("output"), f"{path}.output")
-        found.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": output})
-    elif kind == "reasoning":
-        if (text := _reasoning(item)) and thought:
-            last["reasoning_content"] += "\n" + text
-        elif text:
-            found.append({"role": "assistant", "content": "", "reasoning_content": text})
-    else:
-        raise invalid(f"{path}.type", "allowed are message, function_call, function_call_output, reasoning.")
-
-
-def _reasoning(item: dict[str, Any]) -> str:
-    """What can be read of it: another server's may be encrypted."""
-    parts = item.get("content")
-    parts = parts if isinstance(parts, list) else []
-    return "".join(p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str))
-
-
-def _text(item: dict[str, Any], name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise invalid(f"{path}.{name}", "a text is needed.")
-    return value
-
-
-def _content(value: Any, path: str) -> str:
-    """Text, or parts that are text: joined, as they are one content."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid(path, "text or a list of parts is needed.")
-    texts = []
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        name = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
-            raise invalid(f"{path}[{i}]", "allowed are parts of text (input_text, output_text, refusal).")
-        texts.append(part[name])
-    return "\n".join(texts)

@@ -1,4 +1,4 @@
-"""Server-sent events: one write per burst, comments in long silences, a slow reader holds back only itself."""
+"""Server-sent events: one write per burst, signs of life in long silences, a slow reader holds back only itself."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ class EventStream:
     takes no more from the engine. Bytes whose write was cancelled are kept and go first in the next one.
     """
 
-    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "on_stuck", "started")
+    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "on_stuck", "silence", "started")
 
-    def __init__(self, scope: Scope, send: Send, on_stuck: Callable[[], None]):
+    def __init__(
+        self, scope: Scope, send: Send, on_stuck: Callable[[], None], silence: Callable[[], bytes] = lambda: COMMENT
+    ):  # fmt: skip
         self._start, self._send = send, scope.get(RAW_SEND, send)
         self._idle: asyncio.Event | None = None  # made when a second writer has to wait
         self._pending: list[bytes] = []
@@ -44,15 +46,20 @@ class EventStream:
         self.ending = False  # the last bytes are on their way
         self.last = self._time()  # when bytes were last given to the reader, or taken by it
         self.on_stuck = on_stuck  # called when the reader has taken nothing for too long
+        self.silence = silence  # what shows a reader in a long silence that there is a server
 
     async def write(self, data: bytes) -> None:
         if self.ending:
-            return  # a comment that was due when the end came: all others have written
+            return  # a sign of life that was due when the end came: all others have written
         self._pending.append(data)
         while self.blocked:
             await self._wait()
         if self._pending:  # else another writer has taken it along
             await self._flush(True)
+
+    async def keep_alive(self) -> None:
+        if not self.ending:
+            await self.write(self.silence())
 
     async def end(self, data: bytes) -> None:
         self.ending = True
@@ -88,7 +95,7 @@ class EventStream:
 
 
 class Ticker:
-    """One task for all open streams: writes the keep-alive comments and finds stuck readers. Lives while there are any."""
+    """One task for all open streams: writes into long silences and finds stuck readers. Lives while there are any."""
 
     def __init__(self, interval: float, write_timeout: float):
         self.interval, self.write_timeout = interval, write_timeout
@@ -115,6 +122,6 @@ class Ticker:
                     if silence >= self.write_timeout:
                         stream.on_stuck()
                 elif silence >= self.interval:
-                    task = loop.create_task(stream.write(COMMENT))
+                    task = loop.create_task(stream.keep_alive())
                     writes.add(task)
                     task.add_done_callback(writes.discard)

@@ -55,10 +55,24 @@ class Refused(Exception):
 def leave_out(document: Any, kind: inspect.Type) -> list[str]:
     """Remove from a decoded body of type `kind` what is ignored; returns where it stood. Raises Refused."""
     found: list[str] = []
-    if isinstance(document, dict):
+    if isinstance(document, dict) and _takes_functions_only(kind):
         _leave_out_tools(document, found)
     _walk(document, kind, "", found)
     return list(dict.fromkeys(found))
+
+
+def leave_out_of_part(part: Any, kind: inspect.Type, path: str) -> list[str]:
+    """The same of a part of a body, at `path`, that the body's own type leaves open."""
+    found: list[str] = []
+    _walk(part, kind, path, found)
+    return found
+
+
+def _takes_functions_only(kind: inspect.Type) -> bool:
+    """Other bodies leave the type of their tools open, and sort them themselves."""
+    tools = next((f.type for f in getattr(kind, "fields", ()) if f.encode_name == "tools"), None)
+    lists = [m for m in getattr(tools, "types", (tools,)) if isinstance(m, inspect.ListType)]
+    return any(isinstance(m.item_type, inspect.StructType) for m in lists)
 
 
 def _leave_out_tools(body: dict[str, Any], found: list[str]) -> None:

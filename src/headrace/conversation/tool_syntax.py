@@ -117,6 +117,11 @@ def json_text(value: Any) -> str:
     return text
 
 
+def without_half_pairs(text: str) -> str:
+    """Halves of surrogate pairs, which models can write as escapes, are no text that can be sent."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def read_call(text: str, keys: tuple[str, ...]) -> tuple[str, str] | None:
     """(name, arguments) of an object's text, the arguments under one of `keys` and as they are written; None if it is none.
 

@@ -1,0 +1,129 @@
+"""Tools of /v1/responses as the functions that templates and parsers know, and the way back from a function's name.
+
+A tool of a namespace is the function `NAMESPACE__NAME`. A custom tool, whose input is any text, is a function of one string,
+`input`. Tools that their provider runs are left out and named, as everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, NamedTuple
+
+from headrace.api.body import read_part
+from headrace.api.errors import invalid
+from headrace.api.protocol import FunctionName, NamedTool
+from headrace.api.responses_input import CustomTool, FlatNamedTool, FlatTool, Namespace
+from headrace.conversation.tool_grammar import FunctionDef, Tool
+
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+KINDS = ("function", "custom", "namespace")
+
+
+class Origin(NamedTuple):
+    """What the client calls a tool."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+class ResponseTools:
+    """The tools of one request. `ignored`: where what is left out is named; None: it is refused."""
+
+    def __init__(self, ignored: list[str] | None):
+        self.ignored = ignored
+        self.functions: list[Tool] = []
+        self.given: list[Any] = []  # as the response gives them back
+        self._origins: dict[str, Origin] = {}  # name of the function -> tool
+        self._names: dict[Origin, str] = {}
+
+    def add(self, tools: list[dict[str, Any]], place: str) -> None:
+        """Raises ApiError naming the tool below `place`."""
+        for i, tool in enumerate(tools):
+            at = f"{place}[{i}]"
+            if self._foreign(tool, at, KINDS):
+                continue
+            if tool.get("type") == "namespace":
+                space = read_part(tool, Namespace, at, self.ignored)
+                self.given.append(space)
+                for j, inner in enumerate(space.tools):
+                    if not self._foreign(inner, f"{at}.tools[{j}]", KINDS[:2]):
+                        self._add(inner, f"{at}.tools[{j}]", space.name)
+            else:
+                self.given.append(self._add(tool, at, None))
+
+    def _foreign(self, tool: dict[str, Any], at: str, kinds: tuple[str, ...]) -> bool:
+        kind = tool.get("type")
+        if not isinstance(kind, str) or kind in kinds:
+            return False
+        if self.ignored is None:
+            raise invalid(f"{at}.type", f"allowed are {', '.join(kinds)}.")
+        self.ignored.append(f"tools[{kind}]")
+        return True
+
+    def _add(self, given: dict[str, Any], at: str, namespace: str | None) -> FlatTool | CustomTool:
+        tool: FlatTool | CustomTool
+        if given.get("type") == "custom":
+            tool = custom = read_part(given, CustomTool, at, self.ignored)
+            function = _of_custom(custom, at)
+        else:
+            tool = read_part(given, FlatTool, at, self.ignored)
+            function = FunctionDef(**{f: getattr(tool, f) for f in FunctionDef.__struct_fields__})
+        if not NAME.fullmatch(tool.name):
+            raise invalid(f"{at}.name", "1 to 64 letters, digits, underscores, dots or dashes.")
+        origin = Origin(tool.name, namespace, isinstance(tool, CustomTool))
+        if origin not in self._names:  # agents repeat them
+            function.name = self._new_name(origin)
+            self.functions.append(Tool(function=function))
+        return tool
+
+    def _new_name(self, origin: Origin) -> str:
+        name = function_name(origin)
+        if name in self._origins:
+            name = _short(name, repr(origin))
+        self._origins[name], self._names[origin] = origin, name
+        return name
+
+    def name(self, origin: Origin) -> str:
+        """Of the function that stands for a tool, also for one that this request does not bring."""
+        return self._names.get(origin) or function_name(origin)
+
+    def origin(self, name: str) -> Origin:
+        return self._origins.get(name) or Origin(name)
+
+    def choice(self, choice: str | FlatNamedTool | None) -> str | NamedTool | None:
+        if isinstance(choice, FlatNamedTool):
+            origin = Origin(choice.name, choice.namespace or None, choice.type == "custom")
+            if origin not in self._names:
+                raise invalid("tool_choice", f"there is no {choice.type} tool named {choice.name[:100]!r}.")
+            return NamedTool(function=FunctionName(name=self._names[origin]))
+        return None if choice == "auto" and not self.functions else choice
+
+
+def function_name(origin: Origin) -> str:
+    if origin.namespace is None:
+        return origin.name
+    joined = f"{origin.namespace}__{origin.name}"
+    return joined if NAME.fullmatch(joined) else _short(joined, joined)
+
+
+def _short(name: str, key: str) -> str:
+    """A name like `name` that is allowed, and another one for each `key`."""
+    return re.sub(r"[^a-zA-Z0-9_.-]", "_", name[:55]) + "_" + hashlib.sha256(key.encode()).hexdigest()[:8]
+
+
+def _of_custom(tool: CustomTool, at: str) -> FunctionDef:
+    about, form = tool.description or "", tool.format or {"type": "text"}
+    if form.get("type") == "grammar":
+        for field in ("syntax", "definition"):
+            if not isinstance(form.get(field), str):
+                raise invalid(f"{at}.format.{field}", "a text is needed.", "missing_required_parameter")
+        about += f"\n\n`input` must obey this grammar ({form['syntax']}):\n{form['definition']}"
+    elif form.get("type") != "text":
+        raise invalid(f"{at}.format.type", "allowed are text, grammar.")
+    parameters = {
+        "type": "object", "properties": {"input": {"type": "string", "description": "the whole input, as it is"}},
+        "required": ["input"], "additionalProperties": False,
+    }  # fmt: skip
+    return FunctionDef(name=tool.name, description=about.strip() or None, parameters=parameters)
