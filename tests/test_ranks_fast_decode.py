@@ -6,13 +6,15 @@ test_gpu_tensor_parallel.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import triton
 
-from fast_decode_cases import decode_batch
+from echo_group import EchoGroup
+from fast_decode_cases import CONFIGS, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
@@ -88,3 +90,25 @@ def test_a_product_sends_its_own_part() -> None:
             all_reduce_norm(torch.empty(1, 1, 40), space, total, out, norm, residual=total, eps=1e-6, sent=True)
             torch.testing.assert_close(total, want_total, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+class Apart(EchoGroup):
+    """Without memory that all see: what comes back is the same, by a sum of its own."""
+
+    def push_space(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "granite"])
+def test_steps_of_more_rows_add_up_in_one_kernel_too(name: str) -> None:
+    """In the interpreter; one rank, which hears its own parts as those of the other."""
+    config = replace(CONFIGS[name], num_layers=2)
+    weights = random_weights(replace(config, vocab_size=48))  # of 90 ids
+    logits = []
+    for kind in (EchoGroup, Apart):
+        batch, kv = decode_batch(replace(config, vocab_size=48), [40, 3, 17], 16)
+        group = kind(2, 4, config.hidden_size, torch.float32, CPU)
+        fast = FastDecode(config, weights, 1, CPU, max_model_len=64, group=group)
+        decoder = FastDecoder(config, weights, TorchAttention(), fast, max_model_len=64, group=group)
+        logits.append(decoder.decode(batch, kv))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)

@@ -30,7 +30,8 @@ from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Weight
+from headrace.model.linear import Linear, Weight
+from headrace.model.mlp import Mlp
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 
@@ -281,6 +282,13 @@ class FastDecoder(Decoder):
         if batch.num_rows > self.fast.max_rows:
             return super().decode(batch, kv)
         return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook))
+
+    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
+        """As Decoder; where few rows of several ranks are added up, in the kernel that does so."""
+        ranks = self.fast.ranks
+        if ranks is None or post is not None or following is None or not ranks.adds_up(len(x)):
+            return super()._add(part, x, residual, post, following)
+        return ranks.add_norm(part.product(x), residual, following, self.config.residual_scale)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         return super().workspace_bytes(max_num_seqs) + self.fast.num_bytes

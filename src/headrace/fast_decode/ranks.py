@@ -53,6 +53,20 @@ class RankParts:
             project(x, weight, parts, tile, bias=bias)
         self._close(parts, total, normed, norm, total, scale, sent)
 
+    def adds_up(self, rows: int) -> bool:
+        """Whether `add_norm` takes so many rows: also of steps that are none of the fused path's."""
+        return self.push is not None and rows <= self.push.max_rows
+
+    def add_norm(self, part: Tensor, residual: Tensor, norm: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """(RMSNorm(total), total = residual + scale * the sum of all ranks' parts), [rows, hidden] in the model's dtype; with
+        the bits of a sum, an addition and a norm one after the other."""
+        assert self.push is not None
+        total, normed = torch.empty_like(residual), torch.empty_like(residual)
+        all_reduce_norm(
+            part[None], self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale
+        )  # fmt: skip
+        return normed, total
+
     def _close(
         self, parts: Tensor, total: Tensor, normed: Tensor, norm: Tensor, residual: Tensor | None, scale: float,
         sent: bool = False,

@@ -21,6 +21,8 @@ class Mlp(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def product(self, x: Tensor) -> Tensor: ...
+
     def add_to(self, total: Tensor, x: Tensor) -> None: ...
 
 
@@ -40,6 +42,9 @@ class DenseMlp:
     def __call__(self, x: Tensor) -> Tensor:
         parts = [self.down(self._inner(part)) for part in x.split(self.max_rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def product(self, x: Tensor) -> Tensor:
+        return self.down.product(self._inner(x))
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         for part, rows in zip(x.split(self.max_rows), total.split(self.max_rows), strict=True):
