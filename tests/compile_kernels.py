@@ -132,8 +132,9 @@ def push(size: int, hidden: int) -> Callable[[], None]:
         for slabs in (1, 2):
             part = meta(slabs, 32, hidden, dtype=torch.float32)
             all_reduce_norm(part, space, f32, meta(32, hidden), meta(hidden), residual=f32)
-        all_reduce_norm(meta(1, 32, hidden), space, meta(32, hidden), meta(32, hidden), meta(hidden), residual=meta(32, hidden),
-                        post=meta(hidden))  # fmt: skip
+        for post in (None, meta(hidden)):
+            all_reduce_norm(meta(1, 32, hidden), space, meta(32, hidden), meta(32, hidden), meta(hidden), residual=meta(32, hidden),
+                            post=post)  # fmt: skip
 
     return run
 

@@ -151,11 +151,13 @@ def _push_sum_kernel(
                     looks = looks + (tl.load(slots + (first + i) * rank_stride, mask=there, other=0, volatile=True),)
                 for i in tl.static_range(AHEAD):
                     if first + i < SIZE:
+                        theirs = slots + (first + i) * rank_stride
                         part = own
+                        if SLABS == 0:  # sent by the kernel before, which is done: nothing to wait for
+                            part = looks[i]
                         if first + i != rank:
-                            theirs = slots + (first + i) * rank_stride
                             part = _wait(theirs, looks[i], ok, EMPTY)
-                            tl.store(theirs, tl.full([BLOCK], EMPTY, WIRE), mask=ok)
+                        tl.store(theirs, tl.full([BLOCK], EMPTY, WIRE), mask=ok)
                         total += part.to(KIND, bitcast=True).to(tl.float32)
             tl.store(turns_ptr + row, 1 - turn)
             total = total.to(total_ptr.dtype.element_ty)
@@ -174,9 +176,8 @@ def _launch(
     sent: bool = False,
 ) -> None:  # fmt: skip
     slabs, rows, width = x.shape
-    rank = space.rank
-    if sent:  # by the product's own kernel, into its own slots too: they are waited for like all others
-        slabs, rank, half = 0, -1, "receive"
+    if sent:
+        slabs, half = 0, "receive"
     if not space.takes(rows, width, out.dtype):
         most = f"{space.max_rows} rows of {space.slots.shape[-1]} numbers of {space.slots.itemsize} bytes"
         raise ValueError(f"an all-reduce of {rows} rows of {width} {out.dtype}: the space holds {most}")
@@ -186,7 +187,7 @@ def _launch(
     num_warps = min(THREADS // 32, max(1, block // 256))  # 16 bytes a thread, more of the widest rows
     _push_sum_kernel[(min(rows, num_multiprocessors(x.device)),)](
         x, space.slots, space.peers, space.turns, residual, post, norm, total, out,
-        rows, x.stride(1), x.stride(0), space.slots.stride(1), space.slots.stride(2), rank, eps, offset, scale,
+        rows, x.stride(1), x.stride(0), space.slots.stride(1), space.slots.stride(2), space.rank, eps, offset, scale,
         WIDTH=width, BLOCK=block, SIZE=space.size, AHEAD=min(space.size, max(1, LOOK_NUMBERS * 32 * num_warps // block)),
         SLABS=slabs, EMPTY=empty_mark(space.slots.dtype), RESIDUAL=residual is not None, POST=post is not None,
         NORM=norm is not None, SEND=half != "receive", RECEIVE=half != "send", num_warps=num_warps, **pdl(x),
