@@ -99,8 +99,8 @@ class CardGroup(ProcessGroup):
         return space
 
     def abort(self) -> None:
-        super().abort()
         threading.Thread(target=_release, args=(weakref.ref(self),), daemon=True).start()
+        super().abort()  # afterwards: it may wait for the device, and that for a kernel of ours
 
     def release(self, stream: torch.cuda.Stream) -> None:
         """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more."""
