@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.api import anthropic, service
+from headrace.api import anthropic, ollama, ollama_models, service
 from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
@@ -106,6 +106,16 @@ def create_app(
             post("/tokenize", service.tokenize),
             post("/detokenize", service.detokenize),
             post("/generate", generate),
+            post("/api/chat", ollama.chat),
+            post("/api/generate", ollama.generate),
+            post("/api/embed", ollama.embed),
+            post("/api/embeddings", ollama.old_embeddings),
+            post("/api/show", ollama_models.show),
+            post("/api/pull", ollama_models.pull),
+            route("/api/tags", ollama_models.tags, "GET"),
+            route("/api/ps", ollama_models.running, "GET"),
+            route("/api/version", ollama_models.api_version, "GET"),
+            *(route(path, ollama_models.not_here, method) for method, path in ollama_models.NOT_HERE),
             route("/health", service.health, "GET"),
             route("/ready", service.ready, "GET"),
             route("/version", service.server_version, "GET"),

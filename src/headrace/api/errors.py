@@ -43,10 +43,17 @@ class ApiError(Exception):
         error = {"type": ANTHROPIC_TYPES.get(self.status, fallback), "message": _clean(self.message)}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
+    def ollama(self) -> bytes:
+        """As Ollama's API has it: the field has no place but the text."""
+        named = self.param is None or self.param in self.message
+        return msgspec.json.encode({"error": _clean(self.message if named else f"{self.param}: {self.message}")})
+
     def response(self, scope: Scope) -> Response:
         """In the form of the API that was asked."""
-        asked = scope["path"].startswith("/v1/messages")
-        body = self.anthropic(scope.get("state", {}).get("request_id", "")) if asked else self.body()
+        path, request_id = scope["path"], scope.get("state", {}).get("request_id", "")
+        body = self.anthropic(request_id) if path.startswith("/v1/messages") else self.body()
+        if path.startswith("/api/"):
+            body = self.ollama()
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 

@@ -21,7 +21,7 @@ from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.limits import Ticket
 from headrace.api.logprobs import LogprobFormat
 from headrace.api.protocol import GenerationFields
-from headrace.api.sse import COMMENT, DONE, EventStream, event
+from headrace.api.sse import COMMENT, DONE, EVENTS, EventStream, event
 from headrace.api.structured import Structure, renamed
 from headrace.engine.messages import EngineOutput
 from headrace.errors import ParameterError
@@ -91,6 +91,8 @@ class Usage:
 
 class Answer:
     """The answer of one endpoint to one request. `closing` and `failure` end a stream, `whole` is the other kind."""
+
+    media_type = EVENTS  # of a stream
 
     def __init__(self, ctx: ApiContext, body: Any, answer_id: str):
         self.ctx, self.body, self.id = ctx, body, answer_id
@@ -238,7 +240,7 @@ class Generation:
 
 
 class StreamedAnswer(Response):
-    """The answer as server-sent events.
+    """The answer piece by piece.
 
     Nothing is sent before the engine's first output or the first long silence, so an error until then has
     its own status. Later errors are an `error` event. Past the deadline an answer that has begun ends as one that
@@ -254,7 +256,7 @@ class StreamedAnswer(Response):
         generation, answer = self.generation, self.generation.answer
         ticker = generation.ctx.ticker
         lifeline = Lifeline(receive, seconds_left(generation.request))
-        stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()), answer.silence)
+        stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()), answer.silence, answer.media_type)
         try:
             async with lifeline:
                 ticker.add(stream)

@@ -177,10 +177,18 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     if body.dimensions is not None and body.dimensions != size:
         raise invalid("dimensions", f"got {body.dimensions}, allowed: {size}.")
     batch = await _ids_of(ctx, body)
+    vectors = await vectors_of(ctx, request, batch, body)
+    tokens = sum(map(len, batch))
+    data = [{"object": "embedding", "index": i, "embedding": _encoded(body, v)} for i, v in enumerate(vectors)]
+    return json_response(
+        {"object": "list", "model": model, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    )
+
+
+async def vectors_of(ctx: ApiContext, request: Request, batch: list[array], body: Any) -> list[list[float]]:
+    """Of each prompt. `body` may have a priority and a cache_salt."""
     vectors: list[list[float]] = [[]] * len(batch)
     name = new_id("embd-")
-
-    tokens = sum(map(len, batch))
 
     async def one(i: int, ids: array, ticket: Ticket) -> None:
         vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body)
@@ -188,12 +196,9 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
         ticket.ended()
 
     async with Lifeline(request.receive, seconds_left(request)):
-        with await ctx.limits.admit(len(batch), tokens) as ticket:
+        with await ctx.limits.admit(len(batch), sum(map(len, batch))) as ticket:
             await run_all([one(i, ids, ticket) for i, ids in enumerate(batch)])
-    data = [{"object": "embedding", "index": i, "embedding": _encoded(body, v)} for i, v in enumerate(vectors)]
-    return json_response(
-        {"object": "list", "model": model, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-    )
+    return vectors
 
 
 async def _ids_of(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
@@ -204,7 +209,7 @@ async def _ids_of(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
     return [(await ctx.check_prompt(ids, params, field="input"))[0] for ids in batch]
 
 
-async def _vector(ctx: ApiContext, request_id: str, ids: array, body: EmbeddingRequest) -> list[float]:
+async def _vector(ctx: ApiContext, request_id: str, ids: array, body: Any) -> list[float]:
     pooling, salt = ctx.config.embedding_pooling, body.cache_salt or ""
     vector = await ctx.engine.embed(request_id, ids, pooling, priority=body.priority or 0, cache_salt=salt)
     if not all(map(math.isfinite, vector)):

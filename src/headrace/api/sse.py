@@ -1,4 +1,4 @@
-"""Server-sent events: one write per burst, signs of life in long silences, a slow reader holds back only itself."""
+"""Streams, of events or of lines: one write per burst, signs of life in long silences, a slow reader holds back only itself."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.types import Scope, Send
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
+EVENTS, LINES = b"text/event-stream", b"application/x-ndjson"  # what a stream may be made of
 HEADERS = [
-    (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx: do not collect the stream
 ]
@@ -32,11 +32,14 @@ class EventStream:
     takes no more from the engine. Bytes whose write was cancelled are kept and go first in the next one.
     """
 
-    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "on_stuck", "silence", "started")
+    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "media_type", "on_stuck", "silence",
+                 "started")  # fmt: skip
 
     def __init__(
-        self, scope: Scope, send: Send, on_stuck: Callable[[], None], silence: Callable[[], bytes] = lambda: COMMENT
+        self, scope: Scope, send: Send, on_stuck: Callable[[], None], silence: Callable[[], bytes] = lambda: COMMENT,
+        media_type: bytes = EVENTS,
     ):  # fmt: skip
+        self.media_type = media_type
         self._start, self._send = send, scope.get(RAW_SEND, send)
         self._idle: asyncio.Event | None = None  # made when a second writer has to wait
         self._pending: list[bytes] = []
@@ -83,7 +86,8 @@ class EventStream:
         try:
             if not self.started:
                 self.started = True
-                await self._start({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+                headers = [(b"content-type", self.media_type), *HEADERS]
+                await self._start({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
             del parts[:count]
         finally:

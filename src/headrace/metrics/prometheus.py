@@ -41,6 +41,8 @@ PATHS = frozenset({
     "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize",
     "/generate", "/health", "/ready", "/version", "/metrics",
+    "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/version",
+    "/api/pull",
 })  # fmt: skip
 REJECTIONS = {
     400: "invalid", 401: "unauthorized", 404: "not_found", 405: "invalid", 408: "timeout", 413: "too_large", 415: "invalid",
