@@ -131,17 +131,19 @@ def _model(ctx: ApiContext, name: str) -> dict[str, Any]:
 
 
 def _details(ctx: ApiContext) -> dict[str, Any]:
-    path = ctx.engine.config.model or ""
+    path = ctx.engine.config.model
+    form = "gguf" if path is None or path.endswith(".gguf") else "safetensors"
     details: dict[str, Any] = {
-        "parent_model": "", "format": "gguf" if path.endswith(".gguf") or not path else "safetensors", "family": "",
-        "families": [], "parameter_size": "", "quantization_level": "",
+        "parent_model": "", "format": form, "family": "", "families": [], "parameter_size": "", "quantization_level": "",
     }  # fmt: skip
     if ctx.engine.status().loaded:
         config = ctx.engine.model_config
         details |= {
             "family": config.family, "families": [config.family], "context_length": ctx.engine.max_model_len,
-            "quantization_level": LEVELS.get(config.dtype, config.dtype), "embedding_length": config.hidden_size,
+            "embedding_length": config.hidden_size,
         }  # fmt: skip
+        if form == "safetensors":  # a GGUF file has tensors of several
+            details["quantization_level"] = LEVELS.get(config.dtype, "")
     return details
 
 
