@@ -361,3 +361,27 @@ def test_a_deadline_ends_a_stream_as_a_length():
     body = {"messages": HI}
     lines = [json.loads(line) for line in api.post("/api/chat", body, headers={"x-request-timeout": "0.3"}).text.splitlines()]
     assert (lines[-1]["done"], lines[-1]["done_reason"]) == (True, "length")
+
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.integers(-2, 130), st.floats(allow_nan=False, allow_infinity=False),
+              st.text(max_size=6), st.sampled_from(["json", "user", "tool", "low", MODEL])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(
+        st.sampled_from(["role", "content", "tool_calls", "function", "name", "arguments", "type", "images", "num_predict", "stop", "seed", "temperature"]),
+        st.text(max_size=3)), inner, max_size=4)),
+    max_leaves=8,
+)  # fmt: skip
+FIELDS = ["model", "name", "messages", "prompt", "input", "system", "raw", "tools", "stream", "format", "options", "think", "logprobs", "top_logprobs",
+          "truncate", "shift", "keep_alive", "dimensions", "suffix", "context", "images", "priority", "cache_salt", "verbose"]  # fmt: skip
+FUZZED = make("Hi.<think>x</think><tool_call>{")
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=st.sampled_from(["chat", "generate", "embed", "embeddings", "show", "pull"]), known=st.booleans(),
+       extra=st.dictionaries(st.sampled_from(FIELDS), values, max_size=3))  # fmt: skip
+def test_fuzzed_bodies_never_fail(path, known, extra):
+    base = {"chat": {"messages": HI}, "generate": {"prompt": "hi"}, "embed": {"input": "hi"}}.get(path, {}) if known else {}
+    response = FUZZED.post(f"/api/{path}", {**base, **extra})
+    assert response.status_code in (200, 400, 404) or (path, response.status_code) == ("pull", 501), response.text
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert (response.status_code == 200) == all("error" not in line for line in lines)

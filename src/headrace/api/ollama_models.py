@@ -94,7 +94,7 @@ async def pull(ctx: ApiContext, request: Request) -> Response:
     done = {"status": "success"}
     if body.stream is False:
         return json_response(done)
-    return Response(msgspec.json.encode(done) + b"\n", media_type=LINES.media_type.decode())
+    return Response(msgspec.json.encode(done) + b"\n", media_type=LINES.decode())
 
 
 async def not_here(ctx: ApiContext, request: Request) -> Response:

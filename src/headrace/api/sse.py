@@ -32,8 +32,10 @@ class EventStream:
     takes no more from the engine. Bytes whose write was cancelled are kept and go first in the next one.
     """
 
-    __slots__ = ("_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "media_type", "on_stuck", "silence",
-                 "started")  # fmt: skip
+    __slots__ = (
+        "_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "media_type", "on_stuck", "silence",
+        "started",
+    )  # fmt: skip
 
     def __init__(
         self, scope: Scope, send: Send, on_stuck: Callable[[], None], silence: Callable[[], bytes] = lambda: COMMENT,
