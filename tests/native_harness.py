@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -34,6 +35,16 @@ def libraries() -> dict[str, Path]:
     }
     known = {name: {need.replace("_", "") for need in needs} for name, needs in _NEEDS.items()}
     return {name: path for name, path in built.items() if known.get(name, set()) <= features}
+
+
+@cache
+def sampling_model(library: Path, vocab_size: int, threads: int = 1):
+    """A native model without weights, which can do no more than sample rows."""
+    settings = _step.Config()
+    settings.vocab_size, settings.threads = vocab_size, threads
+    settings.hidden_size = settings.intermediate_size = settings.head_dim = 32
+    settings.num_layers = settings.num_heads = settings.num_kv_heads = 1
+    return _step.Model(str(library), settings, [], [])
 
 
 class NativeStep:

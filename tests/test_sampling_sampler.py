@@ -1,4 +1,4 @@
-"""The torch sampler: equal to the float64 reference, right in distribution, indifferent to batch mates and NaN."""
+"""The CPU's samplers, torch's and the native ones: equal to the float64 reference, right in distribution, indifferent to batch mates and NaN."""
 
 import subprocess
 import sys
@@ -10,11 +10,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.native.forward import draw_rows
+from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
-from headrace.sampling.sampler import SampleInputs, sample
+from headrace.sampling.sampler import SampleInputs, SampleOutput
+from native_harness import libraries, sampling_model
 from sampling_reference import DRAWN, Row, chi_square, sample_inputs, tokens
 
 INF = float("inf")
+LIBRARIES = libraries()
+each_sampler = pytest.mark.parametrize("by", ["torch", *LIBRARIES])
+
+
+def sample(logits: torch.Tensor, inputs: SampleInputs, by: str = "torch") -> SampleOutput:
+    """`by` torch, or by the native step's library of an instruction set."""
+    if by != "torch":
+        model = sampling_model(LIBRARIES[by], logits.shape[1], threads=2)
+        inputs.choose = lambda logits, inputs: draw_rows(model, logits, inputs)
+    return sampler.sample(logits, inputs)
 
 
 def inputs_of(rows: list[Row], **kwargs) -> SampleInputs:
@@ -54,41 +67,44 @@ def batches(draw):
     return rows, logits.astype(np.float32)
 
 
+@each_sampler
 @settings(max_examples=200, deadline=None)
-@given(batches())
-def test_equals_the_reference(batch):
+@given(batch=batches())
+def test_equals_the_reference(batch, by):
     rows, logits = batch
-    out = sample(torch.tensor(logits), inputs_of(rows))
+    out = sample(torch.tensor(logits), inputs_of(rows), by)
     assert not out.failed.any() and out.token_ids.dtype == torch.int32
     for i, row in enumerate(rows):
         assert int(out.token_ids[i]) in tokens(logits[i], row)
 
 
+@each_sampler
 @settings(max_examples=100, deadline=None)
-@given(batches())
-def test_a_row_is_the_same_alone_and_among_others(batch):
+@given(batch=batches())
+def test_a_row_is_the_same_alone_and_among_others(batch, by):
     rows, logits = batch
-    together = sample(torch.tensor(logits), inputs_of(rows)).token_ids.tolist()
-    alone = [int(sample(torch.tensor(logits[i : i + 1]), inputs_of([r])).token_ids[0]) for i, r in enumerate(rows)]
+    together = sample(torch.tensor(logits), inputs_of(rows), by).token_ids.tolist()
+    alone = [int(sample(torch.tensor(logits[i : i + 1]), inputs_of([r]), by).token_ids[0]) for i, r in enumerate(rows)]
     order = np.random.default_rng(len(rows)).permutation(len(rows))
-    shuffled = sample(torch.tensor(logits[order]), inputs_of([rows[i] for i in order])).token_ids.tolist()
+    shuffled = sample(torch.tensor(logits[order]), inputs_of([rows[i] for i in order]), by).token_ids.tolist()
     assert together == alone
     assert [together[i] for i in order] == shuffled
 
 
 @pytest.mark.parametrize("row", DRAWN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_distribution(row, dtype):
+@pytest.mark.parametrize(("dtype", "by"), [(torch.bfloat16, "torch"), *((torch.float32, by) for by in ["torch", *LIBRARIES])])
+def test_distribution(row, dtype, by):
     """20,000 draws over a small vocabulary."""
     logits = torch.tensor(np.random.default_rng(1).standard_normal(12) * 1.5).to(dtype)
     logits[5] = logits[2]  # a tie
     rows = [Row(**{**row.__dict__, "seed": 1234, "output_index": i}) for i in range(20_000)]
-    ids = sample(logits.repeat(len(rows), 1), inputs_of(rows)).token_ids
+    ids = sample(logits.repeat(len(rows), 1), inputs_of(rows), by).token_ids
     # up to 11 degrees of freedom: a fair sampler exceeds it with probability 4e-5; the draws are fixed
     assert chi_square(ids.tolist(), logits.float().numpy(), row) < 40
 
 
-def test_filters_at_their_edges():
+@each_sampler
+def test_filters_at_their_edges(by):
     logits = np.array([2.0, 2.0, 1.0, 1.0, 0.0, -INF], np.float32)
     cases = {
         (0, 1.0, 1.0): {0, 1},  # min_p 1: the largest and its equals
@@ -101,39 +117,42 @@ def test_filters_at_their_edges():
     }
     for (top_k, top_p, min_p), want in cases.items():
         rows = [Row(top_k=top_k, top_p=top_p, min_p=min_p, output_index=i) for i in range(400)]
-        got = set(sample(torch.tensor(logits).repeat(400, 1), inputs_of(rows)).token_ids.tolist())
+        got = set(sample(torch.tensor(logits).repeat(400, 1), inputs_of(rows), by).token_ids.tolist())
         assert got == want, (top_k, top_p, min_p)
 
 
-def test_greedy_takes_the_lowest_of_equals():
+@each_sampler
+def test_greedy_takes_the_lowest_of_equals(by):
     logits = torch.zeros(4, 3000)
     logits[1, [700, 2999, 1500]] = 3.0
     logits[2, 2999] = 1.0
     logits[3] = -INF
     logits[3, [2100, 2999]] = -5.0
-    assert sample(logits, inputs_of([Row(temperature=0.0)] * 4)).token_ids.tolist() == [0, 700, 2999, 2100]
+    assert sample(logits, inputs_of([Row(temperature=0.0)] * 4), by).token_ids.tolist() == [0, 700, 2999, 2100]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), INF])
 @pytest.mark.parametrize("where", [0, 511, 700, 1299])
-def test_a_broken_row_is_reported_and_harms_nobody(temperature, bad, where):
+@each_sampler
+def test_a_broken_row_is_reported_and_harms_nobody(temperature, bad, where, by):
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((4, 1300)).astype(np.float32)
     rows = [Row(temperature=t, top_k=20, top_p=0.9, min_p=0.01, seed=i) for i, t in enumerate([1.0, temperature, 0.0, 0.7])]
-    clean = sample(torch.tensor(logits), inputs_of(rows))
+    clean = sample(torch.tensor(logits), inputs_of(rows), by)
     assert not clean.failed.any()
     broken = logits.copy()
     broken[1, where] = bad
-    out = sample(torch.tensor(broken), inputs_of(rows))
+    out = sample(torch.tensor(broken), inputs_of(rows), by)
     assert out.failed.tolist() == [False, True, False, False]
     assert int(out.token_ids[1]) == 0
     assert out.token_ids[[0, 2, 3]].tolist() == clean.token_ids[[0, 2, 3]].tolist()
     broken[1] = -INF
-    assert sample(torch.tensor(broken), inputs_of(rows)).failed.tolist() == [False, True, False, False]
+    assert sample(torch.tensor(broken), inputs_of(rows), by).failed.tolist() == [False, True, False, False]
 
 
-def test_flags_only_skip_work():
+@each_sampler
+def test_flags_only_skip_work(by):
     """A stage that is run without need changes nothing."""
     rng = np.random.default_rng(5)
     logits = torch.tensor(rng.standard_normal((6, 900)) * 4).float()
@@ -142,12 +161,12 @@ def test_flags_only_skip_work():
     assert not (lean.any_top_k or lean.any_top_p or lean.any_min_p or lean.all_greedy)
     full = inputs_of(rows)
     full.any_top_k = full.any_top_p = full.any_min_p = True
-    assert sample(logits, lean).token_ids.tolist() == sample(logits, full).token_ids.tolist()
+    assert sample(logits, lean, by).token_ids.tolist() == sample(logits, full, by).token_ids.tolist()
     greedy = inputs_of([Row(temperature=0.0)] * 6)
     assert greedy.all_greedy
     greedy_full = inputs_of([Row(temperature=0.0)] * 6)
     greedy_full.all_greedy = False
-    assert sample(logits, greedy).token_ids.tolist() == sample(logits, greedy_full).token_ids.tolist()
+    assert sample(logits, greedy, by).token_ids.tolist() == sample(logits, greedy_full, by).token_ids.tolist()
 
 
 def drawn(seed: int) -> list[int]:
@@ -163,8 +182,9 @@ def test_another_process_draws_the_same():
     assert there == f"{drawn(2)}\n"
 
 
-def test_inputs_are_not_written():
+@each_sampler
+def test_inputs_are_not_written(by):
     logits = torch.randn(3, 1000)
     before = logits.clone()
-    sample(logits, inputs_of([Row(top_k=5, top_p=0.5, min_p=0.1)] * 3))
+    sample(logits, inputs_of([Row(top_k=5, top_p=0.5, min_p=0.1)] * 3), by)
     assert torch.equal(logits, before)

@@ -23,6 +23,7 @@ from headrace.model.ranks import NormedQkv, VocabPart
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.vocabulary import TokenlessIds, embed
+from headrace.sampling.sampler import Choose
 
 MATRICES = ("qkv", "o", "gate_up", "down")  # of LayerWeights
 
@@ -139,6 +140,7 @@ class Decoder:
         self.layer_rope = kinds
         self.tokenless: TokenlessIds | None = None
         self.hidden_state_hook: HiddenStateHook | None = None
+        self.choose: Choose | None = None
         columns = config.vocab_size if self.vocab is None else self.vocab.rows
         self._decoded = torch.empty((decode_rows, columns), dtype=self.embedding.dtype, device=device)
 

@@ -12,6 +12,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.ranks import VocabPart
 from headrace.model.vocabulary import TokenlessIds
+from headrace.sampling.sampler import Choose
 
 # called before each layer with its index and the residual stream [T, H]: for heads that read the model's inside
 HiddenStateHook = Callable[[int, Tensor, ForwardBatch], None]
@@ -26,6 +27,11 @@ class Forward(Protocol):
     hidden_state_hook: HiddenStateHook | None
     tokenless: TokenlessIds | None  # ids that no logits are given to
     vocab: VocabPart | None  # of one of several ranks: what its logits are
+
+    @property
+    def choose(self) -> Choose | None:
+        """Its own sampler of rows; None: sampling.sampler's."""
+        ...
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm; with `wanted` only those rows' [R, H]."""

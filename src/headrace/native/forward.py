@@ -24,6 +24,8 @@ from headrace.native.load import Library
 from headrace.native.precision import Precision
 from headrace.native.threads import num_threads
 from headrace.native.weights import Weights
+from headrace.sampling.params import GREEDY_EPS
+from headrace.sampling.sampler import SampleInputs
 from headrace.scheduler.config import Limits
 
 _CACHE_FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "INT8"}
@@ -144,6 +146,10 @@ class NativeDecoder:
         )  # fmt: skip
         self._model.run(*(None if column is None else column.numpy() for column in columns))
 
+    def choose(self, logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
+        """See sampling.sampler.Choose."""
+        return draw_rows(self._model, logits, inputs)
+
     def activation_bytes(self, max_rows: int) -> int:
         """See Forward."""
         return max_rows * self.config.hidden_size * 4
@@ -152,3 +158,15 @@ class NativeDecoder:
         """See Forward."""
         limits = self._limits
         return self._model.workspace_bytes(limits.max_num_batched_tokens, max_num_seqs, limits.max_model_len)
+
+
+def draw_rows(model: Any, logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
+    """sampling.sampler.Choose of logits in float32, by a native model: one call, where torch and numpy take dozens."""
+    ids = torch.empty(len(logits), dtype=torch.int32)
+    failed = torch.empty(len(logits), dtype=torch.bool)
+    columns = (
+        logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.output_index,
+        inputs.sample_index,
+    )  # fmt: skip
+    model.sample(*(column.numpy() for column in columns), GREEDY_EPS, ids.numpy(), failed.numpy())
+    return ids, failed

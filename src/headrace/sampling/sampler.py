@@ -24,7 +24,7 @@ exponentials and the sums; numpy the rest, with less to pay for a call, and seve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,11 @@ class SampleInputs:
     edits: LogitsEdits | None = None
     logprobs: LogprobsRequest | None = None
     scratch: Scratch | None = None
+    choose: Choose | None = None  # what runs the model draws the rows itself
+
+
+# stages 2 to 7: logits [R, V], read only -> (token ids [R] int32, failed [R] bool)
+Choose = Callable[[Tensor, SampleInputs], tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
@@ -98,7 +103,7 @@ def sample(logits: Tensor, inputs: SampleInputs) -> SampleOutput:
         dtype = logits.dtype if inputs.edits.only_masks else torch.float32
         work = logits.to(dtype, copy=inputs.logprobs is not None)
         apply_edits(work, inputs.edits)
-    token_ids, failed = choose(work, inputs)
+    token_ids, failed = (inputs.choose or choose)(work, inputs)
     logprobs = None
     if inputs.logprobs is not None:
         logprobs = token_logprobs(logits, token_ids, inputs.logprobs)
@@ -108,7 +113,7 @@ def sample(logits: Tensor, inputs: SampleInputs) -> SampleOutput:
 
 
 def choose(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
-    """Stages 2 to 7: logits [R, V] -> (token ids [R] int32, failed [R] bool). Reads `logits` only."""
+    """See Choose."""
     if logits.is_cuda:
         return _choose_on_gpu(logits, inputs)
     values = logits.float().numpy()

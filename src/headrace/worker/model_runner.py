@@ -56,8 +56,8 @@ class ModelRunner:
     ):  # fmt: skip
         self.drafter = drafter
         self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
-        part = decoder.vocab
-        self.sampler = RowSampler(state, decoder.vocab_size) if part is None else SplitSampler(state, part)
+        part, choose = decoder.vocab, decoder.choose
+        self.sampler = RowSampler(state, decoder.vocab_size, choose) if part is None else SplitSampler(state, part)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         if not self._is_captured(plan):

@@ -16,7 +16,7 @@ from headrace.kernels.prepare import KEPT, Rows, publish
 from headrace.kernels.tables import Float, Int
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.penalties import UserProcessor
-from headrace.sampling.sampler import SampleInputs, SampleOutput, Scratch, sample
+from headrace.sampling.sampler import Choose, SampleInputs, SampleOutput, Scratch, sample
 from headrace.scheduler.plan import Admitted, StepPlan
 from headrace.structured_output.manager import GrammarMasks
 from headrace.worker.batch_state import BatchState, aligned
@@ -68,8 +68,8 @@ class DeviceOutput:
 class RowSampler:
     """Samples the rows of a step and leaves the ids in the state's token table, where the next step reads them."""
 
-    def __init__(self, state: BatchState, vocab_size: int):
-        self.state, self.vocab_size = state, vocab_size
+    def __init__(self, state: BatchState, vocab_size: int, choose: Choose | None = None):
+        self.state, self.vocab_size, self._choose = state, vocab_size, choose
         self._edits = StepEdits(state, vocab_size)
         self._special = np.zeros(state.dummy_slot + 1, np.bool_)  # slots that need more than the fused sampler
         self._scratch = Scratch()
@@ -107,7 +107,7 @@ class RowSampler:
         asked, any_special = self._wishes(plan, slots)
         special = self._rows(plan, num_sampled, np.flatnonzero(self._special[slots])) if any_special else []
         inputs = asked.inputs(rows)
-        inputs.scratch = self._scratch
+        inputs.scratch, inputs.choose = self._scratch, self._choose
         inputs.edits = self._edits.of_step(special, rows, masks, users)
         tops = {r.row: n for r in special if (n := self.state.request(r.slot).params.logprobs) is not None}
         if tops:

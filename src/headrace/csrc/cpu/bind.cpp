@@ -157,6 +157,27 @@ class BoundModel {
     model_->logits(hidden.data(), static_cast<int>(hidden.shape(0)), out.data());
   }
 
+  void sample(Array<float, 2> logits, Array<float, 1> temperature, Array<int32_t, 1> top_k, Array<float, 1> top_p,
+              Array<float, 1> min_p, Array<int64_t, 1> seed, Array<int64_t, 1> output_index, Array<int32_t, 1> sample_index,
+              float greedy_eps, Output<int32_t, 1> ids, Output<bool, 1> failed) {
+    const size_t rows = logits.shape(0);
+    checks_.output("logits", rows, logits.shape(1), rows, checks_.config().vocab_size);
+    const std::pair<const char*, size_t> lengths[] = {
+        {"temperature", temperature.shape(0)}, {"top_k", top_k.shape(0)}, {"top_p", top_p.shape(0)},
+        {"min_p", min_p.shape(0)}, {"seed", seed.shape(0)}, {"output_index", output_index.shape(0)},
+        {"sample_index", sample_index.shape(0)}, {"ids", ids.shape(0)}, {"failed", failed.shape(0)},
+    };
+    for (const auto& [name, length] : lengths) checks_.length(name, length, rows);
+    const Draws draws{
+        .num_rows = static_cast<int>(rows), .logits = logits.data(), .temperature = temperature.data(), .top_k = top_k.data(),
+        .top_p = top_p.data(), .min_p = min_p.data(), .seed = seed.data(), .output_index = output_index.data(),
+        .sample_index = sample_index.data(), .greedy_eps = greedy_eps, .ids = ids.data(), .failed = failed.data(),
+    };
+    nb::gil_scoped_release released;
+    const std::lock_guard lock(stepping_);
+    model_->sample(draws);
+  }
+
   int64_t bytes() const { return model_->bytes(); }
   int64_t workspace_bytes(int rows, int wanted, int max_positions) const {
     return model_->workspace_bytes(rows, wanted, max_positions);
@@ -262,6 +283,8 @@ NB_MODULE(_step, m) {
       .def("run", &BoundModel::run, "token_ids"_a, "positions"_a, "slot_mapping"_a, "seq_slots"_a, "query_start"_a,
            "block_tables"_a, "wanted"_a.none(), "hidden"_a.none(), "logits"_a.none())
       .def("logits", &BoundModel::logits, "hidden"_a, "out"_a)
+      .def("sample", &BoundModel::sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
+           "output_index"_a, "sample_index"_a, "greedy_eps"_a, "ids"_a, "failed"_a)
       .def("bytes", &BoundModel::bytes)
       .def("workspace_bytes", &BoundModel::workspace_bytes, "rows"_a, "wanted"_a, "max_positions"_a)
       .def("describe", &BoundModel::describe);

@@ -9,7 +9,7 @@
 namespace headrace::cpu {
 
 // Of this file: a library whose headrace_step_abi() says something else was built for another version and is not used.
-inline constexpr int STEP_ABI = 1;
+inline constexpr int STEP_ABI = 2;
 
 // Rows of weights as GGUF and safetensors store them.
 enum class Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K };
@@ -108,6 +108,22 @@ struct Step {
   float* logits = nullptr;  // out: [wanted rows, vocab_size], or null
 };
 
+// Rows of logits from which one token each is drawn: headrace.sampling.sampler.SampleInputs, without edits.
+struct Draws {
+  int num_rows = 0;
+  const float* logits = nullptr;           // [num_rows, vocab_size]
+  const float* temperature = nullptr;      // [num_rows], as all below; less than greedy_eps: the largest logit
+  const int32_t* top_k = nullptr;          // <= 0: all
+  const float* top_p = nullptr;            // >= 1: all
+  const float* min_p = nullptr;            // <= 0: all
+  const int64_t* seed = nullptr;
+  const int64_t* output_index = nullptr;
+  const int32_t* sample_index = nullptr;
+  float greedy_eps = 0.0f;
+  int32_t* ids = nullptr;   // out
+  bool* failed = nullptr;   // out: the largest logit is not finite; the id is 0
+};
+
 // One model. Loading calls may run at once for different rows; one step at a time.
 class Model {
  public:
@@ -129,6 +145,8 @@ class Model {
 
   // hidden [rows, hidden_size] -> out [rows, vocab_size], scaled and capped: the bits that `run` gives.
   virtual void logits(const float* hidden, int rows, float* out) = 0;
+
+  virtual void sample(const Draws& draws) = 0;
 
   // Of weights and rope tables.
   virtual int64_t bytes() const = 0;

@@ -15,6 +15,7 @@
 #include "norm.h"
 #include "pool.h"
 #include "product.h"
+#include "sample.h"
 #include "weights.h"
 #include "workspace.h"
 
@@ -27,6 +28,7 @@ namespace headrace::cpu {
 namespace {
 
 constexpr int SHORT_STEP = 64;  // rows: longer phases wait for each other long without any stall
+constexpr int DRAWN_ALONE = 2;  // rows that are sampled before another thread would be awake
 
 const float* data_or_null(const std::vector<float>& vector) {
   return vector.empty() ? nullptr : vector.data();
@@ -52,6 +54,7 @@ class NativeModel final : public Model {
   }
   void run(const Step& step) override;
   void logits(const float* hidden, int rows, float* out) override;
+  void sample(const Draws& draws) override;
   int64_t bytes() const override { return weights_.bytes(); }
   int64_t workspace_bytes(int rows, int wanted, int max_positions) const override;
   const char* describe() const override { return HEADRACE_SET; }
@@ -86,6 +89,7 @@ class NativeModel final : public Model {
   Workspace space_;
   Pool pool_;
   std::vector<std::unique_ptr<ThreadRoom>> rooms_;
+  std::vector<RowDraw> row_draws_;
   Job job_;
 };
 
@@ -136,11 +140,26 @@ void NativeModel::logits(const float* hidden, int rows, float* out) {
   pool_.run(rows <= SHORT_STEP, run_head);
 }
 
+void NativeModel::sample(const Draws& draws) {
+  if (row_draws_.empty()) row_draws_ = std::vector<RowDraw>(pool_.threads(), RowDraw(config_.vocab_size));
+  if (draws.num_rows <= DRAWN_ALONE) {
+    for (int row = 0; row < draws.num_rows; row++) row_draws_[0].draw(draws, row);
+    return;
+  }
+  auto draw_rows = [&](Worker& worker) {
+    worker.share(draws.num_rows, 1, [&](int first, int last) {
+      for (int row = first; row < last; row++) row_draws_[worker.index()].draw(draws, row);
+    });
+  };
+  pool_.run(draws.num_rows <= SHORT_STEP, draw_rows);
+}
+
 int64_t NativeModel::workspace_bytes(int rows, int wanted, int max_positions) const {
   const int64_t parts = (max_positions + PART - 1) / PART;
   const int64_t split = static_cast<int64_t>(rows) * config_.num_heads * parts * (config_.head_dim + 2);
   const int64_t partials = parts > 1 ? std::min(split, AttentionPlan::MAX_PARTIALS) : 0;
-  return Workspace::bytes(sizes_, rows, wanted, partials, rows_bytes(weights_, config_.rounding, rows, wanted));
+  return Workspace::bytes(sizes_, rows, wanted, partials, rows_bytes(weights_, config_.rounding, rows, wanted)) +
+         pool_.threads() * RowDraw::bytes(config_.vocab_size);
 }
 
 // -- what every thread runs
