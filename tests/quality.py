@@ -58,7 +58,8 @@ class Divergence:
     def add(self, want: Tensor, got: Tensor, ids: list[int]) -> None:
         """Logits [n, V] of the reference and of the other after each of `ids`, which follow one another."""
         want_log, got_log = (logits.double().log_softmax(-1) for logits in (want, got))
-        self._kl.append((want_log.exp() * (want_log - got_log)).sum(-1))
+        terms = want_log.exp() * (want_log - got_log)
+        self._kl.append(terms.masked_fill(want_log == -torch.inf, 0.0).sum(-1))  # ids that nobody gives a token: -inf less -inf
         self._same.append(want.argmax(-1) == got.argmax(-1))
         top = want.topk(2, -1).values
         self._clear.append(top[:, 0] - top[:, 1] > CLEAR)
