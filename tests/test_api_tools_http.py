@@ -241,7 +241,7 @@ def test_responses():
     assert call["status"] == "completed" and json.loads(call["arguments"]) == {"a": "ü😀"}
     assert whole["status"] == "completed" and whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
     assert whole["usage"]["total_tokens"] == whole["usage"]["input_tokens"] + whole["usage"]["output_tokens"]
-    assert whole["metadata"] == {"k": "v"} and whole["instructions"] == "Be good." and whole["store"] is False
+    assert whole["metadata"] == {"k": "v"} and whole["instructions"] == "Be good." and whole["store"] is True
     assert whole["tools"][0]["name"] == "f" and whole["tool_choice"] == "auto"
 
 
@@ -327,7 +327,7 @@ def test_responses_input_keeps_everything_in_its_order(kinds):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"previous_response_id": "x"}, "previous_response_id"), ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
+        ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
         ({"conversation": "x"}, "conversation"), ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"include": ["everything"]}, "include"),

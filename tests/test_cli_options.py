@@ -19,6 +19,7 @@ import headrace.prewarm
 from headrace.api.config import ServerConfig
 from headrace.cli import COMMANDS, main, make_parser
 from headrace.cli.keys import client_key, server_keys
+from headrace.cli.serve import server_config
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import EXTRAS, require
@@ -252,6 +253,20 @@ def test_a_client_takes_its_key_from_the_option_or_the_environment(monkeypatch):
     assert client_key(argparse.Namespace(api_key=None)) is None
     with pytest.raises(ParameterError):
         client_key(argparse.Namespace(api_key="a b"))
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [("", 64 * 2**20), ("--responses-store-bytes 5", 5), ("--responses-store-bytes 0", 0), ("--api-processes 2", 0),
+     ("--api-processes 2 --responses-store-bytes 0", 0), ("--api-processes 2 --responses-store-bytes 5", None), ("--responses-store-bytes -1", None)],
+)  # fmt: skip
+def test_several_processes_keep_no_responses(words, kept):
+    args = make_parser().parse_args(["serve", *words.split()])
+    if kept is None:
+        with pytest.raises(ParameterError, match=r"responses.store.bytes"):
+            server_config(args)
+    else:
+        assert server_config(args).responses_store_bytes == kept
 
 
 @pytest.mark.parametrize("origin", ["http://a", "https://a.b:8443", "*", "null", "app://obsidian.md"])

@@ -143,6 +143,7 @@ def hub_offline() -> bool:
     return any(value.strip().upper() in ("1", "TRUE", "YES", "ON") for value in values)
 
 
+STORE_BYTES = 64 * 2**20  # of responses that a server keeps
 KEY_FORM = "printable characters without spaces"
 
 

@@ -64,7 +64,10 @@ CHATS: dict[str, dict[str, Any]] = {
     "developer": {"messages": [{"role": "developer", "content": "Be brief."}, USER], "store": False, "metadata": {}, "user": "u"},
 }  # fmt: skip
 FUNCTION = {**TOOLS[0]["function"], "type": "function", "strict": False}
-ITEMS: dict[str, dict[str, Any]] = {  # Responses, as Codex CLI sends it, but for fields that are not served yet
+PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files.",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin hunk+ end"}}  # fmt: skip
+SPACE = {"type": "namespace", "name": "mcp__docs", "description": "Documentation.", "tools": [FUNCTION]}
+ITEMS: dict[str, dict[str, Any]] = {  # Responses, as Codex CLI sends it
     "first turn": {"instructions": "You edit files.", "input": [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: read-only."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rename f to g"}]},
@@ -74,14 +77,32 @@ ITEMS: dict[str, dict[str, Any]] = {  # Responses, as Codex CLI sends it, but fo
         {"type": "function_call", "name": "read_file", "arguments": '{"path": "a.py"}', "call_id": "call_1"},
         {"type": "function_call_output", "call_id": "call_1", "output": "def f(): pass"},
     ]},
+    "after a patch": {"instructions": "You edit files.", "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rename f to g"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Easy."}], "encrypted_content": None},
+        {"type": "message", "role": "assistant", "phase": "commentary", "content": [{"type": "output_text", "text": "I patch."}]},
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch\n*** End Patch", "call_id": "call_2"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": "ok"},
+        {"type": "function_call", "name": "read_file", "namespace": "mcp__docs", "arguments": "{}", "call_id": "call_3"},
+        {"type": "function_call_output", "call_id": "call_3", "output": [{"type": "input_text", "text": "def g(): pass"}]},
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "g"}},
+    ]},
+    "tools in the input": {"tools": None, "instructions": "", "input": [
+        {"type": "additional_tools", "role": "developer", "tools": [FUNCTION, PATCH]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rename f to g"}]},
+    ]},
 }  # fmt: skip
 
 
 def main(url: str, model: str) -> int:
     failed = []
     bodies = [("/v1/chat/completions", name, {**body, "max_tokens": 4}) for name, body in CHATS.items()]
-    shared = {"tools": [FUNCTION], "tool_choice": "auto", "parallel_tool_calls": False, "store": False, "include": [], "max_output_tokens": 4}
-    bodies += [("/v1/responses", name, {**body, **shared}) for name, body in ITEMS.items()]
+    shared = {
+        "tools": [FUNCTION, PATCH, SPACE, {"type": "web_search", "external_web_access": False}], "tool_choice": "auto", "store": False,
+        "parallel_tool_calls": False, "include": ["reasoning.encrypted_content"], "reasoning": {"effort": "max", "summary": "auto"},
+        "client_metadata": {"x": "y"}, "text": {"verbosity": "low"}, "prompt_cache_key": "thread", "max_output_tokens": 4,
+    }  # fmt: skip
+    bodies += [("/v1/responses", name, {**shared, **body}) for name, body in ITEMS.items()]
     for path, name, body in bodies:
         try:
             post(url, path, {**body, "model": model})

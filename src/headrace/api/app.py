@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.api import anthropic, ollama, ollama_models, service
+from headrace.api import anthropic, ollama, ollama_models, responses_stored, service
 from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
@@ -89,7 +89,7 @@ def create_app(
         middleware.insert(
             0,
             Middleware(
-                CORSMiddleware, allow_origins=list(ctx.config.cors_origins), allow_methods=["GET", "POST"],
+                CORSMiddleware, allow_origins=list(ctx.config.cors_origins), allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-headrace-ignored"],
             ),
         )  # fmt: skip
@@ -100,6 +100,10 @@ def create_app(
             post("/v1/completions", completions),
             post("/v1/chat/completions", chat_completions),
             post("/v1/responses", responses),
+            route("/v1/responses/{id}", responses_stored.retrieve, "GET"),
+            route("/v1/responses/{id}", responses_stored.delete, "DELETE"),
+            route("/v1/responses/{id}/cancel", responses_stored.cancel, "POST"),
+            route("/v1/responses/{id}/input_items", responses_stored.input_items, "GET"),
             post("/v1/messages", anthropic.messages),
             post("/v1/messages/count_tokens", anthropic.count_tokens),
             post("/v1/embeddings", service.embeddings),

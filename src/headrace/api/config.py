@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace.config import KEY_FORM, is_api_key
+from headrace.config import KEY_FORM, STORE_BYTES, is_api_key
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import FORMS
 from headrace.conversation.template import ALLOWED_KWARGS
@@ -46,12 +46,13 @@ class ServerConfig:
     tool_parser: str | None = "auto"  # a parser's name; auto: from the template; None: tools are refused
     reasoning_parser: str | None = "auto"  # a parser's name; auto: from the template; None: no split
     embedding_pooling: str = "mean"  # mean | last
+    responses_store_bytes: int = STORE_BYTES  # of /v1/responses that are kept; 0: none
 
     def __post_init__(self) -> None:
         for name, low in (
             ("max_concurrent_per_key", 1), ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1),
             ("max_header_bytes", 1024), ("max_n", 1), ("max_prompts", 1), ("max_samples", 1), ("max_logprobs", 0),
-            ("tokenizer_threads", 1), ("inline_tokenize_chars", 0),
+            ("tokenizer_threads", 1), ("inline_tokenize_chars", 0), ("responses_store_bytes", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**53):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request, invalid
 from headrace.api.limits import Limits
+from headrace.api.response_store import ResponseStore
 from headrace.api.sse import Ticker
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import LiteralContent
@@ -39,6 +40,7 @@ class ApiContext:
         self.engine, self.config, self.metrics = engine, config, metrics or PrometheusMetrics(engine)
         self.limits = limits or Limits(engine, config)
         self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
+        self.responses = ResponseStore(config.responses_store_bytes)
         self.created = int(time.time())
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
 

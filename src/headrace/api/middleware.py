@@ -91,7 +91,7 @@ class Gate:
             if found is None:
                 text = "A valid API key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`."
                 raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            key = found
+            scope["state"]["key"] = key = found
         return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" else key
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:

@@ -17,9 +17,11 @@ from headrace.api.context import ApiContext, for_sample, response_id
 from headrace.api.errors import ApiError
 from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
+from headrace.api.response_store import Stored
 from headrace.api.responses_input import ENCRYPTED, LOGPROBS, ResponsesRequest, check_unserved, structure
 from headrace.api.responses_items import Events, Items
 from headrace.api.responses_messages import as_items, left_out, messages, tools_in
+from headrace.api.responses_stored import Held, continued, owner, with_ids
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
@@ -37,8 +39,9 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     check_unserved(body)
     check_stream_options(body.stream, body.stream_options)
     items = as_items(body.input)
-    tools = _tools(ctx, request, body, items)
-    conversation = messages(items, body.instructions, tools.name)
+    previous, before = continued(ctx, request, body.previous_response_id)
+    tools = _tools(ctx, request, body, items, before)
+    conversation = messages(items, body.instructions, tools.name, before)
     check_messages(conversation, "input")
     choice = tools.choice(body.tool_choice)
     check_tools(tools.functions, choice)
@@ -53,15 +56,36 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     params = policy.with_special_tokens(for_sample(params, 0))
     reader = policy.reader(end, structured=spec is not None)
     answer = ResponsesAnswer(ctx, body, model, tools, reader, ids, params)
-    return await Generation(ctx, request, answer, spec).response()
+    generation = Generation(ctx, request, answer, spec)
+    if body.store is False:
+        return await generation.response()
+    return await _kept(generation, answer, items, previous)
 
 
-def _tools(ctx: ApiContext, request: Request, body: ResponsesRequest, items: list[dict[str, Any]]) -> ResponseTools:
+async def _kept(
+    generation: Generation, answer: ResponsesAnswer, items: list[dict[str, Any]], previous: Stored | None
+) -> Response:
+    """The answer, which is in the store from its beginning on, if there is room."""
+    store = answer.ctx.responses
+    stored = store.begin((owner(generation.request), answer.id), with_ids(items), previous, answer.resource)
+    if stored is None:
+        return await generation.response()
+    answer.stored = stored
+    try:
+        return Held(await generation.response(), store, stored)
+    except BaseException:
+        store.release(stored)
+        raise
+
+
+def _tools(
+    ctx: ApiContext, request: Request, body: ResponsesRequest, items: list[dict[str, Any]], before: list[dict[str, Any]]
+) -> ResponseTools:
     """Those of the body and of its items; what is left out of either is named in the answer's header."""
     ignored: list[str] | None = [] if ctx.config.unknown_fields == "ignore" else None
     tools = ResponseTools(ignored)
     tools.add(body.tools or [], "tools")
-    for place, more in tools_in(items):
+    for place, more in [*tools_in(items), *tools_in(before)]:
         tools.add(more, place)
     if ignored is not None and (named := [*ignored, *left_out(items)]):
         request.state.ignored = list(dict.fromkeys([*getattr(request.state, "ignored", ()), *named]))
@@ -93,8 +117,10 @@ class ResponsesAnswer(Answer):
         summarized, seal = self.summary not in (None, "none"), ENCRYPTED in (body.include or ())
         self.events, self.items = Events(), Items(tools, summarized=summarized, seal=seal)
         self.tools = tools
+        self.stored: Stored | None = None
         self.streaming, self.begun = bool(body.stream), False
         self.status = "in_progress"
+        self.error: dict[str, str] | None = None
         self.add(ids, params, self)
         self.usage.prompt_tokens = len(ids)
 
@@ -130,17 +156,26 @@ class ResponsesAnswer(Answer):
         return self.logprobs.take() if self.logprobs is not None else []
 
     def closing(self) -> bytes:
-        return self.events.bytes(f"response.{self.status}", {"response": self.resource()})
+        return self.events.bytes(f"response.{self.status}", {"response": msgspec.Raw(self._final())})
 
     def failure(self, error: ApiError) -> bytes:
         code = error.code or "server_error"
         fields = {"code": code, "message": error.message, "param": error.param}
         self.status = "failed"
-        failed = self.resource() | {"error": {"code": code, "message": error.message}}
-        return self.events.bytes("error", fields) + self.events.bytes("response.failed", {"response": failed})
+        self.error = {"code": code, "message": error.message}
+        failed = {"response": msgspec.Raw(self._final())}
+        return self.events.bytes("error", fields) + self.events.bytes("response.failed", failed)
 
     def whole(self) -> bytes:
-        return encode(self.resource())
+        return self._final()
+
+    def _final(self) -> bytes:
+        """The response object at its end, as it is kept, or as it says that it is not."""
+        data = encode(self.resource())
+        if self.stored is not None and not self.ctx.responses.end(self.stored, data):
+            self.stored = None
+            data = encode(self.resource())
+        return data
 
     def resource(self) -> dict[str, Any]:
         """The response object as it is now; fields of the request are given back as they are."""
@@ -154,7 +189,7 @@ class ResponsesAnswer(Answer):
             "created_at": self.created,
             "completed_at": int(time.time()) if self.status == "completed" else None,
             "status": self.status,
-            "error": None,
+            "error": self.error,
             "incomplete_details": incomplete,
             "instructions": body.instructions,
             "metadata": body.metadata or {},
@@ -170,11 +205,11 @@ class ResponsesAnswer(Answer):
             "tools": self.tools.given,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
             "truncation": "disabled",
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": self.summary},
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
-            "store": False,
+            "store": self.stored is not None,
             "background": False,
             "service_tier": "default",
             "safety_identifier": body.safety_identifier,

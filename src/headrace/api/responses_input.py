@@ -65,7 +65,7 @@ class ReasoningOptions(Body, kw_only=True):
 
 
 class ResponsesRequest(OpenAIFields, kw_only=True):
-    """POST /v1/responses. Nothing is stored: what would need a stored response is refused."""
+    """POST /v1/responses. `store` is served, here alone."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -79,8 +79,8 @@ class ResponsesRequest(OpenAIFields, kw_only=True):
     include: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: int | None = None  # given back: it counts tools run by the server, and there are none
+    previous_response_id: str | None = None
     # refused unless they ask for nothing
-    previous_response_id: Any = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
@@ -88,11 +88,11 @@ class ResponsesRequest(OpenAIFields, kw_only=True):
 
 
 def check_unserved(body: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
-            raise unsupported(name, "not supported: this server stores nothing; send the whole input")
+            raise unsupported(name, "not supported; send the whole input, or previous_response_id")
     if body.background:
-        raise unsupported("background", "not supported: this server stores nothing")
+        raise unsupported("background", "not supported: a response ends with its connection")
     if body.truncation == "auto":
         raise unsupported("truncation", "only disabled: a prompt is never cut silently (truncate_prompt_tokens cuts it)")
     if body.n not in (None, 1):

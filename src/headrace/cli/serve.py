@@ -24,6 +24,7 @@ from headrace.cli.options import engine_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import add_arguments as add_arguments
+from headrace.config import STORE_BYTES
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.files import read_text
@@ -99,7 +100,18 @@ def server_config(args: argparse.Namespace):
         reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
         embedding_pooling=args.embedding_pooling,
         special_tokens_in_content=args.special_tokens_in_content,
+        responses_store_bytes=store_bytes(args),
     )
+
+
+def store_bytes(args: argparse.Namespace) -> int:
+    """Several processes keep no responses: the next request may reach another one."""
+    given = args.responses_store_bytes
+    if given and args.api_processes > 1:
+        raise ParameterError("--responses-store-bytes", given, "0 with several --api-processes, which share no memory")
+    if given is not None:
+        return given
+    return 0 if args.api_processes > 1 else STORE_BYTES
 
 
 class Server:

@@ -59,6 +59,7 @@ def _add_limits(group) -> None:
         ("max-queued-requests", int, "N", 4096, "samples that may wait; beyond: 429"),
         ("max-queued-tokens", int, "N", None, "prompt tokens that may wait; beyond: 429"),
         ("request-timeout", float, "SECONDS", None, "deadline of every request"),
+        ("responses-store-bytes", int, "N", None, "of /v1/responses kept in memory (default: 64 MiB; 0 with --api-processes)"),
     ):
         group.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=words)
 

@@ -32,7 +32,9 @@ class Replica:
         await self.client.wait_loaded()
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self.client, ServerConfig(served_model_names=(self.name,) if self.name else ()))
+        names = (self.name,) if self.name else ()
+        # the next request may reach another replica: no responses are kept
+        return create_app(self.client, ServerConfig(served_model_names=names, responses_store_bytes=0))
 
     async def check_health(self) -> None:
         if self.client.dead is not None:

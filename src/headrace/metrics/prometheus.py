@@ -80,7 +80,8 @@ def counted_path(path: str) -> str:
     """The path as a label: there are few of these, whatever is asked for."""
     if path in PATHS:
         return path
-    return "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+    base = next((base for base in ("/v1/models/", "/v1/responses/") if path.startswith(base)), None)
+    return "other" if base is None else base + "{id}"
 
 
 class Histogram:

@@ -1,0 +1,138 @@
+"""Responses that are kept for later requests: in memory, bounded by bytes and by count, the least recently used go first.
+
+A response that another one continues stays as long as that one, and one that is still running stays anyway: what can go is the
+end of a conversation. A restart loses them all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+MAX_RESPONSES = 4096
+Items = list[dict[str, Any]]
+
+
+class Stored:
+    """One response: what went in (its own part of the conversation) and what came out, as JSON."""
+
+    __slots__ = ("children", "gone", "key", "now", "output", "previous", "resource", "size", "taken")
+
+    def __init__(self, key: tuple[int, str], taken: bytes, previous: Stored | None, now: Callable[[], dict[str, Any]]):
+        self.key, self.taken, self.previous = key, taken, previous
+        self.now: Callable[[], dict[str, Any]] | None = now  # the response object, while it is running
+        self.resource = b""  # the same, when it has ended
+        self.size = len(taken)
+        self.children = 0  # kept responses that continue it
+        self.gone = False
+
+    def items(self) -> Items:
+        """Its input."""
+        return list(msgspec.json.decode(self.taken))
+
+    def both(self) -> Items:
+        """Its input and its output."""
+        return self.items() + list(msgspec.json.decode(self.resource)["output"])
+
+    def document(self) -> bytes:
+        return msgspec.json.encode(self.now()) if self.now is not None else self.resource
+
+
+class ResponseStore:
+    """`key`: whose response it is, and its id. `max_bytes` 0: nothing is kept."""
+
+    def __init__(self, max_bytes: int, max_count: int = MAX_RESPONSES):
+        self.max_bytes, self.max_count = max_bytes, max_count
+        self.num_bytes = 0
+        self._kept: OrderedDict[tuple[int, str], Stored] = OrderedDict()  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: tuple[int, str]) -> Stored | None:
+        """It and all that it continues count as used now, the first of them most."""
+        found = link = self._kept.get(key)
+        while link is not None and not link.gone:
+            self._kept.move_to_end(link.key)
+            link = link.previous
+        return found
+
+    def begin(
+        self, key: tuple[int, str], items: Items, previous: Stored | None, now: Callable[[], dict[str, Any]]
+    ) -> Stored | None:
+        """A response that is running. None: it is not kept, for there is no room beside what cannot go."""
+        if not self.max_bytes:
+            return None
+        if (same := self._kept.get(key)) is not None:  # clients may name their requests
+            if same.now is not None:
+                return None
+            self.remove(same)
+        stored = Stored(key, msgspec.json.encode(items), previous, now)
+        if previous is not None:
+            previous.children += 1  # from here on it cannot go
+        # it may have been removed while the prompt was made
+        if (previous is not None and previous.gone) or not self._room(stored.size, 1):
+            self._forget_previous(stored)
+            return None
+        self._kept[key] = stored
+        self.num_bytes += stored.size
+        self.find(key)
+        return stored
+
+    def end(self, stored: Stored, resource: bytes) -> bool:
+        """It has ended as `resource` says. False: with that there is no room for it."""
+        if stored.gone:
+            return False
+        if not self._room(len(resource), 0):
+            self.remove(stored)
+            return False
+        stored.now, stored.resource = None, resource
+        stored.size += len(resource)
+        self.num_bytes += len(resource)
+        self.find(stored.key)
+        return True
+
+    def release(self, stored: Stored) -> None:
+        """Nobody runs it any more: without an end, it has never been."""
+        if stored.now is not None and not stored.gone:
+            self.remove(stored)
+
+    def remove(self, stored: Stored) -> None:
+        """What continues it keeps its own part, and cannot be continued."""
+        del self._kept[stored.key]
+        self.num_bytes -= stored.size
+        self._forget_previous(stored)
+        stored.gone, stored.now = True, None
+        stored.taken = stored.resource = b""
+
+    def _forget_previous(self, stored: Stored) -> None:
+        if stored.previous is not None:
+            stored.previous.children -= 1
+            stored.previous = None
+
+    def _room(self, size: int, count: int) -> bool:
+        """Make room, if there can be enough."""
+        fixed = sum(s.size for s in self._kept.values() if s.now is not None)
+        if fixed + size > self.max_bytes:
+            return False
+        while self.num_bytes + size > self.max_bytes or len(self._kept) + count > self.max_count:
+            last = next((s for s in self._kept.values() if s.now is None and not s.children), None)
+            if last is None:
+                return False
+            self.remove(last)
+        return True
+
+
+def chain(stored: Stored) -> list[Stored] | None:
+    """A response and all that it continues, the first one first; None where one of them has been removed or is running."""
+    links: list[Stored] = []
+    link: Stored | None = stored
+    while link is not None:
+        if link.gone or link.now is not None:
+            return None
+        links.append(link)
+        link = link.previous
+    return links[::-1]

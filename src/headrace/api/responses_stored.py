@@ -1,0 +1,125 @@
+"""Responses that are kept: how a request continues one, and the endpoints that show, list and delete them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headrace.api.context import ApiContext, new_id
+from headrace.api.errors import ApiError, invalid, unsupported
+from headrace.api.response_store import ResponseStore, Stored, chain
+
+PREFIXES = {
+    "message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+}  # fmt: skip
+MAX_PAGE = 100
+
+
+def owner(request: Request) -> int:
+    """Whose responses this request may see: each API key has its own."""
+    return int(getattr(request.state, "key", 0))
+
+
+def with_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As they are listed: each has a type and an id."""
+    typed = [{"type": "message", **item} for item in items]
+    return [item if item.get("id") else {**item, "id": new_id(PREFIXES.get(str(item["type"]), "item_"))} for item in typed]
+
+
+def continued(ctx: ApiContext, request: Request, response_id: str | None) -> tuple[Stored | None, list[dict[str, Any]]]:
+    """The response that a request continues, and the items of the conversation so far."""
+    name = "previous_response_id"
+    if response_id is None:
+        return None, []
+    if not ctx.responses.max_bytes:
+        why = "not supported: this server keeps no responses (several --api-processes, or --responses-store-bytes 0)"
+        raise unsupported(name, why + "; send the whole input")
+    stored = ctx.responses.find((owner(request), response_id))
+    if stored is not None and stored.now is not None:
+        raise invalid(name, "that response is still in progress.")
+    links = chain(stored) if stored is not None else None
+    if links is None:
+        text = f"{name}: there is no response {response_id[:100]!r}, or it or one that it continues is not kept any more."
+        raise ApiError(404, text, param=name, code="previous_response_not_found")
+    return stored, [item for link in links for item in link.both()]
+
+
+class Held(Response):
+    """An answer that has a place in the store, which it gives back if it does not come to its end."""
+
+    def __init__(self, answer: Response, store: ResponseStore, stored: Stored):
+        self.answer, self.store, self.stored = answer, store, stored
+        self.status_code, self.background = answer.status_code, None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.answer(scope, receive, send)
+        finally:
+            self.store.release(self.stored)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# endpoints
+
+
+def _asked(ctx: ApiContext, request: Request) -> Stored:
+    response_id = request.path_params["id"]
+    stored = ctx.responses.find((owner(request), response_id))
+    if stored is None:
+        raise ApiError(404, f"There is no response {response_id[:100]!r}.", param="id", code="response_not_found")
+    return stored
+
+
+async def retrieve(ctx: ApiContext, request: Request) -> Response:
+    """GET /v1/responses/{id}, also while it is running."""
+    stored = _asked(ctx, request)
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise unsupported("stream", "events are not kept: a stream cannot be had again")
+    if "starting_after" in request.query_params:
+        raise unsupported("starting_after", "events are not kept: a stream cannot be had again")
+    return Response(stored.document(), media_type="application/json")
+
+
+async def delete(ctx: ApiContext, request: Request) -> Response:
+    """DELETE /v1/responses/{id}."""
+    stored = _asked(ctx, request)
+    if stored.now is not None:
+        raise invalid("id", "the response is still in progress; its request ends it by closing the connection.")
+    ctx.responses.remove(stored)
+    return _json({"id": request.path_params["id"], "object": "response.deleted", "deleted": True})
+
+
+async def cancel(ctx: ApiContext, request: Request) -> Response:
+    """POST /v1/responses/{id}/cancel."""
+    _asked(ctx, request)
+    raise unsupported("id", "only responses in the background are cancelled so, and there are none; close the connection")
+
+
+async def input_items(ctx: ApiContext, request: Request) -> Response:
+    """GET /v1/responses/{id}/input_items: the response's own input, not what it continues."""
+    items, query = _asked(ctx, request).items(), request.query_params
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid("order", "allowed are asc, desc.")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= MAX_PAGE):
+        raise invalid("limit", f"an integer from 1 to {MAX_PAGE}.")
+    if order == "desc":
+        items.reverse()
+    begin = 0
+    if after is not None:
+        begin = next((i + 1 for i, item in enumerate(items) if item["id"] == after), -1)
+        if begin < 0:
+            raise invalid("after", f"there is no item {after[:100]!r}.")
+    page = items[begin : begin + int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = begin + len(page) < len(items)
+    return _json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
