@@ -30,7 +30,7 @@ def endless(ids: list[int], params: Any) -> str:
 # clients that go away
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate", "/api/chat"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_client_that_leaves_ends_its_request(path, stream, begun):
@@ -38,8 +38,8 @@ async def test_a_client_that_leaves_ends_its_request(path, stream, begun):
     async with serving(engine) as server:
         if not begun:
             engine.gate.clear()
-        body = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSE}.get(path, COMPLETION)
-        n = {} if path == "/v1/responses" else {"n": 2}
+        body = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSE, "/api/chat": CHAT}.get(path, COMPLETION)
+        n = {} if path in ("/v1/responses", "/api/chat") else {"n": 2}
         _, writer = await server.connect(path, {**body, **n, "stream": stream})
         await soon(lambda: len(engine.active) == (n or {"n": 1})["n"] and (not begun or engine.yielded > 3))
         assert server.limits.active == len(engine.active)
