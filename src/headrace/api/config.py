@@ -34,7 +34,7 @@ class ServerConfig:
     max_prompts: int = 2048  # prompts (or embedding inputs) in one request
     max_samples: int = 4096  # prompts times n in one request
     max_logprobs: int = 20  # of a position; the whole vocabulary (-1) is never sent
-    keep_alive_interval: float = 10.0  # an SSE comment after so long a silence
+    keep_alive_interval: float = 10.0  # a sign of life in a stream after so long a silence
     write_timeout: float = 600.0  # a reader that takes nothing for so long is dropped
     tokenizer_threads: int = 2
     inline_tokenize_chars: int = 4096  # longer texts are tokenized in a thread
