@@ -130,11 +130,12 @@ def test_two_cards_give_one_cards_tokens(family: str, options: dict, tmp_path: P
     assert tokens(model, 2, enforce_eager=True) == want
 
 
-def test_bfloat16_scores_are_near(tmp_path: Path) -> None:
+def test_bfloat16_scores_are_as_near_as_one_cards(tmp_path: Path) -> None:
+    """To those of float32: parts are summed in float32 and rounded once, so that ranks cost no precision."""
     model = str(write_tiny("qwen3", tmp_path / "model", **HEADS))
 
-    def scores(size: int) -> torch.Tensor:
-        with LLM(model, tensor_parallel_size=size, dtype="bfloat16", **OPTIONS) as llm:
+    def scores(size: int, dtype: str) -> torch.Tensor:
+        with LLM(model, tensor_parallel_size=size, dtype=dtype, **OPTIONS) as llm:
             params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
             outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS[2:]], params, use_tqdm=False)
         values = []
@@ -143,7 +144,9 @@ def test_bfloat16_scores_are_near(tmp_path: Path) -> None:
                 values.append(position[token].logprob)
         return torch.tensor(values)
 
-    assert (scores(1) - scores(2)).abs().max() < 0.05
+    want = scores(1, "float32")
+    one, two = ((scores(size, "bfloat16") - want).abs().max() for size in (1, 2))
+    assert two < 1.5 * one
 
 
 @pytest.mark.parametrize("captured", [True, False])
