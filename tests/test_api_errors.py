@@ -140,6 +140,7 @@ def test_unknown_model(api, path):
 def test_paths_and_methods(api):
     assert api.request("GET", "/nothing").status_code == 404
     assert api.request("POST", "/v1/").status_code == 404
+    assert api.request("POST", "/v1/responses/compact").status_code == 404, "no method of what is not there"
     error_of(api.request("GET", "/nothing"))
     for path in BODIES:
         response = api.request("GET", path)

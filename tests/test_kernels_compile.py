@@ -27,7 +27,7 @@ def compiled(capability: int, part: str, **env: str) -> list[dict]:
 
 
 def test_sampling_kernels_compile(tmp_path):
-    kernels = compiled(90, "sampling", TRITON_CACHE_DIR=str(tmp_path))
+    kernels = [kernel for kernel in compiled(90, "sampling", TRITON_CACHE_DIR=str(tmp_path)) if "ranks" not in kernel["case"]]
     variants = {"_reduce": 3, "_pick": 3, "_filter": 2, "_filter_all": 1, "_add_mask": 1}
     assert Counter(kernel["kernel"] for kernel in kernels) == variants
 

@@ -102,6 +102,7 @@ def create_app(
             post("/v1/responses", responses),
             route("/v1/responses/{id}", responses_stored.retrieve, "GET"),
             route("/v1/responses/{id}", responses_stored.delete, "DELETE"),
+            route("/v1/responses/{id}", responses_stored.nothing, "POST"),
             route("/v1/responses/{id}/cancel", responses_stored.cancel, "POST"),
             route("/v1/responses/{id}/input_items", responses_stored.input_items, "GET"),
             post("/v1/messages", anthropic.messages),

@@ -123,3 +123,8 @@ async def input_items(ctx: ApiContext, request: Request) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def nothing(ctx: ApiContext, request: Request) -> Response:
+    """POST /v1/responses/compact and others that are not here."""
+    raise ApiError(404, "There is nothing at this path.", code="unknown_path")

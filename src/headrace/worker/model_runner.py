@@ -81,6 +81,7 @@ class ModelRunner:
         """Whether a captured decode step does it; there every row is a sequence."""
         return self.graphs is not None and plan.is_decode and plan.num_tokens <= self.graphs.sizes[-1]
 
+    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Pending:
         return self.replay(plan, Tail.LOGITS) if self._is_captured(plan) else self.compute(plan)
 
