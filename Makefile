@@ -5,7 +5,7 @@
 # make test-gpu     the tests that need a card, on a machine that has one
 # make bench-gpu    the benchmarks of the README on a card
 # make read         the files in the order in which to read them, with their lines
-# make conformance  all judges of the HTTP surface, real tokenizers, a real model (fetched when it runs); `make test` runs the quick ones
+# make conformance  all judges of the HTTP surface, real tokenizers, a real model (fetched when it runs), a fleet in Ray; `make test` runs the quick ones
 # make mutation     changes one place of the source at a time: do the tests notice? (an hour on two cores)
 PYTHON ?= python3
 VENV   ?= .venv

@@ -1,17 +1,23 @@
-"""A Ray cluster of raylets on this machine: a head without room, and nodes with room for one core each, which can be lost."""
+"""A Ray cluster of raylets on this machine (a head without room, and nodes with room for one core each, which can be lost), and
+what is tried in it: servers whose clients ask while a core dies, or a node, or cores are updated or added."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from server_driver import processes_of
+import httpx
+
+from answers import Ask, Said, ask
+from server_driver import ServerProcess, processes_of
 
 SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 
@@ -71,3 +77,51 @@ def is_core(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"headrace.distributed.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
+
+
+@contextlib.contextmanager
+def serve(cluster: Cluster, model: str, tmp: Path, *options: str) -> Iterator[ServerProcess]:
+    always = ("--served-model-name", "tiny", "--ray", cluster.address, "--no-standby", "--stats-interval", "0")
+    with ServerProcess(model, *always, *options, tmp=tmp) as process:
+        yield process.wait_ready()
+
+
+LONG = {"model": "tiny", "max_tokens": 160, "ignore_eos": True, "temperature": 0.8}
+ASKS = [Ask("/v1/completions", {**LONG, "prompt": f"water {i}", "seed": i}, stream=i % 3 > 0) for i in range(8)]
+
+
+def streams(server: ServerProcess, disturb: Callable[[], None] | None = None) -> list[list[Said]]:
+    """What each of ASKS is answered. `disturb` runs in a thread, begun in their middle; until it is over each is asked again and
+    again: a tiny model is done with all of them before a process has begun."""
+    count, began, over = 0, threading.Event(), threading.Event()
+
+    def on_event() -> None:
+        nonlocal count
+        count += 1
+        if count == 100:
+            began.set()
+
+    def thread() -> None:
+        try:
+            if disturb is not None:
+                assert began.wait(60), "no stream began"
+                disturb()
+        finally:
+            over.set()
+
+    async def again(client: httpx.AsyncClient, what: Ask) -> list[Any]:
+        said = [await ask(client, what, on_event=on_event)]
+        while disturb is not None and not over.is_set():
+            said.append(await ask(client, what, on_event=on_event))
+        return said
+
+    async def work() -> list[Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=90) as client:
+            jobs = [again(client, what) for what in ASKS]
+            return (await asyncio.wait_for(asyncio.gather(*jobs, asyncio.to_thread(thread)), 120))[: len(ASKS)]
+
+    return asyncio.run(work())
+
+
+def differences(got: list[list[Said]], want: list[list[Said]]) -> list[str]:
+    return [differs for a, b in zip(got, want, strict=True) for said in a if (differs := said.differs(b[0])) is not None]

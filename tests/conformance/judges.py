@@ -116,6 +116,10 @@ JUDGES = [
     Judge(
         "Qwen2.5-Coder-0.5B (GGUF)", (), (sys.executable, str(HERE / "real_model.py"), "{fetched}"), server="", needs="passed",
     ),
+    Judge(
+        "fleet in a Ray cluster", (), (sys.executable, "-m", "pytest", str(HERE / "real_ray.py")), server="",
+        counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
+    ),
     Judge("histories of agents", (), (sys.executable, str(HERE / "agents.py"), "{url}", "{model}"), needs="passed"),
     client("openai (Python)", "openai", "openai_client.py"),
     client("langchain-openai", "langchain-openai", "langchain_client.py"),

