@@ -27,11 +27,7 @@ class Forward(Protocol):
     hidden_state_hook: HiddenStateHook | None
     tokenless: TokenlessIds | None  # ids that no logits are given to
     vocab: VocabPart | None  # of one of several ranks: what its logits are
-
-    @property
-    def choose(self) -> Choose | None:
-        """Its own sampler of rows; None: sampling.sampler's."""
-        ...
+    choose: Choose | None  # its own sampler of rows; None: sampling.sampler's
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm; with `wanted` only those rows' [R, H]."""

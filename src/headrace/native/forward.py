@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from headrace.native.precision import Precision
 from headrace.native.threads import num_threads
 from headrace.native.weights import Weights
 from headrace.sampling.params import GREEDY_EPS
-from headrace.sampling.sampler import SampleInputs
+from headrace.sampling.sampler import Choose, SampleInputs
 from headrace.scheduler.config import Limits
 
 _CACHE_FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "INT8"}
@@ -66,6 +67,7 @@ class NativeDecoder:
         self._weights: Weights | None = Weights(checkpoint, model, precision, library)
         self._formats = self._weights.describe()
         self._model = self._make(model)
+        self.choose: Choose | None = partial(draw_rows, self._model)
         self._cache: KVCache | None = None
         self._decoded = torch.empty((0, self.vocab_size), dtype=torch.float32)
 
@@ -145,10 +147,6 @@ class NativeDecoder:
             wanted, hidden, logits,
         )  # fmt: skip
         self._model.run(*(None if column is None else column.numpy() for column in columns))
-
-    def choose(self, logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor]:
-        """See sampling.sampler.Choose."""
-        return draw_rows(self._model, logits, inputs)
 
     def activation_bytes(self, max_rows: int) -> int:
         """See Forward."""

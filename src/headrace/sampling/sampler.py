@@ -129,19 +129,10 @@ def _choose_on_gpu(logits: Tensor, inputs: SampleInputs) -> tuple[Tensor, Tensor
     from headrace.kernels.sample import sample_rows  # Triton is only there where a card is
 
     return sample_rows(
-        logits,
-        inputs.temperature,
-        inputs.top_k,
-        inputs.top_p,
-        inputs.min_p,
-        inputs.seed,
-        inputs.output_index,
-        inputs.sample_index,
-        purpose=PURPOSE_SAMPLE,
-        greedy_eps=GREEDY_EPS,
-        all_greedy=inputs.all_greedy,
+        logits, inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seed, inputs.output_index,
+        inputs.sample_index, purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS, all_greedy=inputs.all_greedy,
         any_filter=inputs.any_top_k or inputs.any_top_p or inputs.any_min_p,
-    )
+    )  # fmt: skip
 
 
 def _draw(values: np.ndarray, largest: np.ndarray, inputs: SampleInputs) -> np.ndarray:
