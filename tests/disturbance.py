@@ -42,7 +42,8 @@ def undisturbed(server: ServerProcess, asks: list[Ask]) -> list[Said]:
 def disturbed(
     server: ServerProcess, asks: list[Ask], disturb: Callable[[int], None], every: int, times: int, stays: str = "/health"
 ) -> list[Said]:
-    """The same while `disturb(pid of the first core)` is called each time `every` more events have come; `stays` is 200."""
+    """The same while `disturb(pid of the first core)` is called each time `every` more events have come (a fast core's tokens share
+    them: of 600 there may be less than 100); `stays` is 200."""
     count = done = 0
 
     def on_event() -> None:

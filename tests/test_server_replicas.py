@@ -63,7 +63,7 @@ def test_streams_move_when_a_core_is_killed_and_it_is_ready_all_the_while(server
     asks = prompts()
     want = undisturbed(server, asks)
     before = all_up(server)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGKILL), 200, 1, stays="/ready")
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGKILL), 40, 1, stays="/ready")
     for what, a, b in zip(asks, got, want, strict=True):
         assert a.differs(b) is None, f"{what}: {a.differs(b)}"
     after = idle(server)
@@ -79,7 +79,7 @@ def test_streams_move_when_a_core_hangs(server):
     asks = prompts()
     want = undisturbed(server, asks)
     all_up(server)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 100, 1)
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 20, 1)
     assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(asks)
     assert "no heartbeat" in server.log()
     idle(server)

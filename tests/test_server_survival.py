@@ -34,7 +34,7 @@ def test_streams_survive_kills_of_the_core(server, times=2):
     asks = some_asks(1, 6)
     want = undisturbed(server, asks)
     before = idle(server)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGKILL), 120, times)
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGKILL), 60, times)
     for what, a, b in zip(asks, got, want, strict=True):
         assert a.differs(b) is None, f"{what}: {a.differs(b)}"
     after = idle(server)
@@ -49,7 +49,7 @@ def test_streams_survive_kills_of_the_core(server, times=2):
 def test_a_core_that_hangs_is_replaced(server):
     asks = some_asks(9, 1)
     want = undisturbed(server, asks)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 100, 1)
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 20, 1)
     assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(asks)
     assert "no heartbeat" in server.log()
     idle(server)
