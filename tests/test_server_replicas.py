@@ -26,6 +26,7 @@ from server_driver import SRC, ServerProcess, alive, processes_of, until
 def server(model, tmp_path_factory) -> Iterator[ServerProcess]:
     """Its model does not bear some tokens."""
     options = ("--served-model-name", "tiny", "--heartbeat-timeout", "2", "--max-restarts", "1000", "--data-parallel-size", "2")
+    options += ("--enforce-eager",)  # slow enough for what happens in mid-stream
     tmp = tmp_path_factory.mktemp("tmp")
     options += ("--kv-events", f"ipc://{tmp}/kv", "--kv-events-topic", "kv@here")
     with ServerProcess(model, *options, builder="core_builders:sensitive", tmp=tmp) as process:
@@ -63,7 +64,7 @@ def test_streams_move_when_a_core_is_killed_and_it_is_ready_all_the_while(server
     asks = prompts()
     want = undisturbed(server, asks)
     before = all_up(server)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGKILL), 40, 1, stays="/ready")
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGKILL), 10, 1, stays="/ready")
     for what, a, b in zip(asks, got, want, strict=True):
         assert a.differs(b) is None, f"{what}: {a.differs(b)}"
     after = idle(server)
@@ -79,7 +80,7 @@ def test_streams_move_when_a_core_hangs(server):
     asks = prompts()
     want = undisturbed(server, asks)
     all_up(server)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 20, 1)
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 5, 1)
     assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(asks)
     assert "no heartbeat" in server.log()
     idle(server)

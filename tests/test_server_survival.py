@@ -17,6 +17,7 @@ from server_driver import ServerProcess, processes_of, until
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[ServerProcess]:
     options = ("--served-model-name", "tiny", "--heartbeat-timeout", "2", "--max-restarts", "1000")
+    options += ("--enforce-eager",)  # slow enough for what happens in mid-stream
     with ServerProcess(model, *options, tmp=tmp_path_factory.mktemp("tmp")) as process:
         yield process.wait_ready()
 
@@ -49,7 +50,7 @@ def test_streams_survive_kills_of_the_core(server, times=2):
 def test_a_core_that_hangs_is_replaced(server):
     asks = some_asks(9, 1)
     want = undisturbed(server, asks)
-    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 20, 1)
+    got = disturbed(server, asks, lambda pid: os.kill(pid, signal.SIGSTOP), 5, 1)
     assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(asks)
     assert "no heartbeat" in server.log()
     idle(server)
