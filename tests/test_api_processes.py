@@ -17,7 +17,7 @@ import pytest
 
 from answers import parse_metrics
 from headrace.cli.port import bind
-from headrace.engine.core_process import PREFIX
+from headrace.engine.socket_pair import PREFIX
 from headrace.errors import ParameterError
 from server_driver import SRC, ServerProcess, alive, until
 from test_server_life import LONG

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from engine_driver import complete
 from fake_core import FakeCore, FakeSupply, Inbox, Process
 from headrace.config import EngineConfig
-from headrace.engine import core_link, core_process, process, supervision
+from headrace.engine import core_link, process, socket_pair, supervision
 from headrace.engine.client import EngineClient
-from headrace.engine.core_process import PREFIX, CoreProcess
+from headrace.engine.core_process import CoreProcess
 from headrace.engine.core_supply import StandbySupply
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.process import CoreLoop
+from headrace.engine.socket_pair import PREFIX
 from headrace.engine.streams import Stream
 from headrace.engine.wire import Fatal, Heartbeat, News
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
@@ -419,7 +420,7 @@ async def test_a_client_knows_its_model_before_a_core_has_loaded_it(supply):
 
 
 async def test_who_starts_a_core_removes_what_killed_ones_left(supply, tmp_path, monkeypatch):
-    monkeypatch.setattr(core_process, "places", lambda: [str(tmp_path)])
+    monkeypatch.setattr(socket_pair, "places", lambda: [str(tmp_path)])
     dead, alive, young = (tmp_path / f"{PREFIX}{pid}-x" for pid in (2**31 - 1, os.getpid(), 2**31 - 2))
     for path in (dead, alive, young):
         path.mkdir()

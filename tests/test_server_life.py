@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.core_process import PREFIX, STALE_SECONDS, remove_stale_directories
+from headrace.engine.socket_pair import PREFIX, STALE_SECONDS, remove_stale_directories
 from server_driver import SRC, ServerProcess, alive, until
 
 LONG = {"model": "tiny", "prompt": "The water", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}

@@ -24,10 +24,10 @@ from cryptography.x509.oid import NameOID
 from headrace.api.tls import tls_context
 from headrace.cli import main
 from headrace.config import EngineConfig
-from headrace.engine import core_process
+from headrace.engine import socket_pair
 from headrace.engine.build import build_engine
-from headrace.engine.core_process import PREFIX, bind_pair
 from headrace.engine.options import check_options
+from headrace.engine.socket_pair import PREFIX, bind_pair
 from headrace.errors import CapacityError, CheckpointError, HeadraceError, ParameterError
 from headrace.logs import JsonLines
 from headrace.model.checkpoint import resolve_checkpoint
@@ -256,7 +256,7 @@ def test_a_tmpdir_that_cannot_be_used(monkeypatch, place):
 
 
 def test_no_place_at_all_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr(core_process, "places", lambda: ["/proc", "/no/such/place"])
+    monkeypatch.setattr(socket_pair, "places", lambda: ["/proc", "/no/such/place"])
     with pytest.raises(HeadraceError, match=r"no place for the sockets .*TMPDIR.*/proc .*, /no/such/place \(No such file"):
         bound()
 

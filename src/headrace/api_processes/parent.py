@@ -33,7 +33,7 @@ from headrace.api_processes.wire import Alive, Cut, Fatal, FromChild, Start, Sto
 from headrace.distributed.pipe import Pipe, bounded
 from headrace.distributed.remote_wire import EngineState
 from headrace.engine.client import EngineClient
-from headrace.engine.core_process import bind_pair
+from headrace.engine.socket_pair import bind_pair
 from headrace.metrics.prometheus import PrometheusMetrics
 
 logger = logging.getLogger(__name__)

@@ -7,22 +7,19 @@ waits for `room`. What must be said all the same (answers to what the other side
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
+from headrace.engine.socket_pair import connect_pair
 from headrace.engine.wire import from_wire, to_wire
 
 QUEUE = 64  # messages in each end's queue
 RETRY_SECONDS = 0.01  # between looks whether a full pipe has room again
 TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
-POLL_MS = 100
 LISTENED = 0.5  # seconds of silence that one look can tell at most
 
 
@@ -135,18 +132,7 @@ def bounded(context: zmq.Context, kind: int) -> zmq.Socket:
 
 
 def connect(context: zmq.Context, inbox_address: str, outbox_address: str, parent: int) -> tuple[zmq.Socket, zmq.Socket]:
-    """A child's two sockets. Nobody needs their names any more when they are connected, and the directory goes.
-
-    Ends this process if its parent has died.
-    """
-    home = Path(inbox_address.removeprefix("ipc://")).parent
+    """A child's two sockets, connected; a first message waits. Ends this process if its parent has died."""
     inbox, outbox = bounded(context, zmq.PULL), bounded(context, zmq.PUSH)
-    outbox.immediate = True  # it can be written to when there is a connection
-    inbox.connect(inbox_address)
-    outbox.connect(outbox_address)
-    while not inbox.poll(POLL_MS) or not outbox.poll(POLL_MS, zmq.POLLOUT):
-        if os.getppid() != parent:
-            shutil.rmtree(home, ignore_errors=True)
-            os._exit(1)
-    shutil.rmtree(home, ignore_errors=True)
+    connect_pair(inbox, outbox, inbox_address, outbox_address, parent)
     return inbox, outbox

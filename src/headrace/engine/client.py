@@ -20,7 +20,7 @@ from functools import partial
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.core_process import CoreProcess, remove_stale_directories
+from headrace.engine.core_process import CoreProcess
 from headrace.engine.interface import Balancer, CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
@@ -28,6 +28,7 @@ from headrace.engine.options import check_options
 from headrace.engine.placement import PlacedSupply, Placement
 from headrace.engine.slot import Slot
 from headrace.engine.slots import Slots
+from headrace.engine.socket_pair import remove_stale_directories
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream, Streams
 from headrace.engine.supervision import CoreSupply, SupervisionConfig

@@ -12,14 +12,12 @@ import ctypes
 import importlib
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -28,6 +26,7 @@ import zmq
 from headrace.cache.recorded_tree import RecordedTree
 from headrace.config import EngineConfig, prepare_threads, show_cards
 from headrace.engine.messages import Outputs
+from headrace.engine.socket_pair import connect_pair
 from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.wire import Abort, Add, Begin, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
 from headrace.errors import EngineDeadError, HeadraceError
@@ -165,22 +164,14 @@ def watch(
 
 
 def connect(context: zmq.Context, inbox_address: str, outbox_address: str, parent: int) -> tuple[zmq.Socket, zmq.Socket]:
-    """Both sockets; when they are connected nobody needs their names any more, and the directory goes."""
-    home = Path(inbox_address.removeprefix("ipc://")).parent
+    """Both sockets, connected; the first message, which says so, has been taken."""
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (inbox, outbox):
         socket.set_hwm(0)  # bounded by the requests in flight, which admission bounds
         socket.linger = 1000
-    outbox.immediate = True  # it can be written to when there is a connection
-    outbox.sndtimeo = 1000  # and when there is none any more, this process is about to end
-    inbox.connect(inbox_address)
-    outbox.connect(outbox_address)
-    while not inbox.poll(IDLE_POLL_MS) or not outbox.poll(IDLE_POLL_MS, zmq.POLLOUT):
-        if os.getppid() != parent:
-            shutil.rmtree(home, ignore_errors=True)
-            os._exit(1)
+    outbox.sndtimeo = 1000  # when there is no connection any more, this process is about to end
+    connect_pair(inbox, outbox, inbox_address, outbox_address, parent)
     inbox.recv()
-    shutil.rmtree(home, ignore_errors=True)
     return inbox, outbox
 
 
