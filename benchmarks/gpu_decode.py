@@ -43,8 +43,8 @@ from headrace.kernels.attention_decode import SplitTile
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
-from headrace.model.linear import Weight
 from headrace.model.shard import Shard
+from headrace.model.weight import Weight
 from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16

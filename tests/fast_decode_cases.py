@@ -12,7 +12,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import DecoderWeights, LayerWeights
-from headrace.model.linear import Weight
+from headrace.model.weight import Weight
 
 PLAIN = ModelConfig(
     family="llama", vocab_size=90, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,

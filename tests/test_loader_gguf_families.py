@@ -15,8 +15,8 @@ import loader_files as files
 from headrace.config import EngineConfig
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
-from headrace.model.linear import Weight
 from headrace.model.loader import load_model
+from headrace.model.weight import Weight
 from tiny_models import write_tiny
 
 INTERLEAVED = {"llama", "granite"}

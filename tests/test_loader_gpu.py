@@ -17,8 +17,8 @@ from headrace.model.families import model_config_from_hf
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.gguf import _ENCODINGS
 from headrace.model.formats.tensor_file import TensorEntry
-from headrace.model.linear import Weight
 from headrace.model.loader import load_model
+from headrace.model.weight import Weight
 
 pytestmark = pytest.mark.gpu
 

@@ -19,8 +19,8 @@ from headrace.errors import CheckpointError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.safetensors_file import INDEX_NAME, find_tensors, read_header
-from headrace.model.linear import Weight
 from headrace.model.loader import load_model
+from headrace.model.weight import Weight
 from tiny_models import TINY, write_tiny
 
 CPU = torch.device("cpu")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
-from headrace.model.linear import Linear, MatrixLinear, Weight, make_linear
+from headrace.model.linear import Linear, MatrixLinear, make_linear
 from headrace.model.vocabulary import embed
+from headrace.model.weight import Weight, dequantized, pack_int4, smallest_exact
 from model_harness import Sequences, load_tiny
 from test_model_families import tokens
 from tiny_models import write_tiny
@@ -58,6 +60,42 @@ def test_parts_of_a_matrix_add_up(kind):
         linear.add_to(added, given)
         torch.testing.assert_close(added.double(), total.double() + exact, rtol=1e-5, atol=1e-5)
     assert not halves[0].fuses_add, "a sum that is still to be reduced must not be formed in the residual"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "group", "rows", "zeros"), [("int4", 32, 1, True), ("int4", 128, 1, False), ("fp4", 16, 1, False), ("int8", 0, 1, False), ("int8", 16, 1, True), ("fp8", 128, 128, False)])
+def test_narrow_weights_on_a_cpu_are_their_formula(kind, group, rows, zeros, dtype):
+    torch.manual_seed(0)
+    num_rows, columns = 200, 256
+    groups = columns // group if group else 1
+    if kind in ("int4", "fp4"):
+        integers = torch.randint(0, 16, (num_rows, columns))
+        data = pack_int4(integers)
+        assert all(data[3, 64 + j] == integers[3, 128 + j] | integers[3, 192 + j] << 4 for j in range(64))
+        table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        values = torch.tensor([*table, *(-v for v in table)])[integers] if kind == "fp4" else integers - (0.0 if zeros else 8.0)
+    else:
+        data = torch.randint(-128, 128, (num_rows, columns)).to(torch.int8) if kind == "int8" else torch.randn(num_rows, columns).to(torch.float8_e4m3fn)
+        values = data.float()
+    scales = torch.rand(-(-num_rows // rows), groups) + 0.5
+    minus = torch.randint(0, 16, scales.shape).float() if zeros else torch.zeros_like(scales)
+    weight = Weight(data, smallest_exact(scales), smallest_exact(minus) if zeros else None, kind, group, rows)
+    expected = torch.empty(num_rows, columns)
+    for i in range(num_rows):
+        for j in range(0, columns, group or columns):
+            at = (i // rows, j // group if group else 0)
+            run = slice(j, j + (group or columns))
+            expected[i, run] = (values[i, run] - minus[at]) * scales[at]
+    assert weight.shape == (num_rows, columns) and weight.scales.dtype == torch.float32
+    assert dequantized(weight, torch.float32).equal(expected)
+    x, bias = torch.randn(3, columns).to(dtype), torch.randn(num_rows).to(dtype)
+    assert make_linear(weight, bias)(x).equal(F.linear(x.float(), expected, bias.float()).to(dtype))
+
+
+def test_scales_are_kept_in_the_smallest_float_that_holds_them():
+    for values, dtype in (([1.5, 0.0], torch.float16), ([1e-20, 1.0], torch.float32), ([2.0**100, -(2.0**-100)], torch.bfloat16)):
+        kept = smallest_exact(torch.tensor(values))
+        assert kept.dtype == dtype and kept.float().tolist() == torch.tensor(values).tolist()
 
 
 def test_a_kind_without_a_product_is_named():

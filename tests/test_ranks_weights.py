@@ -17,11 +17,11 @@ from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.gguf import read_gguf
-from headrace.model.linear import Weight
 from headrace.model.loader import load_model, load_tensors
 from headrace.model.parts import parts_of, taken, weight_bytes
 from headrace.model.shard import Shard, sizes_of
 from headrace.model.streaming import chunks_of
+from headrace.model.weight import Weight
 from headrace.model.weight_names import Slice, WeightSpec
 from tiny_models import TINY, write_shape, write_tiny
 

@@ -30,10 +30,11 @@ from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear, Weight
+from headrace.model.linear import Linear
 from headrace.model.mlp import Mlp
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
+from headrace.model.weight import Weight
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone

@@ -17,12 +17,13 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear, MatrixLinear, Reduce, Weight, make_linear
+from headrace.model.linear import Linear, MatrixLinear, Reduce, make_linear
 from headrace.model.mlp import DenseMlp, Mlp
 from headrace.model.ranks import NormedQkv, VocabPart
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.vocabulary import TokenlessIds, embed
+from headrace.model.weight import Weight
 from headrace.sampling.sampler import Choose
 
 MATRICES = ("qkv", "o", "gate_up", "down")  # of LayerWeights

@@ -1,13 +1,14 @@
-"""A weight matrix as it is held, and as a product: where the way to multiply by it is chosen, once, at load time."""
+"""A weight matrix as a product: where the way to multiply by it is chosen, once, at load time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from headrace.model.weight import Weight, dequantized
 
 # Rows that oneDNN lays the packed weight out for. Eight is right for 1 to 128 (measured); prefill gains nothing elsewhere.
 _PACK_FOR_ROWS = 8
@@ -15,20 +16,6 @@ _PACK_FOR_ROWS = 8
 _PACK_FLOAT32_ROWS = 16384
 
 Reduce = Callable[[Tensor], Tensor]  # partial products [T, out] -> their sum over all who hold a part of the matrix
-
-
-@dataclass(slots=True)
-class Weight:
-    """A matrix [out, in]. Of kind "float" it is `data` itself; a narrow kind names how `data`, `scales` and `zeros` make it."""
-
-    data: Tensor
-    scales: Tensor | None = None
-    zeros: Tensor | None = None
-    kind: str = "float"
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [t for t in (self.data, self.scales, self.zeros) if t is not None]
 
 
 class Linear:
@@ -72,10 +59,14 @@ class MatrixLinear(Linear):
 
 
 def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
-    """The product by `weight`; on the CPU packed for oneDNN where that is faster. Raises ValueError for a kind without one."""
-    if weight.kind != "float":
-        raise ValueError(f"no product for weights of kind {weight.kind!r}")
+    """The product by `weight`; on the CPU packed for oneDNN where that is faster, and what is narrow widened once. Raises
+    ValueError for a kind without one."""
     matrix = weight.data
+    if weight.kind != "float":
+        if matrix.is_cuda:
+            raise ValueError(f"no product for weights of kind {weight.kind!r} on {matrix.device}")
+        matrix, bias = dequantized(weight, torch.float32), None if bias is None else bias.float()
+        return Linear(lambda x: F.linear(x.float(), matrix, bias).to(x.dtype), reduce)
     if matrix.device.type == "cpu" and torch.backends.mkldnn.is_available():
         if matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return Linear(_packed(matrix, bias), reduce)

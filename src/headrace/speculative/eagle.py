@@ -29,9 +29,10 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.formats.tensor_file import TensorEntry
-from headrace.model.linear import Weight, make_linear
+from headrace.model.linear import make_linear
 from headrace.model.loader import filled_plan, load_tensors
 from headrace.model.vocabulary import embed
+from headrace.model.weight import Weight
 from headrace.model.weight_names import PRE_NORM_NAMES, WeightSpec, plan_weights
 from headrace.speculative.draft_model import DraftModel
 from headrace.worker.batch_state import BatchState
