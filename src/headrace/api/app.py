@@ -24,6 +24,7 @@ from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
 from headrace.api.limits import Limits
 from headrace.api.middleware import Gate
+from headrace.api.page_files import page_routes
 from headrace.api.responses import responses
 from headrace.api.sse import RAW_SEND
 from headrace.engine.interface import AsyncEngine
@@ -125,6 +126,7 @@ def create_app(
             route("/ready", service.ready, "GET"),
             route("/version", service.server_version, "GET"),
             route("/metrics", service.metrics_page, "GET"),
+            *(page_routes() if ctx.config.page else ()),
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

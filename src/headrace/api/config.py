@@ -47,6 +47,7 @@ class ServerConfig:
     reasoning_parser: str | None = "auto"  # a parser's name; auto: from the template; None: no split
     embedding_pooling: str = "mean"  # mean | last
     responses_store_bytes: int = STORE_BYTES  # of /v1/responses that are kept; 0: none
+    page: bool = True  # for browsers, at /
 
     def __post_init__(self) -> None:
         for name, low in (

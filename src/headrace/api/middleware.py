@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, invalid
+from headrace.api.page_files import is_page
 from headrace.api.unknown_fields import HEADER, header_value
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class Gate:
             if key is not None:
                 self.ctx.limits.leave(key)
             self.ctx.metrics.answered(scope["path"], status, state.get("ignored", ()))
-            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            quiet = scope["path"] in PROBES or scope["path"].startswith("/page/")
+            level = logging.DEBUG if quiet else logging.INFO
             seconds = time.monotonic() - arrival
             logger.log(level, "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, seconds)
 
@@ -86,13 +88,16 @@ class Gate:
         if sum(len(k) + len(v) for k, v in scope["headers"]) > self.ctx.config.max_header_bytes:
             raise ApiError(431, "The headers are too large.", code="headers_too_large", headers={"connection": "close"})
         key = 0
-        if self._digests and scope["path"] not in OPEN_PATHS:
+        if self._digests and not self._open(scope["path"]):
             found = self._key(headers)
             if found is None:
                 text = "A valid API key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`."
                 raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             scope["state"]["key"] = key = found
         return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" else key
+
+    def _open(self, path: str) -> bool:
+        return path in OPEN_PATHS or (self.ctx.config.page and is_page(path))
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:
         """Index of the key; every key is compared, in time that does not depend on the content."""

@@ -101,6 +101,7 @@ def server_config(args: argparse.Namespace):
         embedding_pooling=args.embedding_pooling,
         special_tokens_in_content=args.special_tokens_in_content,
         responses_store_bytes=store_bytes(args),
+        page=args.page,
     )
 
 
@@ -277,6 +278,8 @@ class Server:
             question = {"role": "user", "content": "Explain in one sentence why plants need water."}
             body = json.dumps({"model": name, "messages": [question], "max_tokens": 64})
             kind = "Content-Type: application/json"
+            if self.args.page:
+                logger.info("open %s/ in a browser", re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", base))
             logger.info("try:\n  curl %s/v1/chat/completions -H '%s' \\\n    -d '%s'", base, kind, body)
 
     def _signal(self) -> None:

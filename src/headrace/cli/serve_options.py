@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unknown-fields", default="ignore", choices=("ignore", "refuse"),
         help="of bodies, that cannot change an answer; ignore: x-headrace-ignored names them",
     )  # fmt: skip
+    server.add_argument(
+        "--page", action=argparse.BooleanOptionalAction, default=True, help="the page for browsers at /: chat and engine"
+    )
     server.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's template)")
     server.add_argument(
         "--tool-parser", type=text, metavar="NAME", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none"
