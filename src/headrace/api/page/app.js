@@ -6,7 +6,7 @@ import { mountChat } from "./chat.js";
 import { mount, showRequest } from "./engine.js";
 import { connect } from "./feed.js";
 
-const bus = new EventTarget(); // "key": another API key; "show": a request is to be shown in the engine's view
+const bus = new EventTarget(); // "tab": another one is shown; "load": ask the server again; "ask-key": the key is to be changed
 const again = 2000; // ms between questions while the server is not ready
 
 function showTab(name) {
@@ -62,8 +62,8 @@ function ThemeButton() {
   return html`<button class="plain" onClick=${change} aria-label=${`Use the ${other} theme`} title=${`Use the ${other} theme`}>
     <svg class="icon" viewBox="0 0 16 16" aria-hidden="true">
       ${theme === "dark"
-        ? html`<circle cx="8" cy="8" r="3" /><path d="M8 1v2M8 13v2M1 8h2M13 8h2M3 3l1.400 1.400M11.600 11.600 13 13M3 13l1.400-1.400M11.600 4.400 13 3" />`
-        : html`<path d="M13.500 9.500A6 6 0 0 1 6.500 2.500a6 6 0 1 0 7 7z" />`}
+        ? html`<circle cx="8" cy="8" r="3" /><path d="M8 1v2M8 13v2M1 8h2M13 8h2M3 3l1.4 1.400M11.6 11.6 13 13M3 13l1.4-1.400M11.6 4.4 13 3" />`
+        : html`<path d="M13.5 9.500A6 6 0 0 1 6.5 2.500a6 6 0 1 0 7 7z" />`}
     </svg>
   </button>`;
 }
@@ -87,7 +87,7 @@ function KeyDialog({ wrong, done }) {
   </dialog>`;
 }
 
-function App({ chatElement }) {
+function App({ chat }) {
   const [models, setModels] = useState([]);
   const [model, setModel] = useState(null);
   const [status, setStatus] = useState({ kind: "connecting", words: "connecting" });
@@ -102,7 +102,6 @@ function App({ chatElement }) {
         setModels(names);
         setModel((now) => (names.includes(now) ? now : names[0]));
         setKey((now) => ({ ...now, needed: apiKey() !== null, asking: false, wrong: false }));
-        bus.dispatchEvent(new Event("key"));
       } catch (error) {
         if (over) return;
         if (error.status === 401) setKey({ needed: true, asking: true, wrong: apiKey() !== null });
@@ -127,7 +126,7 @@ function App({ chatElement }) {
     return () => feed.close();
   }, [model !== null, key.asking]);
 
-  useEffect(() => mountChat(chatElement, { model, show }), [model]);
+  useEffect(() => chat.update(model), [model]);
   const given = (text) => { setApiKey(text); bus.dispatchEvent(new Event("load")); };
   return html`
     <${Bar} ...${{ models, model, status, pick: setModel, needsKey: key.needed }} />
@@ -141,4 +140,5 @@ function show(id) {
 }
 
 document.body.dataset.tab = "chat";
-render(html`<${App} chatElement=${document.getElementById("chat")} />`, document.getElementById("bar"));
+const chat = mountChat(document.getElementById("chat"), show);
+render(html`<${App} chat=${chat} />`, document.getElementById("bar"));

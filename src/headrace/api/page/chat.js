@@ -1,7 +1,131 @@
-// The chat: a conversation with the model that this server runs.
+// The chat: a conversation with the model that this server runs, and the way into the guided scenes.
 
-import { html, render } from "./vendor/htm-preact.js";
+import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { Conversation } from "./conversation.js";
+import { Icon, IconButton } from "./icons.js";
+import { Message } from "./message.js";
+import { History, Sampling } from "./panels.js";
 
-export function mountChat(element, { model }) {
-  render(html`<p class="quiet">${model ?? "The server loads its model."}</p>`, element);
+const NEAR = 60; // pixels from the end at which the view follows what is written
+const IDEAS = ["Explain in three sentences how a water mill works.", "Write a Python function that finds the longest common prefix of a list of strings.", "Compare tea and coffee in a small table."];
+
+/** Draws the chat into `element`; `update` gives it the model and says when that changes. `show(id)` opens the engine's view. */
+export function mountChat(element, show) {
+  const talk = new Conversation();
+  let model = null, cost = 0, due = false;
+  const draw = () => {
+    due = false;
+    const began = performance.now();
+    render(html`<${Chat} talk=${talk} model=${model} show=${show} />`, element);
+    cost = performance.now() - began;
+  };
+  // long answers cost more to draw: the page takes a quarter of the time at most
+  const later = () => {
+    if (due) return;
+    due = true;
+    if (document.hidden || cost > 8) setTimeout(draw, 3 * cost);
+    else requestAnimationFrame(draw);
+  };
+  talk.addEventListener("change", later);
+  draw();
+  return {
+    update(name) {
+      model = talk.model = name;
+      later();
+    },
+  };
+}
+
+function Chat({ talk, model, show }) {
+  const [panel, setPanel] = useState(null);
+  const { messages, system, title } = talk.chat;
+  const close = () => setPanel(null);
+  const box = useRef();
+  return html`
+    <header class="chat-bar">
+      <h2 title=${title}>${title}</h2>
+      <span class="space"></span>
+      <${IconButton} name="new" label="New chat" onClick=${() => { talk.begin(); box.current?.focus(); }} />
+      <${IconButton} name="history" label="Earlier chats and export" aria-expanded=${String(panel === "history")} onClick=${() => setPanel("history")} />
+      <${IconButton} name="sliders" label="System message and sampling" aria-expanded=${String(panel === "sampling")} onClick=${() => setPanel("sampling")} />
+    </header>
+    <${Messages} talk=${talk} show=${show}>
+      ${system.trim() && html`<details class="system"><summary>System message</summary><div class="said">${system}</div></details>`}
+      ${!messages.length && html`<${Welcome} model=${model} ask=${(text) => talk.send(text)} />`}
+      ${messages.map(
+        (message, index) => html`<${Message} key=${`${talk.chat.id}-${index}`} message=${message} version=${message.version} index=${index}
+          last=${index === messages.length - 1} talk=${talk} show=${show} showTokens=${talk.settings.showTokens} />`,
+      )}
+    </${Messages}>
+    <${Composer} talk=${talk} model=${model} box=${box} />
+    ${panel === "history" && html`<${History} talk=${talk} close=${close} />`}
+    ${panel === "sampling" && html`<${Sampling} talk=${talk} close=${close} />`}
+  `;
+}
+
+/** Follows the end of what is written unless the reader has scrolled away from it. */
+function Messages({ talk, children }) {
+  const element = useRef(), follows = useRef(true), before = useRef(false);
+  const [said, setSaid] = useState("");
+  useEffect(() => {
+    if (follows.current) element.current.scrollTop = element.current.scrollHeight;
+    if (before.current && !talk.writing) setSaid("The answer is there.");
+    else if (!before.current && talk.writing) [follows.current] = [true, setSaid("An answer is being written.")];
+    before.current = talk.writing;
+  });
+  const scrolled = ({ target }) => (follows.current = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR);
+  return html`
+    <div class="messages" ref=${element} onScroll=${scrolled} role="log" aria-live="off" aria-label="Messages" tabindex="0">
+      <div class="column">${children}</div>
+    </div>
+    <p class="hidden-words" role="status">${said}</p>
+  `;
+}
+
+function Welcome({ model, ask }) {
+  return html`<div class="welcome">
+    <h2>${model ? "Ask the model something." : "The model is being loaded."}</h2>
+    <p class="quiet">${model
+      ? "What it does to answer is shown beside this: every step, every block of its cache, as it happens."
+      : "The page goes on by itself as soon as the server is ready."}</p>
+    ${model && html`<ul class="ideas">${IDEAS.map((idea) => html`<li><button onClick=${() => ask(idea)}>${idea}</button></li>`)}</ul>`}
+  </div>`;
+}
+
+function Composer({ talk, model, box }) {
+  const [text, setText] = useState("");
+  const { writing, settings } = talk;
+  const send = (event) => {
+    event?.preventDefault();
+    if (writing) return talk.stop();
+    if (!text.trim() || !model) return;
+    setText("");
+    talk.send(text);
+  };
+  const keys = (event) => {
+    if (event.key === "Escape") talk.stop();
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!writing) send();
+    }
+  };
+  useEffect(() => {
+    const area = box.current;
+    area.style.height = "auto";
+    area.style.height = `${Math.min(240, area.scrollHeight + 2)}px`;
+  }, [text]);
+  return html`<form class="composer" onSubmit=${send}>
+    <div class="box">
+      <textarea ref=${box} rows="1" aria-label="Message" placeholder="Message" value=${text} onInput=${(e) => setText(e.target.value)} onKeyDown=${keys} autofocus></textarea>
+      <button class="primary send" aria-label=${writing ? "Stop" : "Send"} title=${writing ? "Stop (Escape)" : "Send (Enter)"} disabled=${!writing && (!text.trim() || !model)}>
+        <${Icon} name=${writing ? "stop" : "send"} />
+      </button>
+    </div>
+    <div class="under">
+      <button type="button" class="plain" aria-pressed=${String(settings.showTokens)} title="Ask for log probabilities, and show answers as tokens"
+        onClick=${() => talk.set({ showTokens: !settings.showTokens })}><${Icon} name="tokens" /> Tokens</button>
+      <span class="space"></span>
+      <span class="figure">${talk.full ? "this browser has no room left: the chat is not kept" : "Enter sends, Shift+Enter is a new line"}</span>
+    </div>
+  </form>`;
 }
