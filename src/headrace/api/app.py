@@ -25,6 +25,7 @@ from headrace.api.generate import generate
 from headrace.api.limits import Limits
 from headrace.api.middleware import Gate
 from headrace.api.page_files import page_routes
+from headrace.api.rerank import rerank, score
 from headrace.api.responses import responses
 from headrace.api.sse import RAW_SEND
 from headrace.engine.interface import AsyncEngine
@@ -109,6 +110,8 @@ def create_app(
             post("/v1/messages", anthropic.messages),
             post("/v1/messages/count_tokens", anthropic.count_tokens),
             post("/v1/embeddings", service.embeddings),
+            *(post(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+            *(post(path, score) for path in ("/v1/score", "/score")),
             post("/tokenize", service.tokenize),
             post("/detokenize", service.detokenize),
             post("/generate", generate),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.api.context import ApiContext
@@ -72,10 +72,10 @@ def check_bookkeeping(ctx: ApiContext, body: Body) -> None:
             raise invalid(field, f"1 to {MAX_ID_CHARS} printable characters.")
 
 
-def check_neutral(body: Body) -> None:
+def check_neutral(body: Body, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
     """Raise ApiError for an unserved field that asks for something."""
     for name in body.__struct_fields__:
-        allowed = NEUTRAL.get(name)
+        allowed = neutral.get(name)
         if allowed is not None and (value := getattr(body, name)) is not None and value not in allowed:
             raise unsupported(name, "not supported by this server" + (f" (only {allowed[0]!r})" if allowed else ""))
 

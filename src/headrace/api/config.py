@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headrace.config import KEY_FORM, STORE_BYTES, is_api_key
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import FORMS
+from headrace.conversation.reranker import METHODS
 from headrace.conversation.template import ALLOWED_KWARGS
 from headrace.errors import ParameterError
 
@@ -46,6 +47,7 @@ class ServerConfig:
     tool_parser: str | None = "auto"  # a parser's name; auto: from the template; None: tools are refused
     reasoning_parser: str | None = "auto"  # a parser's name; auto: from the template; None: no split
     embedding_pooling: str = "mean"  # mean | last
+    score_method: str = "auto"  # of rerank and score: auto | yes-no (as Qwen3-Reranker) | embedding
     responses_store_bytes: int = STORE_BYTES  # of /v1/responses that are kept; 0: none
     page: bool = True  # for browsers, at /
 
@@ -64,6 +66,8 @@ class ServerConfig:
                 raise ParameterError(name, value, "seconds in (0, 1e7]")
         if self.embedding_pooling not in ("mean", "last"):
             raise ParameterError("embedding_pooling", self.embedding_pooling, "mean or last")
+        if self.score_method not in METHODS:
+            raise ParameterError("score_method", self.score_method, " or ".join(METHODS))
         if self.unknown_fields not in ("ignore", "refuse"):
             raise ParameterError("unknown_fields", self.unknown_fields, "ignore or refuse")
         if self.special_tokens_in_content not in FORMS:

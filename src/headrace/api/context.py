@@ -19,6 +19,7 @@ from headrace.api.response_store import ResponseStore
 from headrace.api.sse import Ticker
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import LiteralContent
+from headrace.conversation.reranker import Reranker
 from headrace.conversation.template import ChatTemplate
 from headrace.conversation.turn_end import end_token_ids
 from headrace.engine.interface import AsyncEngine
@@ -116,6 +117,19 @@ class ApiContext:
             return self.chat_template.source(tools=True)
         except ParameterError:
             return None
+
+    @cached_property
+    def reranker(self) -> Reranker | None:
+        """None: pairs of texts are scored by embeddings."""
+        tokenizer, literal = self.engine.tokenizer, None
+        try:
+            template = self.chat_template
+            literal = template.literal
+        except ParameterError:
+            template = None
+            if self.config.special_tokens_in_content == "text":
+                literal = LiteralContent(tokenizer)
+        return Reranker.choose(self.config.score_method, self.engine.model_name, tokenizer, template, literal)
 
     def count_tokens(self, text: str) -> int:
         """Of a piece of an answer, for the usage's details."""

@@ -169,7 +169,7 @@ async def run_sample(
                 ticket.started(num_prompt)
             reason = delta.finish_reason
             if reason in ("error", "abort"):
-                raise _failure(delta)
+                raise sample_failure(delta)
             data = choice.push(delta)
             if data and stream is not None:
                 await stream.write(data)
@@ -187,10 +187,10 @@ async def run_sample(
         ctx.metrics.sample_ended(sample.record(endpoint, reason or "abort", arrival, first))
 
 
-def _failure(delta: Delta) -> ApiError:
-    if delta.finish_reason == "abort":
+def sample_failure(news: Delta | EngineOutput) -> ApiError:
+    if news.finish_reason == "abort":
         return ApiError(503, "The request was aborted by the server.", code="aborted", headers={"retry-after": "1"})
-    return ApiError(500, delta.error or "The engine failed on this request.", code="engine_error")
+    return ApiError(500, news.error or "The engine failed on this request.", code="engine_error")
 
 
 async def run_all(jobs: Sequence[Awaitable[None]]) -> None:

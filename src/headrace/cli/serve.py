@@ -99,6 +99,7 @@ def server_config(args: argparse.Namespace):
         tool_parser=None if args.tool_parser == "none" else args.tool_parser,
         reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
         embedding_pooling=args.embedding_pooling,
+        score_method=args.score_method,
         special_tokens_in_content=args.special_tokens_in_content,
         responses_store_bytes=store_bytes(args),
         page=args.page,

@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     server.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"), help="how an embedding is made")
     server.add_argument(
+        "--score-method", default="auto", choices=("auto", "yes-no", "embedding"),
+        help="of /v1/rerank and /v1/score; yes-no: as Qwen3-Reranker; auto: that where the model is one",
+    )  # fmt: skip
+    server.add_argument(
         "--data-parallel-size", type=int, metavar="N", help="cores behind this server, each with its own cache (default: 1)"
     )
     add_routing_arguments(parser.add_argument_group("several cores, other fleets"))
