@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess
-from headrace.engine.interface import Balancer, CoreStatus, EngineStatus
+from headrace.engine.interface import Balancer, CoreStatus, EngineStatus, Spectator
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
 from headrace.engine.options import check_options
@@ -76,6 +76,7 @@ class EngineClient:
         self.dead: str | None = None  # why there is no engine any more
         self._closed = False  # because its owner wanted so
         self.observers = Observers()
+        self.spectator: Spectator | None = None
         self._on_give_up = on_give_up or (lambda why: None)
         self._streams = Streams(self.observers.ended)
         self._context = zmq.asyncio.Context()
@@ -178,6 +179,15 @@ class EngineClient:
     def cores(self) -> list[CoreStatus]:
         return self._slots.statuses()
 
+    def watch(self, core: int, on: bool) -> None:
+        """Have a core show the `spectator` what it does, from a snapshot on, or no longer."""
+        self._slots.watch(core, on)
+
+    def token_ids(self, request_id: str, start: int, stop: int) -> list[int] | None:
+        """Of a request in flight, at these positions; None: there is no such one."""
+        stream = self._streams.live.get(request_id)
+        return None if stream is None else [*stream.request.prompt_ids, *stream.request.output_ids][start:stop]
+
     # ---------------------------------------------------------------- requests
 
     def generate(
@@ -234,8 +244,14 @@ class EngineClient:
 
     # ---------------------------------------------------------------- told by the slots
 
-    def loaded(self) -> None:
+    def loaded(self, slot: Slot) -> None:
         self._loaded.set()
+        if self.spectator is not None:
+            self.spectator.loaded(slot.number)
+
+    def lost(self, slot: Slot, why: str) -> None:
+        if self.spectator is not None:
+            self.spectator.died(slot.number, why)
 
     def gave_up(self, why: str) -> None:
         if self.dead is None:
@@ -263,6 +279,8 @@ class EngineClient:
         self._drain.add(tokens, now)
         if message.steps:
             self.observers.steps(message.steps, slot.number)
+        if message.glimpse is not None and self.spectator is not None:
+            self.spectator.seen(slot.number, message.glimpse)
 
     def _deliver(self, news: EngineOutput, now: float) -> int:
         """Returns the tokens that this has cost, prompt and output."""

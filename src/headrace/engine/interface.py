@@ -11,7 +11,7 @@ from headrace.cache.events import BlockEvents
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
-from headrace.engine.wire import Ready
+from headrace.engine.wire import Glimpse, Ready
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 
@@ -96,6 +96,17 @@ class AsyncEngine(Protocol):
         """Over all cores."""
 
     def cores(self) -> list[CoreStatus]: ...
+
+
+class Spectator(Protocol):
+    """Who looks into the cores of an EngineClient. Called in the event loop, so it must be quick."""
+
+    def seen(self, core: int, glimpse: Glimpse) -> None: ...
+
+    def loaded(self, core: int) -> None:
+        """A core serves: it shows nothing before it is told to."""
+
+    def died(self, core: int, why: str) -> None: ...
 
 
 class Balancer(Protocol):

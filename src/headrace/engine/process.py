@@ -28,13 +28,14 @@ from headrace.config import EngineConfig, prepare_threads, show_cards
 from headrace.engine.messages import Outputs
 from headrace.engine.socket_pair import connect_pair
 from headrace.engine.stats import CoreStats, StepTrace
-from headrace.engine.wire import Abort, Add, Begin, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, from_wire
+from headrace.engine.wire import Abort, Add, Begin, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, Watch, from_wire
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure, rename
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
     from headrace.engine.core import EngineCore
+    from headrace.engine.glass import GlassObserver
     from headrace.tensor_parallel.ranks import Death
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class CoreLoop:
         self._stats_sent, self._stats_due = 0.0, True
         tree = core.scheduler.tree
         self._recorded = tree if isinstance(tree, RecordedTree) else None
+        self.glass: GlassObserver | None = None  # while somebody looks
 
     def run(self) -> None:
         """Until a Shutdown comes."""
@@ -81,8 +83,9 @@ class CoreLoop:
     def _say(self, outputs: Outputs, stats: CoreStats | None) -> None:
         """Send what there is to say, if there is anything."""
         blocks = None if self._recorded is None else self._recorded.events()
-        if outputs or stats is not None or blocks is not None:
-            self.send(News(outputs, stats, self.steps, blocks))
+        glimpse = None if self.glass is None else self.glass.turned()
+        if outputs or stats is not None or blocks is not None or glimpse is not None:
+            self.send(News(outputs, stats, self.steps, blocks, glimpse))
             if self.steps:
                 self.steps = []
 
@@ -119,6 +122,8 @@ class CoreLoop:
             if isinstance(message, Abort):
                 for request_id in message.ids:
                     self.core.abort(request_id)
+            elif isinstance(message, Watch):
+                self._watch(message.on)
             elif isinstance(message, Add):
                 try:
                     self.core.add(message.request)
@@ -127,6 +132,18 @@ class CoreLoop:
 
                     self.send(News(Outputs(news=[refused(message.request.id, e)])))
         return True
+
+    def _watch(self, on: bool) -> None:
+        glass = self.glass
+        if glass is not None and (not on or glass.broken):
+            glass.close()
+            self.glass = None
+        if on and self.glass is not None:
+            self.glass.want_snapshot()
+        elif on:
+            from headrace.engine.glass import GlassObserver
+
+            self.glass = GlassObserver(self.core)
 
     def _count(self) -> None:
         times, stats = self.core.times, self.stats

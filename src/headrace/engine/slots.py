@@ -28,7 +28,7 @@ from headrace.engine.slot import Slot
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream, Streams
 from headrace.engine.supervision import CoreSupply, SupervisionConfig
-from headrace.engine.wire import News
+from headrace.engine.wire import News, Watch
 from headrace.errors import EngineDeadError, ParameterError
 
 logger = logging.getLogger(__name__)
@@ -39,8 +39,11 @@ class Owner(Protocol):
 
     def take(self, slot: Slot, news: News) -> None: ...
 
-    def loaded(self) -> None:
+    def loaded(self, slot: Slot) -> None:
         """A core serves; told of each."""
+
+    def lost(self, slot: Slot, why: str) -> None:
+        """A core died."""
 
     def gave_up(self, why: str) -> None:
         """There is no core any more, nor will there be."""
@@ -197,7 +200,7 @@ class Slots:
 
     def began(self, slot: Slot) -> None:
         self._balancer.added(slot.number)
-        self._owner.loaded()
+        self._owner.loaded(slot)
 
     def opened(self, slot: Slot) -> None:
         for other in self:
@@ -214,6 +217,7 @@ class Slots:
     def lost(self, slot: Slot, why: str, killed: bool) -> None:
         mine, leaving = self._streams.of(slot), self._streams.leaving_of(slot)
         logger.error("engine core %d died (%s); starting another, %d requests go on", slot.number, why, len(mine))
+        self._owner.lost(slot, why)
         culprit = slot.probation.after_death([*mine, *leaving], killed)
         self._streams.core_gone(slot)
         for stream in mine:
@@ -227,6 +231,7 @@ class Slots:
             self._move(slot.probation.release())
 
     def ended(self, slot: Slot, why: str) -> None:
+        self._owner.lost(slot, why)
         others = [one for one in self if one.dead is None and not one.ending]
         if not others or (slot.at_start and slot.info is None):  # a mistake that all make
             self._owner.gave_up(why)
@@ -238,6 +243,12 @@ class Slots:
         self._empty(slot)
 
     # ---------------------------------------------------------------- what they do and have done
+
+    def watch(self, number: int, on: bool) -> None:
+        """Have a core show what it does, from a snapshot on; a core that is not there, or loads, is not asked."""
+        slot = self._slots.get(number)
+        if slot is not None and slot.ready and slot.core is not None:
+            slot.core.send(Watch(on))
 
     @property
     def restarts(self) -> int:

@@ -56,7 +56,13 @@ class Shutdown(msgspec.Struct, tag=True):
     """End now; the client has drained what it wanted to."""
 
 
-ToCore = Add | Abort | Shutdown
+class Watch(msgspec.Struct, tag=True):
+    """Somebody looks, and begins with a snapshot; or nobody does any more."""
+
+    on: bool
+
+
+ToCore = Add | Abort | Watch | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -72,11 +78,20 @@ class Ready(msgspec.Struct, tag=True):
     load_seconds: float
 
 
+class Glimpse(msgspec.Struct, array_like=True):
+    """What there is to be shown, as JSON documents (api/glass.py): to those who have seen all before, `requests` and `steps`."""
+
+    requests: bytes | None = None
+    steps: bytes | None = None
+    snapshot: bytes | None = None  # the state after these: for those who come new, or have missed something
+
+
 class News(msgspec.Struct, tag=True):
     outputs: Outputs
     stats: CoreStats | None = None
     steps: list[StepTrace] | None = None  # since the last News, when the core was started for tracing
     blocks: BlockEvents | None = None  # since the last News, where somebody balances by them
+    glimpse: Glimpse | None = None  # while somebody looks
 
 
 class Heartbeat(msgspec.Struct, tag=True):
