@@ -221,6 +221,8 @@ def settle(scheduler: Scheduler, plan: StepPlan, sampled: Sequence[list[int]], f
 
 
 class NoForecast:
+    _rows, _fixed = (), 0
+
     def fits(self, *demand) -> bool:
         return True
 

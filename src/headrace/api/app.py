@@ -22,6 +22,8 @@ from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
+from headrace.api.glass import GlassRoutes
+from headrace.api.glass_hub import Glass
 from headrace.api.limits import Limits
 from headrace.api.middleware import Gate
 from headrace.api.page_files import page_routes
@@ -66,11 +68,12 @@ class Application(Starlette):
 
 
 def create_app(
-    engine: AsyncEngine, config: ServerConfig | None = None, metrics: HttpMetrics | None = None, limits: Limits | None = None
+    engine: AsyncEngine, config: ServerConfig | None = None, metrics: HttpMetrics | None = None, limits: Limits | None = None,
+    glass: Glass | None = None,
 ) -> Starlette:
     """The server's application around a running (or still loading) engine. It does not own the engine.
 
-    `metrics` and `limits`: where something else counts than this application.
+    `metrics` and `limits`: where something else counts than this application. `glass`: what the page's engine is drawn from.
     """
     ctx = ApiContext(engine, config or ServerConfig(), metrics, limits)
 
@@ -95,6 +98,10 @@ def create_app(
                 allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-headrace-ignored"],
             ),
         )  # fmt: skip
+    glass_routes = []
+    if glass is not None and ctx.config.page:
+        shown = GlassRoutes(glass)
+        glass_routes = [route("/glass/events", shown.events, "GET"), route("/glass/text", shown.text, "GET")]
     app = Application(
         routes=[
             route("/v1/models", service.models, "GET"),
@@ -130,6 +137,7 @@ def create_app(
             route("/version", service.server_version, "GET"),
             route("/metrics", service.metrics_page, "GET"),
             *(page_routes() if ctx.config.page else ()),
+            *glass_routes,
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

@@ -50,6 +50,7 @@ class ServerConfig:
     score_method: str = "auto"  # of rerank and score: auto | yes-no (as Qwen3-Reranker) | embedding
     responses_store_bytes: int = STORE_BYTES  # of /v1/responses that are kept; 0: none
     page: bool = True  # for browsers, at /
+    glass_text: bool = False  # the page may show the texts of all requests
 
     def __post_init__(self) -> None:
         for name, low in (

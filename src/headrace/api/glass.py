@@ -37,16 +37,14 @@ GET /glass/text, which is refused unless the server was started with --glass-tex
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.api.context import ApiContext
-from headrace.api.errors import ApiError, invalid, too_many
-from headrace.api.glass_hub import Glass, TooManyViewersError, Viewing
+from headrace.api.errors import ApiError, ClientGone, invalid, too_many, unavailable
+from headrace.api.glass_hub import Glass, TooManyViewersError
+from headrace.api.lifeline import Lifeline
 from headrace.api.service import json_response
 from headrace.api.sse import EventStream
 
@@ -62,7 +60,9 @@ class GlassRoutes:
 
     async def events(self, ctx: ApiContext, request: Request) -> Response:
         core = _number(request, "core", 0)
-        if core not in (cores := [each.number for each in ctx.engine.cores()]):
+        if ctx.engine.status().draining:
+            raise unavailable("The server is shutting down.", 5, "shutting_down")
+        if core not in (cores := [each.number for each in ctx.engine.cores()] or [0]):  # none: the first is still to come
             raise invalid("core", f"one of {', '.join(map(str, cores))}.")
         return EventsResponse(ctx, self.glass, core)
 
@@ -92,30 +92,15 @@ class EventsResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self._glass.look(self._core) as viewing:
-                await self._show(viewing, scope, receive, send)
+            async with Lifeline(receive, None) as line, self._glass.look(self._core) as viewing:
+                stream = EventStream(scope, send, lambda: line.end(ClientGone()))
+                self._ctx.ticker.add(stream)
+                try:
+                    await stream.write(GREETING)
+                    while data := await viewing.next():
+                        await stream.write(data)
+                    await stream.end(b"")
+                finally:
+                    self._ctx.ticker.remove(stream)
         except TooManyViewersError as e:
             raise too_many(f"{e}.", 5, "too_many_viewers") from None
-
-    async def _show(self, viewing: Viewing, scope: Scope, receive: Receive, send: Send) -> None:
-        writing = asyncio.ensure_future(self._write(viewing, scope, send))
-        leaving = asyncio.ensure_future(_gone(receive))
-        try:
-            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
-        finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
-
-    async def _write(self, viewing: Viewing, scope: Scope, send: Send) -> None:
-        stream = EventStream(scope, send, lambda: None)
-        await stream.write(GREETING)
-        while True:
-            await stream.write(await viewing.next())
-
-
-async def _gone(receive: Receive) -> Any:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -32,7 +32,7 @@ class TooManyViewersError(HeadraceError):
 
 class Viewing(Protocol):
     async def next(self) -> bytes:
-        """Server-sent events, at least one, as soon as there are any."""
+        """Server-sent events, at least one, as soon as there are any; nothing: that was all."""
 
 
 class Glass(Protocol):
@@ -51,6 +51,7 @@ class Viewer:
     def __init__(self, hub: GlassHub, core: int):
         self._hub, self.core = hub, core
         self.current = False  # has the state that the next document is about
+        self.over = False
         self._waiting: list[bytes] = []
         self._size = 0
         self._more = asyncio.Event()
@@ -73,11 +74,16 @@ class Viewer:
 
     def begin(self, snapshot: bytes) -> None:
         if not self.current:
-            self.forget()
-            self.current = True
             self.put(snapshot)
+            self.current = True
+
+    def end(self) -> None:
+        self.over = True
+        self._more.set()
 
     async def next(self) -> bytes:
+        if self.over:
+            return b""
         if not self.current:
             self._hub.want(self.core)
         await self._more.wait()
@@ -131,6 +137,9 @@ class GlassHub:
             self._client.watch(core, True)
 
     async def token_ids(self, request_id: str, start: int, stop: int) -> list[int] | None:
+        return self.known_ids(request_id, start, stop)
+
+    def known_ids(self, request_id: str, start: int, stop: int) -> list[int] | None:
         return self._client.token_ids(request_id, start, stop)
 
     # ---------------------------------------------------------------- told by the client
@@ -162,8 +171,11 @@ class GlassHub:
         while self.viewers:
             await asyncio.sleep(STATS_SECONDS)
             data = _event("stats", stats_of(self._client))
+            over = self._client.draining and not self._client.num_requests
             for viewer in self.viewers:
                 viewer.put(data)
+                if over:  # who looks must not keep the server from ending
+                    viewer.end()
             for core in {viewer.core for viewer in self.viewers if not viewer.current}:
                 self.want(core)  # it may have been asked too early, or too soon again
 

@@ -15,7 +15,8 @@ from headrace.api.app import create_app
 from headrace.api.http_server import http_server
 from headrace.api.tls import tls_context
 from headrace.api_processes.counting import Questions, RemoteLimits, RemoteMetrics
-from headrace.api_processes.wire import Alive, Cut, Fatal, Granted, Page, Refused, Start, Stop, ToChild, Up
+from headrace.api_processes.glass import RemoteGlass
+from headrace.api_processes.wire import Alive, Answer, Cut, Fatal, Start, Stop, ToChild, Up
 from headrace.distributed.pipe import Pipe
 from headrace.distributed.remote_engine import RemoteEngine
 from headrace.model.checkpoint import resolve_checkpoint
@@ -46,13 +47,14 @@ class HttpProcess:
         self.questions = Questions(self.pipe.say)
         self.engine = RemoteEngine(self.pipe.say, start.state, **parts)
         limits = RemoteLimits(self.engine, start.server, self.questions)
-        app = create_app(self.engine, start.server, RemoteMetrics(self.questions), limits)
+        glass = RemoteGlass(self.questions) if start.server.page else None
+        app = create_app(self.engine, start.server, RemoteMetrics(self.questions), limits, glass)
         app.state.api.created = start.created
         level = "warning" if start.log_level == "info" else start.log_level  # of its start, the server's process tells once
         self.http = http_server(app, level, tls_context(start.certfile, start.keyfile))
 
     def heard(self, message: Any) -> None:
-        if isinstance(message, Granted | Refused | Page):
+        if isinstance(message, Answer):
             self.questions.answered(message)
         elif isinstance(message, Stop):
             self.told_to_end = self.http.should_exit = True

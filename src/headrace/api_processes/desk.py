@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.api.errors import ApiError
+from headrace.api.glass_hub import GlassHub
 from headrace.api.limits import Limits, Ticket
+from headrace.api_processes.glass import GlassDesk
 from headrace.api_processes.wire import (
     Admit,
     Answered,
@@ -15,11 +17,15 @@ from headrace.api_processes.wire import (
     Enter,
     Granted,
     Left,
+    Look,
+    LookAway,
+    More,
     Page,
     PageWanted,
     Refused,
     Returned,
     SampleEnded,
+    TokensWanted,
 )
 from headrace.distributed.engine_host import EngineHost
 from headrace.distributed.pipe import Pipe
@@ -31,8 +37,12 @@ from headrace.metrics.prometheus import PrometheusMetrics
 class Desk:
     """`limits` and `metrics` are those of the whole server; each desk holds what its process has been given of them."""
 
-    def __init__(self, engine: AsyncEngine, limits: Limits, metrics: PrometheusMetrics, pipe: Pipe, prefix: str):
+    def __init__(
+        self, engine: AsyncEngine, limits: Limits, metrics: PrometheusMetrics, pipe: Pipe, prefix: str,
+        glass: GlassHub | None = None,
+    ):  # fmt: skip
         self.host = EngineHost(engine, pipe, prefix)
+        self._glass = None if glass is None else GlassDesk(glass, pipe)
         self._limits, self._metrics, self._pipe = limits, metrics, pipe
         self._tickets: dict[int, Ticket] = {}
         self._entered: dict[int, int] = {}  # number -> index of the key
@@ -40,6 +50,9 @@ class Desk:
     def heard(self, message: Submit | Cancel | Counted) -> None:
         if isinstance(message, Submit | Cancel):
             self.host.heard(message)
+        elif isinstance(message, Look | More | LookAway | TokensWanted):
+            if self._glass is not None:  # without it no process has what asks for it
+                self._glass.heard(message)
         elif isinstance(message, Admit | Enter | PageWanted):
             self._pipe.say(self._answer(message))
         elif isinstance(message, Answered):
@@ -81,6 +94,8 @@ class Desk:
     def close(self) -> None:
         """Its process is no more."""
         self.host.close()
+        if self._glass is not None:
+            self._glass.close()
         for ticket in self._tickets.values():
             ticket.__exit__()
         for key in self._entered.values():

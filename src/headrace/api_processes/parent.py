@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from headrace.api.glass_hub import GlassHub
 from headrace.api.limits import Limits
 from headrace.api_processes.desk import Desk
 from headrace.api_processes.wire import Alive, Cut, Fatal, FromChild, Start, Stop, Up
@@ -102,10 +103,10 @@ class ApiProcesses:
 
     def __init__(
         self, engine: EngineClient, metrics: PrometheusMetrics, start: Start, log_format: str, max_restarts: int,
-        give_up: Callable[[str], None],
+        give_up: Callable[[str], None], glass: GlassHub | None = None,
     ):  # fmt: skip
         self._engine, self._metrics, self._start, self._log_format = engine, metrics, start, log_format
-        self._max_restarts, self._give_up = max_restarts, give_up
+        self._max_restarts, self._give_up, self._glass = max_restarts, give_up, glass
         self._limits = Limits(engine, start.server)
         self._context = zmq.Context()
         self._running: dict[int, ApiProcess] = {}
@@ -215,7 +216,7 @@ class ApiProcesses:
             raise
         child = ApiProcess(process, home)
         child.pipe = Pipe(back, towards, FromChild, child.heard)
-        child.desk = Desk(self._engine, self._limits, self._metrics, child.pipe, f"{index}.")
+        child.desk = Desk(self._engine, self._limits, self._metrics, child.pipe, f"{index}.", self._glass)
         child.pipe.say(msgspec.structs.replace(self._start, state=EngineState.of(self._engine)))
         if self._stopping:
             process.kill()

@@ -121,8 +121,45 @@ class PageWanted(msgspec.Struct, tag=True):
     number: int
 
 
-Question = Admit | Enter | PageWanted
-Answer = Granted | Refused | Page
-Counted = Question | Begun | Ended | Returned | Left | Answered | SampleEnded
+class Look(msgspec.Struct, tag=True):
+    """Somebody looks at a core; answered by Granted or Refused. Its number is then the viewer's."""
+
+    number: int
+    core: int
+
+
+class More(msgspec.Struct, tag=True):
+    """What there is for a viewer, when there is something; answered by Shown."""
+
+    number: int
+    viewer: int
+
+
+class LookAway(msgspec.Struct, tag=True):
+    number: int
+
+
+class TokensWanted(msgspec.Struct, tag=True):
+    """Of a request in flight; answered by TokensShown."""
+
+    number: int
+    request_id: str
+    start: int
+    stop: int
+
+
+class Shown(msgspec.Struct, tag=True):
+    number: int
+    data: bytes
+
+
+class TokensShown(msgspec.Struct, tag=True):
+    number: int
+    ids: list[int] | None
+
+
+Question = Admit | Enter | PageWanted | Look | More | TokensWanted
+Answer = Granted | Refused | Page | Shown | TokensShown
+Counted = Question | Begun | Ended | Returned | Left | LookAway | Answered | SampleEnded
 ToChild = FromEngine | Answer | Start | Stop | Cut
 FromChild = ToEngine | Counted | Up | Alive | Fatal

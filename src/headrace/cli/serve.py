@@ -103,6 +103,7 @@ def server_config(args: argparse.Namespace):
         special_tokens_in_content=args.special_tokens_in_content,
         responses_store_bytes=store_bytes(args),
         page=args.page,
+        glass_text=args.glass_text,
     )
 
 
@@ -214,19 +215,21 @@ class Server:
     def _http(self, client: EngineClient, config: ServerConfig, metrics: PrometheusMetrics) -> uvicorn.Server | ApiProcesses:
         """The application in this process, or processes that each have one."""
         from headrace.api.app import create_app
+        from headrace.api.glass_hub import GlassHub
         from headrace.api.http_server import http_server
         from headrace.api_processes.parent import ApiProcesses
         from headrace.api_processes.wire import Start
         from headrace.distributed.remote_wire import EngineState
 
         args = self.args
+        glass = GlassHub(client) if config.page else None
         if args.api_processes == 1:
-            return http_server(create_app(client, config, metrics), args.log_level, self.tls)
+            return http_server(create_app(client, config, metrics, glass=glass), args.log_level, self.tls)
         start = Start(
             client.config, config, EngineState.of(client), client.model_name, client.generation_defaults, int(time.time()),
             args.log_level, args.heartbeat_timeout, args.ssl_certfile, args.ssl_keyfile,
         )  # fmt: skip
-        return ApiProcesses(client, metrics, start, args.log_format, args.max_restarts, self._give_up)
+        return ApiProcesses(client, metrics, start, args.log_format, args.max_restarts, self._give_up, glass)
 
     async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         """Let what runs finish, as far as the time goes; who is cut off is told so."""

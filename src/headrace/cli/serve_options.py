@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--page", action=argparse.BooleanOptionalAction, default=True, help="the page for browsers at /: chat and engine"
     )
+    server.add_argument(
+        "--glass-text", action="store_true", help="the page may show whoever has a key the texts of all requests (default: off)"
+    )
     server.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's template)")
     server.add_argument(
         "--tool-parser", type=text, metavar="NAME", default="auto", help="hermes, llama3_json, mistral, pythonic, auto or none"

@@ -1,7 +1,7 @@
 """What a core shows of itself while somebody looks: its steps, requests, blocks and prefix index, 20 times a second at most.
 
-The documents that it makes are described in api/glass.py, which sends them on as they are: JSON is made here, in the process that
-has the numbers, once for all who look.
+The documents that it makes are described in api/glass.py, which sends them on as they are: JSON is made here, in the process
+that has the numbers, once for all who look.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from headrace.engine.core import EngineCore
-from headrace.engine.stats import LoopTimes
 from headrace.engine.wire import Glimpse
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request, Status
@@ -90,6 +89,7 @@ class GlassObserver:
 
     @harmless
     def scheduled(self, plan: StepPlan | None) -> None:
+        self._time()
         if plan is None:
             self._departures()
             return
@@ -160,9 +160,7 @@ class GlassObserver:
         if self.broken:
             return None
         try:
-            if self._planned is not None:
-                self._steps.append(self._with_times(self._planned, self._core.times))
-                self._planned = None
+            self._time()
             now = time.monotonic()
             if now < self._due and len(self._steps) < MOST_STEPS:
                 return None
@@ -171,16 +169,20 @@ class GlassObserver:
             self.fail()
             return None
 
-    def _with_times(self, planned: list[Any], times: LoopTimes) -> list[Any]:
+    def _time(self) -> None:
+        """The turn of a step is over, and its times are known."""
+        if self._planned is None:
+            return
+        (step, *rest), self._planned, times = self._planned, None, self._core.times
         parts = (times.schedule, times.launch, times.wait, times.settle, self._device)
         began = time.monotonic() - sum(parts[:4])
-        step, *rest = planned
-        return [step, round(began, 4), [round(1e6 * seconds) for seconds in parts], *rest]
+        self._steps.append([step, round(began, 4), [round(1e6 * seconds) for seconds in parts], *rest])
 
     def _glimpse(self, now: float) -> Glimpse | None:
         head = self._reason.words(self._full)
         entered, gone = self.holdings.index_changes()
-        if not (self._steps or self._requests or entered or gone or self._left or self._wanted or head != self._head):
+        seen = self._steps or self._requests or self._left or self._verified or entered or gone
+        if not (seen or self._wanted or head != self._head):
             return None
         self._due, self._head = now + FRAME_SECONDS, head
         shown = Glimpse()

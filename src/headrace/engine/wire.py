@@ -79,7 +79,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Glimpse(msgspec.Struct, array_like=True):
-    """What there is to be shown, as JSON documents (api/glass.py): to those who have seen all before, `requests` and `steps`."""
+    """What there is to be shown, as JSON (api/glass.py): `requests` and `steps` to those who have seen all before."""
 
     requests: bytes | None = None
     steps: bytes | None = None

@@ -41,7 +41,7 @@ PATHS = frozenset({
     "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
     "/detokenize",
-    "/generate", "/health", "/ready", "/version", "/metrics",
+    "/generate", "/health", "/ready", "/version", "/metrics", "/glass/events", "/glass/text",
     "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/version",
     "/api/pull",
 })  # fmt: skip

@@ -1,4 +1,4 @@
-"""A scheduler that is looked at: what each step does to requests, slots, blocks and prefix index, in small numbers. No torch here.
+"""A scheduler that is looked at: what each step does to requests, slots, blocks and prefix index, in numbers. No torch here.
 
 One wing: a core has a plain Scheduler until somebody looks, and gets it back afterwards, so nothing of this costs anything
 while nobody does. What is told comes from plans and results, and what they touched is then read from the truth: who has left
@@ -117,7 +117,7 @@ class Holdings:
         self._touched.update(blocks)
 
     def index_changes(self) -> tuple[list[int], list[int]]:
-        """What has entered the index since the last call, as (block, block above or -1) in a row, and the blocks that left it."""
+        """What has entered the index since the last call, as (block, block above or -1) in a row; the blocks that left it."""
         tree, touched = self._scheduler.tree, self._touched
         for held in self.by_slot.values():
             indexed = held.request.num_indexed
