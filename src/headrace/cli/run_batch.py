@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unknown-fields", default="ignore", choices=("ignore", "refuse"),
         help="of bodies, that cannot change an answer; ignore: the answer's line names them",
     )  # fmt: skip
-    answers.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's template)")
+    answers.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's)")
     for name in ("tool-parser", "reasoning-parser"):
         answers.add_argument(f"--{name}", type=text, metavar="NAME", default="auto", help="of one format, auto or none")
     answers.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"), help="how an embedding is made")
