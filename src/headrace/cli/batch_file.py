@@ -199,7 +199,7 @@ class OutputFile:
         except BlockingIOError:
             file.close()
             raise ParameterError("--output", str(self.path), "a file that no other run is writing") from None
-        return file  # type: ignore[return-value]
+        return file
 
     def _old_lines(self) -> Iterator[tuple[bytes, OutputLine | None]]:
         """With what they say; None: torn off, which only the last one may be."""
