@@ -27,7 +27,7 @@ class EngineConfig:
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "int8", "int4", "bf16"] | None = None  # of weights on a CPU; None: as the file holds them
+    quantization: Literal["none", "fp8", "int8", "int4", "bf16"] | None = None  # of weights; None: as the file holds them
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     activation_dtype: Literal["auto", "int16", "int8"] = "auto"  # of the inputs of products with integer weights, on a CPU
     threads: int | None = None  # of a CPU; None: one for each core that is this process's own
@@ -79,7 +79,7 @@ class EngineConfig:
             ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
             ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
             ("attention_backend", ("auto", "torch", "triton", "cudnn", "fa3")),
-            ("quantization", (None, "none", "int8", "int4", "bf16")), ("activation_dtype", ("auto", "int16", "int8")),
+            ("quantization", (None, "none", "fp8", "int8", "int4", "bf16")), ("activation_dtype", ("auto", "int16", "int8")),
             ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")), ("kv_cache_events", ("off", "hashes", "tokens")),
         ):  # fmt: skip
             if getattr(self, name) not in allowed:

@@ -9,6 +9,10 @@ from typing import Any
 from headrace.cli.parser import text
 from headrace.config import EngineConfig
 
+_QUANTIZATION = (
+    "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none decodes what a file holds in "
+    "fewer bits (default: as the file holds them)"
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -21,7 +25,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"numbers it computes in; auto: on a CPU as the file holds them, on a GPU the checkpoint's 16 bits {_of('dtype')}",
     )  # fmt: skip
     for name, choices, words in (
-        ("quantization", ("none", "int8", "int4", "bf16"), "weights on a CPU (default: as the file holds them)"),
+        ("quantization", ("none", "fp8", "int8", "int4", "bf16"), _QUANTIZATION),
         ("kv-cache-dtype", ("auto", "float32", "bfloat16", "int8"), "keys and values on a CPU; auto: by the weights"),
         ("activation-dtype", ("auto", "int16", "int8"), "inputs of integer weights on a CPU; int8 is faster, auto is int16"),
     ):

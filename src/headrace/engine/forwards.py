@@ -11,7 +11,7 @@ from headrace.attention.select import select_attention
 from headrace.config import EngineConfig
 from headrace.engine.options import refuse_native_options
 from headrace.errors import ParameterError
-from headrace.model.checkpoint import Checkpoint
+from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.forward import Forward
@@ -20,7 +20,7 @@ from headrace.model.parts import weight_bytes
 from headrace.model.shard import WHOLE, Group, Shard
 from headrace.native.forward import NativeDecoder, why_not
 from headrace.native.load import NativeUnavailable, find_library
-from headrace.native.precision import choose_precision, for_draft, stored_encodings
+from headrace.native.precision import choose_precision, for_draft, stored_encodings, why_unread
 from headrace.scheduler.config import Limits
 from headrace.worker.memory_plan import plan_memory, row_elements
 
@@ -51,7 +51,7 @@ def load_forward(
             native.load(progress and not draft)
             return Loaded(native, native.num_bytes)
     else:
-        refuse_native_options(config, "this runs on a GPU")
+        refuse_native_options(config, "this runs on a GPU", MADE)
     dtype = choose_dtype(config.dtype, model, device)
     if device.type == "cpu":
         rows = limits.max_num_batched_tokens
@@ -61,7 +61,8 @@ def load_forward(
         )  # fmt: skip
     if group is not None:
         group.prepare(limits.max_decode_rows, model.hidden_size, dtype)
-    weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard)
+    quantization = None if draft and checkpoint.quantized_to() else config.quantization  # asked for of the target
+    weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard, quantization)
     decode_rows = 0 if draft else limits.max_decode_rows
     return Loaded(make_decoder(config, part, weights, limits, decode_rows, group), weights.num_bytes)
 
@@ -71,13 +72,14 @@ def _native(
 ) -> NativeDecoder | None:
     """The native step, or None where it cannot run the model: one line of the log says why."""
     reason = why_not(config, model, limits) if shard.size == 1 else f"it is one of {shard.size} ranks"
+    reason = reason or why_unread(checkpoint)
     if reason is None:
         try:
             library = find_library()
         except NativeUnavailable as error:
             reason = str(error)
     if reason is not None:
-        refuse_native_options(config, reason)
+        refuse_native_options(config, reason, MADE if config.enforce_eager else ())
         log = logger.info if config.enforce_eager or shard.rank else logger.warning
         log("the native CPU step does not run %s: %s; torch does", checkpoint.name, reason)
         return None

@@ -11,10 +11,10 @@ import sys
 
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
-from headrace.model.checkpoint import Checkpoint
+from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.shard import Shard, check_size
-from headrace.native.precision import choose_precision, stored_encodings
+from headrace.native.precision import choose_precision, stored_encodings, why_unread
 from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.tensor_parallel.futex import check_machine
@@ -46,25 +46,40 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
             found.tensors()  # whether all files are there and whole, as far as their headers say
 
 
-def refuse_native_options(config: EngineConfig, reason: str) -> None:
-    """Raises ParameterError for options that the native CPU step alone honours; `reason`: why it does not run."""
-    for name, others in (("quantization", (None, "none")), ("kv_cache_dtype", ("auto",)), ("activation_dtype", ("auto",))):
+def refuse_native_options(config: EngineConfig, reason: str, made: tuple[str, ...] = ()) -> None:
+    """Raises ParameterError for options that the native CPU step alone honours; `reason`: why it does not run. `made`: what
+    weights are quantized to without it."""
+    for name, others in (
+        ("quantization", (None, *made, "none")), ("kv_cache_dtype", ("auto",)), ("activation_dtype", ("auto",)),
+    ):  # fmt: skip
         if getattr(config, name) not in others:
-            allowed = f"{others[-1]} here: other values need the native CPU step, and {reason}"
+            allowed = f"{', '.join(filter(None, others))} here: other values need the native CPU step, and {reason}"
             raise ParameterError(name, getattr(config, name), allowed)
+
+
+def _refuse_quantizing(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raises ParameterError if what is quantized would be quantized again."""
+    if config.quantization in MADE and (held := checkpoint.quantized_to()):
+        why = f"the file is quantized already ({', '.join(held)}), and weights are never rounded twice"
+        raise ParameterError("quantization", config.quantization, f"none, or nothing for this model: {why}")
 
 
 def _check_cpu_options(config: EngineConfig, checkpoint: Checkpoint, driver: bool) -> None:
     """Those that a GPU does not have, and those that the checkpoint does not allow."""
+    on_cpu = config.device == "cpu" or not driver
     if config.device == "cuda":
-        refuse_native_options(config, "this runs on a GPU")
+        refuse_native_options(config, "this runs on a GPU", MADE)
         if config.threads is not None:
             raise ParameterError("threads", config.threads, "nothing on a GPU")
+    _refuse_quantizing(config, checkpoint)
     if config.enforce_eager:
-        refuse_native_options(config, "enforce_eager asks for plain torch")
+        refuse_native_options(config, "enforce_eager asks for plain torch", MADE)
     elif config.tensor_parallel_size > 1:
-        refuse_native_options(config, "the parts of a model that is split (tensor_parallel_size) are run by torch")
-    elif config.device == "cpu" or not driver:
+        split = "the parts of a model that is split (tensor_parallel_size) are run by torch"
+        refuse_native_options(config, split, () if on_cpu else MADE)
+    elif on_cpu and (reason := why_unread(checkpoint)) is not None:
+        refuse_native_options(config, reason)
+    elif on_cpu:
         choose_precision(config, stored_encodings(checkpoint))
 
 
@@ -76,7 +91,7 @@ def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     on_cpu = config.device == "cpu" or not driver
     item = 4 if config.dtype == "float32" or (config.dtype == "auto" and on_cpu) else 2
     ranks = config.tensor_parallel_size
-    if on_cpu and not config.enforce_eager and ranks == 1:
+    if on_cpu and not config.enforce_eager and ranks == 1 and why_unread(checkpoint) is None:
         item = {"float32": 4, "bfloat16": 2, "int8": 1}[choose_precision(config, stored_encodings(checkpoint)).cache]
     block_size = config.block_size or (16 if on_cpu else 64)
     kv_size = Shard(0, ranks).config(model).kv_size

@@ -15,8 +15,9 @@ from headrace.errors import CheckpointError, ParameterError
 from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
 from headrace.model.formats.gguf import GgufFile, read_gguf
 from headrace.model.formats.gguf_model import end_token_ids, hf_config, hf_tensors
+from headrace.model.formats.quantized import quantization_beside, quantization_of
 from headrace.model.formats.safetensors_file import find_tensors, read_json
-from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 
 # Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -24,6 +25,7 @@ _HUB_IGNORED = ["original/*", "consolidated*", "*/*"]
 _GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
+MADE = ("fp8", "int8", "int4")  # of floats, by --quantization
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -47,6 +49,15 @@ class Checkpoint:
     def end_token_ids(self, of_tokenizer: Sequence[int]) -> tuple[int, ...]:
         """What the files name as the end of a text: each may be silent, or name only what ended the base model's texts."""
         return tuple(dict.fromkeys([*self.eos_token_ids, *of_tokenizer]))
+
+    def quantized_to(self) -> list[str]:
+        """In which narrow numbers its matrices are, if they are."""
+        if self.format == "dummy":
+            return []
+        if (quantization := quantization_of(self.config)) is not None:
+            return [quantization.method]
+        matrices = [entry for entry in self.tensors().values() if len(entry.shape) > 1 and self.gguf is not None]
+        return sorted({entry.encoding.name for entry in matrices} - set(FLOATS))
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Where each tensor lies, by Hugging Face name. Raises CheckpointError for broken headers or missing shards."""
@@ -86,7 +97,7 @@ def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
 def _from_directory(name: str, path: Path, config: EngineConfig) -> Checkpoint:
     if not (path / "config.json").exists():
         raise CheckpointError(f"{path} has no config.json")
-    model = read_json(path / "config.json")
+    model = quantization_beside(path, read_json(path / "config.json"))
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").exists() else {}
     text = model.get("text_config")
     sources = [model, text if isinstance(text, dict) else {}, generation]

@@ -63,18 +63,18 @@ class DecoderWeights:
     norm_offset: float = 0.0
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], config: ModelConfig) -> DecoderWeights:
-        """From {WeightSpec.target: tensor}; without "lm_head" the embedding is used."""
+    def from_tensors(cls, tensors: Mapping[str, Any], config: ModelConfig) -> DecoderWeights:
+        """From {WeightSpec.target: tensor}, or weight that is narrow; without "lm_head" the embedding is used."""
         layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
         for target, tensor in tensors.items():
             if target.startswith("layers."):
                 _, index, name = target.split(".")
-                layers[int(index)][name] = Weight(tensor) if name in MATRICES else tensor
+                layers[int(index)][name] = Weight.of(tensor) if name in MATRICES else tensor
         return cls(
             embedding=tensors["embedding"],
             layers=[LayerWeights(**layer) for layer in layers],
             final_norm=tensors["final_norm"],
-            lm_head=Weight(tensors.get("lm_head", tensors["embedding"])),
+            lm_head=Weight.of(tensors.get("lm_head", tensors["embedding"])),
             norm_offset=config.norm_offset,
         )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from headrace.errors import CheckpointError
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.formats.quantized import quantization_of
 from headrace.model.hf_config import HfConfig
 from headrace.model.weight_names import (
     FUSED_NAMES,
@@ -141,8 +142,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     key = _family_of(config)
     family = FAMILIES[key]
     c = HfConfig({**family.defaults, **config})
-    if quantization := config.get("quantization_config"):
-        raise CheckpointError(f"config.json: quantization_config {quantization!r} is not supported")
+    quantization_of(config)  # refused here if it is not supported
     heads, hidden = c.count("num_attention_heads"), c.count("hidden_size")
     kv_heads = c.count("num_key_value_heads", heads)
     head_dim = c.count("head_dim", hidden // heads)

@@ -1,27 +1,32 @@
 """Loads a checkpoint's weights straight into the decoder's fused tensors, on their device and in their dtype.
 
-How the file is read is in streaming.py; quantized blocks are decoded on the target's device.
+How the file is read is in streaming.py; blocks are decoded on the target's device. Matrices that are held narrow are loaded by
+narrow_loader.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.model.checkpoint import Checkpoint
+from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.quantized import quantization_of
+from headrace.model.formats.quantized_sources import quantized_sources
 from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.narrow import compact, fitted, quantized
+from headrace.model.narrow_loader import Source, load_matrices, narrow_sources, part_of
 from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
-from headrace.model.streaming import Chunk, ChunkQueue, ChunkWorker, chunks_of, load_chunks
+from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, chunks_of, load_chunks
+from headrace.model.weight import Weight, dequantized
 from headrace.model.weight_names import IGNORED_SUFFIXES, WeightSpec
 
 _CPU_CHUNK = 1 << 18  # bytes: with what it decodes to, it stays in a core's cache
@@ -30,24 +35,57 @@ _DEVICE_CHUNK = 1 << 25  # bytes: long enough for a transfer at full speed
 
 def load_model(
     source: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device, progress: bool = False,
-    shard: Shard = WHOLE,
+    shard: Shard = WHOLE, quantization: str | None = None, narrow: bool | None = None,
 ) -> DecoderWeights:  # fmt: skip
     """The decoder's weights from `source`, in `dtype` on `device`; random ones if its format is dummy.
 
     `config` is the whole model's, and `shard` says which part of it is read.
+    quantization: fp8, int8, int4: what becomes of matrices of floats; none: what the file holds narrow becomes floats, too.
+    narrow: whether narrow weights are kept so, or decoded when they have been read: by default on a GPU they are.
     `progress` draws a bar on stderr. Raises CheckpointError that names the tensor and the file: missing, unexpected or
     misshapen tensors, truncated files, missing shards.
     """
     plan = weight_plan(config)
+    made = quantization if quantization in MADE else None
+    keep = quantization != "none" and (device.type == "cuda" if narrow is None else narrow)
     if source.format == "dummy":
-        return DecoderWeights.from_tensors(dict(random_tensors(source, config, plan, dtype, device, shard)), config)
-    entries = source.tensors()
+        random = random_weights(source, config, plan, dtype, device, shard, made, keep)
+        return DecoderWeights.from_tensors(dict(random), config)
+    entries = with_quantized(source, plan)
     plan = parts_of(checked_plan(source, plan, entries), config, shard)
-    tensors = load_tensors(plan, entries, dtype, device, progress)
+    tensors = load_weights(plan, narrow_sources(plan, entries, made, keep), dtype, device, keep, progress)
     head, embedding = tensors.get("lm_head"), tensors["embedding"]
-    if head is not None and torch.equal(head[0], embedding[0]) and torch.equal(head, embedding):
+    if isinstance(head, Tensor) and isinstance(embedding, Tensor) and _equal(head, embedding):
         del tensors["lm_head"]  # tied, but written out twice
     return DecoderWeights.from_tensors(tensors, config)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """The first row tells nearly always."""
+    return torch.equal(one[0], other[0]) and torch.equal(one, other)
+
+
+def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Source]:
+    """The checkpoint's tensors, with one source for those that make up a quantized matrix of `plan`."""
+    entries, quantization = source.tensors(), quantization_of(source.config)
+    if quantization is None:
+        return dict(entries)
+    matrices = [(name, (rows, spec.shape[1])) for spec in plan if len(spec.shape) == 2 for name, rows in spec.sources]
+    return quantized_sources(entries, quantization, matrices)
+
+
+def load_weights(
+    plan: list[WeightSpec], entries: Mapping[str, Source], dtype: torch.dtype, device: torch.device,
+    keep: bool, progress: bool = False,
+) -> dict[str, Tensor | Weight]:  # fmt: skip
+    """{target: tensor, or narrow weight} of a plan that `entries` fill."""
+    plain = {name: entry for name, entry in entries.items() if isinstance(entry, TensorEntry)}
+    floats = [spec for spec in plan if all(name in plain for name, _ in spec.sources)]
+    tensors: dict[str, Tensor | Weight] = {**load_tensors(floats, plain, dtype, device, progress)}
+    if matrices := [spec for spec in plan if spec.target not in tensors]:
+        made = load_matrices(matrices, entries, dtype, device, keep, progress)
+        tensors |= {target: weight.data if weight.kind == "float" else weight for target, weight in made.items()}
+    return tensors
 
 
 def load_embedding(source: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -55,11 +93,13 @@ def load_embedding(source: Checkpoint, config: ModelConfig, dtype: torch.dtype, 
     plan = weight_plan(config)[:1]
     if source.format == "dummy":
         return dict(random_tensors(source, config, plan, dtype, device))["embedding"]
-    entries = source.tensors()
-    return load_tensors(filled_plan(source.path, plan, entries), entries, dtype, device)["embedding"]
+    entries = with_quantized(source, plan)
+    (embedding,) = load_weights(filled_plan(source.path, plan, entries), entries, dtype, device, False).values()
+    assert isinstance(embedding, Tensor)
+    return embedding
 
 
-def checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: dict[str, TensorEntry]) -> list[WeightSpec]:
+def checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: Mapping[str, Source]) -> list[WeightSpec]:
     """As `filled_plan`, after a check that nothing is left over either."""
     present = filled_plan(source.path, plan, entries)
     used = {name for spec in present for name, _ in spec.sources}
@@ -72,7 +112,7 @@ def checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: dict[str, 
     return present
 
 
-def filled_plan(path: Path, plan: list[WeightSpec], entries: dict[str, TensorEntry]) -> list[WeightSpec]:
+def filled_plan(path: Path, plan: list[WeightSpec], entries: Mapping[str, Source]) -> list[WeightSpec]:
     """The part of `plan` that `entries` can fill. Raises CheckpointError if a tensor is missing or misshapen."""
     present = [spec for spec in plan if not spec.optional or any(name in entries for name, _ in spec.sources)]
     for spec in present:
@@ -103,8 +143,28 @@ def random_tensors(
         yield spec.target, taken(tensor.normal_(centre, 0.02, generator=generator.manual_seed(i)), spec, part)
 
 
+def random_weights(
+    source: Checkpoint, config: ModelConfig, plan: list[WeightSpec], dtype: torch.dtype, device: torch.device, shard: Shard,
+    made: str | None, keep: bool,
+) -> Iterator[tuple[str, Tensor | Weight]]:  # fmt: skip
+    """As `random_tensors`, of which matrices become what a file's would; a whole one is there for a moment only."""
+    if made is None:
+        yield from random_tensors(source, config, plan, dtype, device, shard)
+        return
+    specs = {spec.target: spec for spec in plan}
+    parts = {part.target: part for part in parts_of(plan, config, shard)}
+    for target, tensor in random_tensors(source, config, plan, dtype, device):
+        if (part := parts.get(target)) is None:
+            continue
+        if len(part.shape) == 2 and target not in ("embedding", "lm_head"):
+            weight = part_of(fitted(quantized(tensor, made)), specs[target], part, dtype)
+            yield target, compact(weight, part.shape[0]) if keep else dequantized(weight, dtype)
+        else:
+            yield target, taken(tensor, specs[target], part)
+
+
 def load_tensors(
-    plan: list[WeightSpec], entries: dict[str, TensorEntry], dtype: torch.dtype, device: torch.device, progress: bool = False
+    plan: list[WeightSpec], entries: Mapping[str, TensorEntry], dtype: torch.dtype, device: torch.device, progress: bool = False
 ) -> dict[str, Tensor]:
     """{target: tensor} of a plan that `entries` fill."""
     if device.type == "cuda" and device.index is None:
@@ -120,28 +180,13 @@ def load_tensors(
     return tensors
 
 
-class _ToTensors(ChunkWorker):
+class _ToTensors(DeviceWorker):
     """Decodes chunks on the device and puts them into the targets."""
 
     def __init__(self, tensors: dict[str, Tensor], device: torch.device, size: int):
-        super().__init__(size, pinned=device.type == "cuda")
-        self._tensors, self._device = tensors, device
-        self._copied: torch.cuda.Event | None = None  # the last copy out of the buffer
-
-    def run(self, queue: ChunkQueue, advance: Callable[[int], None]) -> None:
-        # a thread's own current device is the first one
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            super().run(queue, advance)
-
-    def wait_for_buffer(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
+        super().__init__(size, device)
+        self._tensors = tensors
 
     def put(self, chunk: Chunk, staged: Tensor) -> None:
-        cuda = self._device.type == "cuda"
-        raw = staged.to(self._device, non_blocking=cuda)  # elsewhere the copy must be over before the next read
-        if cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        target = self._tensors[chunk.target]
-        target[chunk.target_row : chunk.target_row + chunk.num_rows].copy_(decode_rows(chunk.entry, raw, chunk.num_rows))
+        rows = decode_rows(chunk.entry, self.to_device(staged), chunk.num_rows)
+        self._tensors[chunk.target][chunk.target_row : chunk.target_row + chunk.num_rows].copy_(rows)

@@ -35,7 +35,7 @@ def taken(whole: Tensor, spec: WeightSpec, part: WeightSpec) -> Tensor:
     if part.slices is None:
         return whole
     out, row = whole.new_zeros(part.shape), 0
-    begins = _begins(spec)
+    begins = begins_of(spec)
     for name, rows, columns in part.slices:
         found = whole[begins[name] + rows.start : begins[name] + rows.stop]
         out[row : row + len(rows)] = found if columns is None else found[:, columns.start : columns.stop]
@@ -76,7 +76,7 @@ def _of_heads(config: ModelConfig, shard: Shard) -> list[range]:
 
 def _rows(spec: WeightSpec, wanted: Sequence[range], num_rows: int | None = None) -> WeightSpec:
     """`wanted` rows of the stacked sources, none of them across two; with zeros behind them up to `num_rows`."""
-    begins, slices = _begins(spec), []
+    begins, slices = begins_of(spec), []
     for rows in wanted:
         name = next(n for n, count in spec.sources if begins[n] <= rows.start <= rows.stop <= begins[n] + count)
         slices.append(Slice(name, range(rows.start - begins[name], rows.stop - begins[name])))
@@ -84,7 +84,7 @@ def _rows(spec: WeightSpec, wanted: Sequence[range], num_rows: int | None = None
     return replace(spec, shape=(count, *spec.shape[1:]), slices=tuple(slices))
 
 
-def _begins(spec: WeightSpec) -> dict[str, int]:
+def begins_of(spec: WeightSpec) -> dict[str, int]:
     """At which row of the stack each source begins."""
     begins, row = {}, 0
     for name, rows in spec.sources:

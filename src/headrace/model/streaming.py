@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from io import FileIO
 from math import lcm
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,8 +43,23 @@ class Chunk:
     def num_bytes(self) -> int:
         return self.num_rows * self.entry.row_bytes
 
+    @property
+    def reads(self) -> Iterable[tuple[Chunk, int]]:
+        """Itself, at the buffer's beginning."""
+        return ((self, 0),)
 
-def chunks_of(plan: list[WeightSpec], entries: dict[str, TensorEntry], limit: int, unit: int = 1) -> Iterator[Chunk]:
+
+class Readable(Protocol):
+    """What a worker reads at once: some rows of each of a few tensors, and where in its buffer they are to lie."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def reads(self) -> Iterable[tuple[Chunk, int]]: ...
+
+
+def chunks_of(plan: list[WeightSpec], entries: Mapping[str, TensorEntry], limit: int, unit: int = 1) -> Iterator[Chunk]:
     """The plan in pieces of about `limit` bytes: whole rows, multiples of `unit` of them or to a tensor's end, and whole heads
     where halves are interleaved."""
     for spec in plan:
@@ -60,13 +76,13 @@ def chunks_of(plan: list[WeightSpec], entries: dict[str, TensorEntry], limit: in
 class ChunkQueue:
     """The chunks that no worker has taken yet."""
 
-    def __init__(self, chunks: Iterator[Chunk]):
+    def __init__(self, chunks: Iterable[Readable]):
         waiting = list(chunks)
         self.size = max((chunk.num_bytes for chunk in waiting), default=0)
         self.total = sum(chunk.num_bytes for chunk in waiting)
         self._chunks, self._lock = iter(waiting), threading.Lock()
 
-    def take(self) -> Chunk | None:
+    def take(self) -> Any:
         with self._lock:
             return next(self._chunks, None)
 
@@ -85,23 +101,51 @@ class ChunkWorker(ABC):
         """Until the buffer may be written again."""
 
     @abstractmethod
-    def put(self, chunk: Chunk, staged: Tensor) -> None:
-        """`staged`: the chunk's bytes, of which the buffer is used again."""
+    def put(self, chunk: Any, staged: Tensor) -> None:
+        """`chunk`: as the queue holds them. `staged`: the chunk's bytes, of which the buffer is used again."""
 
     def run(self, queue: ChunkQueue, advance: Callable[[int], None]) -> None:
         with ExitStack() as stack:
             files: dict[Path, FileIO] = {}
             while (chunk := queue.take()) is not None:
-                try:
-                    if (file := files.get(chunk.entry.file)) is None:
-                        file = files[chunk.entry.file] = stack.enter_context(chunk.entry.file.open("rb", buffering=0))
-                    self.wait_for_buffer()
-                    staged = self._buffer[: chunk.num_bytes]
-                    _read_exactly(file, chunk, staged.numpy().data)
-                except OSError as error:
-                    raise CheckpointError(f"{chunk.entry.file}: cannot be read: {error}") from error
+                self.wait_for_buffer()
+                staged = self._buffer[: chunk.num_bytes]
+                for part, place in chunk.reads:
+                    path = part.entry.file
+                    try:
+                        if (file := files.get(path)) is None:
+                            file = files[path] = stack.enter_context(path.open("rb", buffering=0))
+                        _read_exactly(file, part, staged[place : place + part.num_bytes].numpy().data)
+                    except OSError as error:
+                        raise CheckpointError(f"{path}: cannot be read: {error}") from error
                 self.put(chunk, staged)
                 advance(chunk.num_bytes)
+
+
+class DeviceWorker(ChunkWorker):
+    """One whose bytes go to a device: on a card the next read overlaps the copy of the one before."""
+
+    def __init__(self, size: int, device: torch.device):
+        super().__init__(size, pinned=device.type == "cuda")
+        self._device = device
+        self._copied: torch.cuda.Event | None = None  # the last copy out of the buffer
+
+    def run(self, queue: ChunkQueue, advance: Callable[[int], None]) -> None:
+        # a thread's own current device is the first one
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            super().run(queue, advance)
+
+    def wait_for_buffer(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def to_device(self, staged: Tensor) -> Tensor:
+        cuda = self._device.type == "cuda"
+        raw = staged.to(self._device, non_blocking=cuda)  # elsewhere the copy must be over before the next read
+        if cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return raw
 
 
 def load_chunks(queue: ChunkQueue, make_worker: Callable[[], ChunkWorker], num_workers: int, progress: bool) -> None:

@@ -38,6 +38,10 @@ class Weight:
     group: int = 0
     scale_rows: int = 1  # or 128: FP8 in blocks
 
+    @classmethod
+    def of(cls, matrix: Tensor | Weight) -> Weight:
+        return matrix if isinstance(matrix, Weight) else cls(matrix)
+
     @property
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.data, self.scales, self.zeros) if t is not None]

@@ -13,8 +13,9 @@ from headrace.config import EngineConfig
 from headrace.errors import ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.families import model_config_from_hf
+from headrace.model.formats.quantized import quantization_of
+from headrace.model.formats.tensor_file import FLOATS
 
-FLOATS = ("F32", "F16", "BF16")
 # What a file may hold and the step multiplies as it is -> the format that holds the same values
 STORED: Mapping[str, str] = MappingProxyType({
     **{name: name for name in (*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")},
@@ -49,12 +50,21 @@ def stored_encodings(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset(entry.encoding.name for entry in checkpoint.tensors().values() if len(entry.shape) > 1)
 
 
+def why_unread(checkpoint: Checkpoint) -> str | None:
+    """Why the native step cannot read the weights, as the end of a sentence; None: it can."""
+    quantization = None if checkpoint.format == "dummy" else quantization_of(checkpoint.config)
+    return None if quantization is None else f"it does not read weights in {quantization.method}"
+
+
 def choose_precision(config: EngineConfig, encodings: Collection[str]) -> Precision:
     """What the options ask for, of a file with matrices in `encodings`. Raises ParameterError where that is not possible.
 
     By default a file runs as it is stored: floats of 32 bits exactly, everything else with keys and values in bfloat16.
     """
     quantized = sorted(set(encodings) - set(FLOATS))
+    if config.quantization == "fp8":
+        allowed = "none, int8, int4 or bf16 on a CPU; fp8 on a GPU, or in plain torch (enforce_eager)"
+        raise ParameterError("quantization", config.quantization, allowed)
     if config.quantization in _MADE and quantized:
         held = f"the file is quantized already ({', '.join(quantized)}), and weights are never rounded twice"
         raise ParameterError("quantization", config.quantization, f"none, or nothing for this model: {held}")

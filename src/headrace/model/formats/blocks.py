@@ -34,16 +34,21 @@ def _plain(dtype: torch.dtype) -> Decoder:
     return lambda raw: raw.view(dtype)
 
 
-def _half(field: Tensor) -> Tensor:
+def powers_of_two(raw: Tensor) -> Tensor:
+    """uint8 -> 2^(raw - 127) in float32; the last, which stands for nothing, is infinite."""
+    return torch.where(raw == 0, 1 << 22, raw.int() << 23).int().view(torch.float32)
+
+
+def half(field: Tensor) -> Tensor:
     """[n, 2k] bytes of k half floats -> [n, k] float32."""
     return field.contiguous().view(torch.float16).float()
 
 
 def _nibbles(qs: Tensor, out: Tensor) -> Tensor:
     """Bytes [n, ..., b] -> out [n, ..., 2b]: all low nibbles, then all high ones."""
-    half = qs.shape[-1]
-    out[..., :half] = qs & 15
-    out[..., half:] = qs >> 4
+    count = qs.shape[-1]
+    out[..., :count] = qs & 15
+    out[..., count:] = qs >> 4
     return out
 
 
@@ -55,18 +60,18 @@ def _fifth_bits(qh: Tensor) -> Tensor:
 
 def _q8_0(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 34)
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks[:, :2]))
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks[:, :2]))
 
 
 def _q4_0(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 18)
     out = _nibbles(blocks[:, 2:], raw.new_empty((blocks.shape[0], 32), dtype=torch.float32))
-    return out.sub_(8).mul_(_half(blocks[:, :2]))
+    return out.sub_(8).mul_(half(blocks[:, :2]))
 
 
 def _q4_1(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 20)
-    scale = _half(blocks[:, :4])
+    scale = half(blocks[:, :4])
     out = _nibbles(blocks[:, 4:], raw.new_empty((blocks.shape[0], 32), dtype=torch.float32))
     return out.mul_(scale[:, :1]).add_(scale[:, 1:])
 
@@ -74,30 +79,29 @@ def _q4_1(raw: Tensor) -> Tensor:
 def _q5_0(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 22)
     low = _nibbles(blocks[:, 6:], raw.new_empty((blocks.shape[0], 32)))
-    return (low | _fifth_bits(blocks[:, 2:6])).float().sub_(16).mul_(_half(blocks[:, :2]))
+    return (low | _fifth_bits(blocks[:, 2:6])).float().sub_(16).mul_(half(blocks[:, :2]))
 
 
 def _q5_1(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 24)
-    scale = _half(blocks[:, :4])
+    scale = half(blocks[:, :4])
     low = _nibbles(blocks[:, 8:], raw.new_empty((blocks.shape[0], 32)))
     return (low | _fifth_bits(blocks[:, 4:8])).float().mul_(scale[:, :1]).add_(scale[:, 1:])
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The 12 bytes of Q4_K and Q5_K -> 8 scales and 8 minima of 6 bits each, [n, 8] float32."""
-    low_scale, low_min, high = packed.view(-1, 3, 4).unbind(1)
+def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of blocks of Q4_K or Q5_K, the scales and minima of their groups of 32, [n, 8] float32: two numbers for the block, and 12
+    bytes of 8 scales and 8 minima of 6 bits each."""
+    of_all = half(blocks[:, :4])
+    low_scale, low_min, high = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
     scale = torch.cat([low_scale & 63, (high & 15) | ((low_scale >> 2) & 48)], dim=-1)
     minimum = torch.cat([low_min & 63, (high >> 4) | ((low_min >> 2) & 48)], dim=-1)
-    return scale.float(), minimum.float()
+    return scale.float().mul_(of_all[:, :1]), minimum.float().mul_(of_all[:, 1:])
 
 
 def _scaled_k(blocks: Tensor, quants: Tensor) -> Tensor:
-    """d * scale * q - dmin * min over groups of 32; quants [n, 8, 32] float32, changed in place."""
-    super_scale = _half(blocks[:, :4])
-    scale, minimum = _k_scales(blocks[:, 4:16].contiguous())
-    scale.mul_(super_scale[:, :1])
-    minimum.mul_(super_scale[:, 1:])
+    """scale * q - minimum over groups of 32; quants [n, 8, 32] float32, changed in place."""
+    scale, minimum = k_scales(blocks)
     return quants.mul_(scale.unsqueeze(-1)).sub_(minimum.unsqueeze(-1))
 
 
@@ -107,22 +111,35 @@ def _q4_k(raw: Tensor) -> Tensor:
     return _scaled_k(blocks, quants.view(-1, 8, 32))
 
 
+def q5_k_numbers(blocks: Tensor) -> Tensor:
+    """[n, 176] bytes -> [n, 8, 32] uint8."""
+    low = _nibbles(blocks[:, 48:].unflatten(-1, (4, 32)), blocks.new_empty((blocks.shape[0], 4, 64)))
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(1, 8, 1)
+    high = ((blocks[:, 16:48].unsqueeze(1) >> bits) & 1) << 4
+    return low.view(-1, 8, 32) | high
+
+
 def _q5_k(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 176)
-    low = _nibbles(blocks[:, 48:].unflatten(-1, (4, 32)), raw.new_empty((blocks.shape[0], 4, 64)))
-    bits = torch.arange(8, dtype=torch.uint8, device=raw.device).view(1, 8, 1)
-    high = ((blocks[:, 16:48].unsqueeze(1) >> bits) & 1) << 4
-    return _scaled_k(blocks, (low.view(-1, 8, 32) | high).float())
+    return _scaled_k(blocks, q5_k_numbers(blocks).float())
+
+
+def q6_k_numbers(blocks: Tensor) -> Tensor:
+    """[n, 210] bytes -> [n, 16, 16] uint8, 32 above what they stand for."""
+    low = _nibbles(blocks[:, :128].unflatten(-1, (2, 64)), blocks.new_empty((blocks.shape[0], 2, 128)))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
+    high = ((blocks[:, 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3) << 4
+    return (low.view(-1, 2, 4, 32) | high).view(-1, 16, 16)
+
+
+def q6_k_scales(blocks: Tensor) -> Tensor:
+    """[n, 210] bytes -> [n, 16] float32."""
+    return blocks[:, 192:208].contiguous().view(torch.int8).float().mul_(half(blocks[:, 208:]))
 
 
 def _q6_k(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 210)
-    low = _nibbles(blocks[:, :128].unflatten(-1, (2, 64)), raw.new_empty((blocks.shape[0], 2, 128)))
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=raw.device).view(1, 1, 4, 1)
-    high = ((blocks[:, 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3) << 4
-    quants = (low.view(-1, 2, 4, 32) | high).float().sub_(32).view(-1, 16, 16)
-    scale = blocks[:, 192:208].view(torch.int8).float().mul_(_half(blocks[:, 208:]))
-    return quants.mul_(scale.unsqueeze(-1))
+    return q6_k_numbers(blocks).float().sub_(32).mul_(q6_k_scales(blocks).unsqueeze(-1))
 
 
 def _by_package(name: str) -> Decoder:
@@ -148,6 +165,8 @@ _DECODERS: dict[str, Decoder] = {
     "U8": _plain(torch.uint8),
     "I8": _plain(torch.int8),
     "BOOL": _plain(torch.bool),
+    "F8_E4M3": _plain(torch.float8_e4m3fn),
+    "F8_E8M0": powers_of_two,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,

@@ -16,6 +16,7 @@ _ENCODINGS: dict[str, Encoding] = {
     name: Encoding(name, 1, size)
     for name, size in (
         ("F64", 8), ("F32", 4), ("F16", 2), ("BF16", 2), ("I64", 8), ("I32", 4), ("U8", 1), ("I8", 1), ("BOOL", 1),
+        ("F8_E4M3", 1), ("F8_E8M0", 1),
     )
 }  # fmt: skip
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+FLOATS = ("F32", "F16", "BF16")  # encodings in which matrices are not quantized
+
 
 @dataclass(frozen=True, slots=True)
 class Encoding:

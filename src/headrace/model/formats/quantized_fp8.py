@@ -1,0 +1,34 @@
+"""FP8 (e4m3) and int8 weights with scales of the whole tensor, a row, a group of columns or a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.model.formats.quantized import Scheme
+from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, scale_role
+from headrace.model.formats.tensor_file import FLOATS
+from headrace.model.weight import Kind, Weight
+
+_DATA = {"fp8": "F8_E4M3", "int8": "I8"}
+
+
+def roles(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Role]:
+    scales = scale_role(scheme.tile, shape, "weight_scale", "weight_scale_inv", encodings=(*FLOATS, "F8_E8M0"))
+    found = {"data": Role(("weight",), (Allowed((_DATA[scheme.format],), shape),)), "scale": scales}
+    if scheme.format == "int8":
+        zeros = scale_role(scheme.tile, shape, "weight_zero_point", encodings=("I8", "I32", *FLOATS))
+        found["zero"] = zeros._replace(optional=not scheme.zeros)
+    return found
+
+
+def reader(scheme: Scheme, shape: tuple[int, int]) -> Read:
+    """w = (data - zero) * scale; the scale multiplies, whether it is called inverse or not."""
+    rows, group = scheme.tile or (1, 0)
+
+    def read(parts: Mapping[str, Rows], count: int) -> Weight:
+        scales = by_row(parts["scale"].decoded(), count)
+        zeros = by_row(parts["zero"].decoded(), count) if "zero" in parts else None
+        kind: Kind = "fp8" if scheme.format == "fp8" else "int8"
+        return Weight(parts["data"].decoded(), scales, zeros, kind, group, 1 if len(scales) == count else rows)
+
+    return read
