@@ -119,6 +119,15 @@ def test_what_it_cannot_run_torch_does_and_one_line_says_why(tiny, caplog, optio
     engine.close()
 
 
+def test_weights_are_quantized_without_the_native_step_in_plain_torch_only(tiny):
+    for options, why in (
+        ({"quantization": "int8", "block_size": 24}, "none here: .*multiples of 16"), ({"quantization": "fp8"}, "fp8 on a GPU"),
+        ({"quantization": "bf16", "enforce_eager": True}, "fp8, int8, int4, none here: .*plain torch"),
+    ):  # fmt: skip
+        with pytest.raises(ParameterError, match=f"quantization: got '{options['quantization']}', allowed: .*{why}"):
+            build_engine(EngineConfig(model=tiny, **SMALL, **options))
+
+
 def test_without_a_library_torch_runs_the_model_and_says_so(tiny, caplog, monkeypatch):
     def nothing():
         raise NativeUnavailable("this CPU lacks avx2, which avx2 needs")
@@ -133,8 +142,7 @@ def test_without_a_library_torch_runs_the_model_and_says_so(tiny, caplog, monkey
 
 
 @pytest.mark.parametrize(("field", "value"), [
-    ("quantization", "int8"), ("quantization", "bf16"), ("kv_cache_dtype", "int8"), ("kv_cache_dtype", "float32"),
-    ("activation_dtype", "int8"),
+    ("quantization", "bf16"), ("kv_cache_dtype", "int8"), ("kv_cache_dtype", "float32"), ("activation_dtype", "int8"),
 ])  # fmt: skip
 def test_a_gpu_and_plain_torch_refuse_what_only_the_native_step_has(tiny, field, value):
     with pytest.raises(ParameterError, match=f"{field}: got '{value}', allowed: .*this runs on a GPU"):
