@@ -151,7 +151,7 @@ class Process:
 
 def serve_command(builder: str | None, *options: str) -> list[str]:
     code = (
-        "import argparse, sys; from headrace.cli import serve; p = argparse.ArgumentParser(); serve.add_arguments(p); "
+        "import sys; from headrace.cli import parser, serve; p = parser.CommandParser(); serve.add_arguments(p); "
         f"sys.exit(serve.run(p.parse_args(sys.argv[1:]), {f'builder={builder!r}' if builder else ''}))"
     )
     return [sys.executable, "-c", code, "--port", "0", "--stats-interval", "0", "--no-standby", *options]

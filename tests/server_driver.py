@@ -129,7 +129,7 @@ class ServerProcess:
         code = "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))"
         if builder is not None:
             code = (
-                "import argparse, sys; from headrace.cli import serve; p = argparse.ArgumentParser(); serve.add_arguments(p); "
+                "import sys; from headrace.cli import parser, serve; p = parser.CommandParser(); serve.add_arguments(p); "
                 f"sys.exit(serve.run(p.parse_args(sys.argv[2:]), builder={builder!r}))"
             )
         code = before + code

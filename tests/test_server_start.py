@@ -60,7 +60,7 @@ WRONG = [  # options, what the error begins with, the same for the library
      {"attention_backend": "fa3", "device": "cpu"}),
     (["--tensor-parallel-size", "2", "--quantization", "int8", "--device", "cpu"], "--quantization: got 'int8', allowed: none here",
      {"tensor_parallel_size": 2, "quantization": "int8", "device": "cpu"}),
-    (["--attention-backend", "best"], "--attention-backend: got 'best', allowed: one of auto", {"attention_backend": "best"}),
+    (["--num-speculative-tokens", "99"], "--num-speculative-tokens: got 99, allowed: an integer in [1, 64]", {"num_speculative_tokens": 99}),
     (["--kv-cache-bytes", "100"], "kv_cache_bytes = 100 holds 0 tokens", {"kv_cache_bytes": 100}),
     (["--kv-cache-bytes", "40000", "--max-model-len", "256"], "kv_cache_bytes = 40000 holds", {"kv_cache_bytes": 40000, "max_model_len": 256}),
     (["--speculative-method", "draft_model", "--speculative-model", "OTHER"], "--speculative-model: got",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from headrace.errors import ParameterError
 from headrace.machine import usable_cores
+from headrace.options import check, option
+
+_model = partial(option, group="model")
+_engine = partial(option, group="engine")
+_fleet = partial(option, group="several cores, other fleets")
+_drafts = partial(option, group="speculative decoding: several tokens per step; the same output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,71 +27,74 @@ class EngineConfig:
     Sizes are in tokens unless the name says bytes. Raises ParameterError on a value out of range.
     """
 
-    model: str | None = None  # directory, .gguf file, Hub id; None: the embedded SmolLM2-135M-Instruct
-    revision: str | None = None
-    local_files_only: bool = False
-    tokenizer: str | None = None
+    model: str | None = _model(None, "directory, .gguf file or Hub id", shown="the embedded SmolLM2-135M-Instruct")
+    revision: str | None = _model(None, "branch, tag or commit on the Hub", unit="NAME", shown="the Hub's")
+    local_files_only: bool = _model(False, "never ask the network")
+    tokenizer: str | None = _model(None, "directory or Hub id of another", unit="PATH", shown="the model's")
     skip_tokenizer_init: bool = False  # token ids in, token ids out: nothing is tokenized or detokenized
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "fp8", "int8", "int4", "bf16"] | None = None  # of weights; None: as the file holds them
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    activation_dtype: Literal["auto", "int16", "int8"] = "auto"  # of the inputs of products with integer weights, on a CPU
-    threads: int | None = None  # of a CPU; None: one for each core that is this process's own
-    host_memory_bytes: int | None = None  # on a CPU, of weights and cache together at most; None: what is free
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    block_size: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_bytes: int | None = None  # overrides the memory plan
-    num_kv_blocks: int | None = None  # overrides both, for tests
-    enable_prefix_caching: bool = True
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = _model("auto", "of the weights; dummy: random ones")
+    device: Literal["auto", "cpu", "cuda"] = _engine("auto", "auto: a GPU where there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _engine(
+        "auto", "numbers it computes in; auto: on a CPU as the file holds them, on a GPU the checkpoint's 16 bits"
+    )
+    quantization: Literal["none", "fp8", "int8", "int4", "bf16"] | None = _engine(
+        None,
+        "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none decodes what a file holds in "
+        "fewer bits",
+        shown="as the file holds them",
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _engine(
+        "auto", "keys and values on a CPU; auto: by the weights"
+    )
+    activation_dtype: Literal["auto", "int16", "int8"] = _engine(
+        "auto", "inputs of integer weights on a CPU; int8 is faster, auto is int16"
+    )
+    threads: int | None = _engine(None, "of a CPU", 1, 4096, shown="one for each core that is its own")
+    host_memory_bytes: int | None = option(None, "", 1, 2**50)  # on a CPU, of weights and cache at most; None: what is free
+    max_model_len: int | None = _engine(
+        None, "tokens of prompt and output together", 1, 2**24, "TOKENS", shown="the model's context"
+    )
+    max_num_seqs: int = _engine(256, "requests that run at the same time", 1, 65536)
+    max_num_batched_tokens: int | None = _engine(
+        None, "computed in one step", 1, 2**24, "TOKENS", shown="16384 on a GPU, 2048 on a CPU"
+    )
+    block_size: int | None = _engine(None, "in a block of the KV cache", 1, 4096, "TOKENS", shown="64 on a GPU, 16 on a CPU")
+    gpu_memory_utilization: float = _engine(0.9, "of the GPU's memory to use", high=1, unit="SHARE", more_than=0)
+    kv_cache_bytes: int | None = _engine(
+        None, "of the KV cache, of each rank of a split model", 1, 2**50, "BYTES", shown="by the memory plan"
+    )
+    num_kv_blocks: int | None = option(None, "", 1, 2**31 - 1)  # overrides the plan and kv_cache_bytes, for tests
+    enable_prefix_caching: bool = _engine(True, "reuse the KV of equal prompt beginnings")
     kv_cache_events: Literal["off", "hashes", "tokens"] = "off"  # of blocks that come and go: for whoever balances, publishes
-    max_itl_ms: float | None = None  # bound of a step's expected time while somebody decodes: prefills get what fits
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    async_scheduling: bool = True  # launch step N+1 before reading step N
-    attention_backend: Literal["auto", "torch", "triton", "cudnn", "fa3"] = "auto"
-    enforce_eager: bool = False  # plain torch: no CUDA graphs, no native step on a CPU
-    tensor_parallel_size: int = 1
-    data_parallel_size: int = 1  # cores behind one front, each of tensor_parallel_size; `serve` only
-    speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = None  # None: one token per step and request
-    speculative_model: str | None = None  # as `model`: a draft model of the same vocabulary, or an EAGLE-3 head
-    num_speculative_tokens: int = 6  # drafts per request and step at most; fewer where they prove wrong
-    prompt_lookup_min: int = 3  # of ngram: the last tokens must have stood before, at least so many
-    prompt_lookup_max: int = 8  # more need not be compared
+    max_itl_ms: float | None = _engine(
+        None, "prefill no more in a step than keeps running streams this smooth", high=1e6, unit="MS", more_than=0
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = _engine("fcfs", "who runs first")
+    async_scheduling: bool = _engine(True, "launch a step before the previous one is read")
+    attention_backend: Literal["auto", "torch", "triton", "cudnn", "fa3"] = _engine(
+        "auto", "auto; on a GPU also triton, cudnn or fa3, on a CPU torch"
+    )
+    enforce_eager: bool = _engine(False, "plain torch: no CUDA graphs, no native step on a CPU")
+    tensor_parallel_size: int = _engine(1, "GPUs of one host that the model is split over, one process each", 1, 64)
+    data_parallel_size: int = _fleet(1, "cores behind this server, each with its own cache", 1, 256)
+    speculative_method: Literal["ngram", "draft_model", "eagle3"] | None = _drafts(None, "who guesses")
+    speculative_model: str | None = _drafts(
+        None, "draft model of the same vocabulary, or EAGLE-3 head: directory, .gguf file or Hub id", unit="PATH"
+    )
+    num_speculative_tokens: int = _drafts(6, "guesses per request and step at most; fewer where they prove wrong", 1, 64)
+    prompt_lookup_min: int = _drafts(3, "of ngram: tokens that must have stood before, at least", 1, 64)
+    prompt_lookup_max: int = _drafts(8, "of ngram: tokens compared at most", 1, 64)
     # steps are filled up with drafts to so many rows, and larger ones have none: guesses, and what grammars force
-    speculative_max_rows: int | None = None
-    debug_checks: bool = False  # the block accounting is checked after every step
+    speculative_max_rows: int | None = _drafts(
+        None, "no drafts in steps of more rows than this", 2, 4096, shown="64 on a GPU, 16 on a CPU"
+    )
+    debug_checks: bool = _engine(False, "check the block accounting every step")
     seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_model_len", 1, 2**24), ("max_num_seqs", 1, 65536), ("max_num_batched_tokens", 1, 2**24),
-            ("block_size", 1, 4096), ("kv_cache_bytes", 1, 2**50), ("num_kv_blocks", 1, 2**31 - 1),
-            ("tensor_parallel_size", 1, 64), ("data_parallel_size", 1, 256), ("num_speculative_tokens", 1, 64),
-            ("prompt_lookup_min", 1, 64), ("prompt_lookup_max", self.prompt_lookup_min, 64), ("speculative_max_rows", 2, 4096),
-            ("threads", 1, 4096), ("host_memory_bytes", 1, 2**50),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
-                raise ParameterError(name, value, f"an integer in [{low}, {high}]")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ParameterError("gpu_memory_utilization", self.gpu_memory_utilization, "a number in (0, 1]")
-        itl = self.max_itl_ms
-        if itl is not None and (isinstance(itl, bool) or not isinstance(itl, int | float) or not 0.0 < itl <= 1e6):
-            raise ParameterError("max_itl_ms", itl, "milliseconds in (0, 1000000]")
-        for name, allowed in (
-            ("load_format", ("auto", "safetensors", "gguf", "dummy")), ("device", ("auto", "cpu", "cuda")),
-            ("dtype", ("auto", "float32", "bfloat16", "float16")), ("scheduling_policy", ("fcfs", "priority")),
-            ("speculative_method", (None, "ngram", "draft_model", "eagle3")),
-            ("attention_backend", ("auto", "torch", "triton", "cudnn", "fa3")),
-            ("quantization", (None, "none", "fp8", "int8", "int4", "bf16")), ("activation_dtype", ("auto", "int16", "int8")),
-            ("kv_cache_dtype", ("auto", "float32", "bfloat16", "int8")), ("kv_cache_events", ("off", "hashes", "tokens")),
-        ):  # fmt: skip
-            if getattr(self, name) not in allowed:
-                raise ParameterError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
+        check(self)
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ParameterError("prompt_lookup_max", self.prompt_lookup_max, f"an integer in [{self.prompt_lookup_min}, 64]")
         if (self.speculative_method in ("draft_model", "eagle3")) != (self.speculative_model is not None):
             needed = "a model with speculative_method draft_model or eagle3, none otherwise"
             raise ParameterError("speculative_model", self.speculative_model, needed)
@@ -155,6 +166,15 @@ def is_api_key(key: str) -> bool:
 def api_key_from_environment() -> str | None:
     """HEADRACE_API_KEY as it is set, even to nothing: a key that the server asks its clients for. None: it is not set."""
     return os.environ.get("HEADRACE_API_KEY")
+
+
+def option_variables() -> dict[str, str]:
+    """The HEADRACE_* variables that are to be options: not the two that are something else, nor those of tests, nor what
+    Kubernetes sets in every container beside a service that is called headrace."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("HEADRACE_")}
+    others = re.compile(r"HEADRACE_(API_KEY|CACHE|TEST_.*|(.*_)?SERVICE_(HOST|PORT(_.*)?)|(.*_)?PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
+    service = re.compile(r"(tcp|udp|sctp)://.*")  # HEADRACE_PORT is an option and such a name
+    return {n: v for n, v in found.items() if not others.fullmatch(n) and not (n.endswith("_PORT") and service.fullmatch(v))}
 
 
 def cache_dir() -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.keys import client_key
-from headrace.cli.options import add_log_level
+from headrace.cli.options import LogOptions, add_options
 from headrace.cli.parser import json_object, text
 from headrace.errors import ParameterError
 from headrace.extras import is_installed
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("results")
     add_results(out)
     out.add_argument("--save-detailed", action="store_true", help="with the lists of every request's times and texts")
-    add_log_level(parser)
+    add_options(parser, LogOptions)
 
 
 def add_load(load) -> None:

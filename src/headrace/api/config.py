@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from headrace.config import KEY_FORM, STORE_BYTES, is_api_key
 from headrace.conversation.answer import AnswerFormat
-from headrace.conversation.literal_content import FORMS
-from headrace.conversation.reranker import METHODS
 from headrace.conversation.template import ALLOWED_KWARGS
 from headrace.errors import ParameterError
+from headrace.options import check, option
+
+_server = partial(option, group="server")
+_limit = partial(option, group="limits")
+_security = partial(option, group="security")
+_seconds = partial(option, high=1e7, unit="SECONDS", more_than=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,59 +26,54 @@ class ServerConfig:
     Raises ParameterError on a value out of range.
     """
 
-    served_model_names: tuple[str, ...] = ()  # (): the engine's model_name; the first is reported, all are accepted
-    any_model_name: bool = False  # a request may name any model: there is one
-    unknown_fields: str = "ignore"  # those that cannot change an answer: ignore (and say so) | refuse
+    served_model_names: tuple[str, ...] = _server(  # the first is reported, all are accepted
+        (), "name clients use", unit="NAME", flag="served-model-name", shown="the model's"
+    )
+    any_model_name: bool = _server(False, "a request may name any model")
+    unknown_fields: Literal["ignore", "refuse"] = _server(
+        "ignore", "of bodies, that cannot change an answer; ignore: x-headrace-ignored names them"
+    )
     api_keys: tuple[str, ...] = ()  # (): no authentication
-    max_concurrent_per_key: int | None = None  # requests in progress for one key (for all, without keys)
-    max_queued_requests: int | None = 4096  # samples that wait for a slot; beyond: 429
-    max_queued_tokens: int | None = None  # prompt tokens accepted and still without a first output; beyond: 429
-    request_timeout: float | None = None  # deadline of every request; X-Request-Timeout can only shorten it
-    max_body_bytes: int = 16 * 2**20  # parsing one of this size holds the event loop up for a few tenths of a second
-    max_header_bytes: int = 64 * 2**10
-    body_timeout: float = 60.0  # to receive a whole body
-    max_n: int = 128
-    max_prompts: int = 2048  # prompts (or embedding inputs) in one request
-    max_samples: int = 4096  # prompts times n in one request
-    max_logprobs: int = 20  # of a position; the whole vocabulary (-1) is never sent
-    keep_alive_interval: float = 10.0  # a sign of life in a stream after so long a silence
-    write_timeout: float = 600.0  # a reader that takes nothing for so long is dropped
-    tokenizer_threads: int = 2
-    inline_tokenize_chars: int = 4096  # longer texts are tokenized in a thread
-    cors_origins: tuple[str, ...] = ()  # ("*",): any
-    chat_template: str | None = None  # jinja2 text that replaces the checkpoint's
+    max_concurrent_per_key: int | None = _limit(None, "requests in progress for one key, or for all", 1)
+    max_queued_requests: int | None = _limit(4096, "samples that may wait for a slot; beyond: 429", 0)
+    max_queued_tokens: int | None = _limit(None, "prompt tokens without a first output; beyond: 429", 0)
+    request_timeout: float | None = _seconds(None, "deadline of every request", group="limits")
+    max_body_bytes: int = option(16 * 2**20, "", 1)  # parsing one of this size holds the event loop up for tenths of a second
+    max_header_bytes: int = option(64 * 2**10, "", 1024)
+    body_timeout: float = _seconds(60.0)  # to receive a whole body
+    max_n: int = option(128, "", 1)
+    max_prompts: int = option(2048, "", 1)  # prompts (or embedding inputs) in one request
+    max_samples: int = option(4096, "", 1)  # prompts times n in one request
+    max_logprobs: int = option(20, "", 0)  # of a position; the whole vocabulary (-1) is never sent
+    keep_alive_interval: float = _seconds(10.0)  # a sign of life in a stream after so long a silence
+    write_timeout: float = _seconds(600.0)  # a reader that takes nothing for so long is dropped
+    tokenizer_threads: int = option(2, "", 1)
+    inline_tokenize_chars: int = option(4096, "", 0)  # longer texts are tokenized in a thread
+    cors_origins: tuple[str, ...] = _security(
+        (), "SCHEME://HOST:PORT of pages whose scripts may call; *: any", flag="cors-origin", unit="ORIGIN"
+    )
+    # the text itself; on the command line its file
+    chat_template: str | None = _server(None, "a jinja2 file", unit="FILE", shown="the checkpoint's template")
     chat_template_kwargs: tuple[str, ...] = ALLOWED_KWARGS  # what requests may set
-    special_tokens_in_content: str = "token"  # what one that is spelled out in a message becomes: token | text
-    template_timeout: float = 5.0
-    tool_parser: str | None = "auto"  # a parser's name; auto: from the template; None: tools are refused
-    reasoning_parser: str | None = "auto"  # a parser's name; auto: from the template; None: no split
-    embedding_pooling: str = "mean"  # mean | last
-    score_method: str = "auto"  # of rerank and score: auto | yes-no (as Qwen3-Reranker) | embedding
-    responses_store_bytes: int = STORE_BYTES  # of /v1/responses that are kept; 0: none
-    page: bool = True  # for browsers, at /
-    glass_text: bool = False  # the page may show the texts of all requests
+    special_tokens_in_content: Literal["token", "text"] = _security(
+        "token", "what a special token that a message spells out becomes; text: no user can end his turn"
+    )
+    template_timeout: float = _seconds(5.0)
+    # a parser's name; auto: from the template; None: tools are refused, reasoning is not split off
+    tool_parser: str | None = _server("auto", "hermes, llama3_json, mistral, pythonic, auto or none", unit="NAME")
+    reasoning_parser: str | None = _server("auto", "qwen3, deepseek_r1, mistral, auto or none", unit="NAME")
+    embedding_pooling: Literal["mean", "last"] = _server("mean", "how an embedding is made")
+    score_method: Literal["auto", "yes-no", "embedding"] = _server(
+        "auto", "of /v1/rerank and /v1/score; yes-no: as Qwen3-Reranker; auto: that where the model is one"
+    )
+    page: bool = _server(True, "the page for browsers at /: chat and engine")
+    glass_text: bool = _server(False, "the page may show whoever has a key the texts of all requests")
+    responses_store_bytes: int = _limit(
+        STORE_BYTES, "of /v1/responses kept in memory", 0, shown="64 MiB; 0 with --api-processes"
+    )
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("max_concurrent_per_key", 1), ("max_queued_requests", 0), ("max_queued_tokens", 0), ("max_body_bytes", 1),
-            ("max_header_bytes", 1024), ("max_n", 1), ("max_prompts", 1), ("max_samples", 1), ("max_logprobs", 0),
-            ("tokenizer_threads", 1), ("inline_tokenize_chars", 0), ("responses_store_bytes", 0),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**53):
-                raise ParameterError(name, value, f"an integer >= {low}")
-        for name in ("request_timeout", "body_timeout", "keep_alive_interval", "write_timeout", "template_timeout"):
-            value = getattr(self, name)
-            if not (value is None and name == "request_timeout") and not 0 < value <= 1e7:
-                raise ParameterError(name, value, "seconds in (0, 1e7]")
-        if self.embedding_pooling not in ("mean", "last"):
-            raise ParameterError("embedding_pooling", self.embedding_pooling, "mean or last")
-        if self.score_method not in METHODS:
-            raise ParameterError("score_method", self.score_method, " or ".join(METHODS))
-        if self.unknown_fields not in ("ignore", "refuse"):
-            raise ParameterError("unknown_fields", self.unknown_fields, "ignore or refuse")
-        if self.special_tokens_in_content not in FORMS:
-            raise ParameterError("special_tokens_in_content", self.special_tokens_in_content, " or ".join(FORMS))
+        check(self)
         AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)
         if not all(map(is_api_key, self.api_keys)):
             raise ParameterError("api_keys", "a key of another form", KEY_FORM)

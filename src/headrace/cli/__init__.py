@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from headrace.cli.parser import CommandParser
+from headrace.cli.sources import refuse_unknown_variables
 from headrace.cli.streams import ReaderLeft, check_output, standard_streams
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import missing_package
@@ -85,6 +86,12 @@ def _fill(module: str, parser: CommandParser) -> None:
     parser.usage = f"{parser.prog}{positional} [OPTION ...]"  # sixty options in a line say nothing
 
 
+def _server_options() -> CommandParser:
+    parser = CommandParser()
+    importlib.import_module("headrace.cli.serve_options").add_arguments(parser)
+    return parser
+
+
 def _run(parser: CommandParser, argv: list[str]) -> int:
     for word in argv:
         try:
@@ -92,13 +99,14 @@ def _run(parser: CommandParser, argv: list[str]) -> int:
         except UnicodeEncodeError:
             raise ParameterError("the command line", word, "UTF-8") from None
     args = parser.parse_args(argv)
+    refuse_unknown_variables(args.parser, _server_options)
     if args.command != "serve":  # a server has a log of its own, and nothing to say on stdout
         configure(args.command, args.log_level)
         check_output()
     try:
         return args.run(args)
     except ParameterError as e:
-        option = args.parser.option_of(e.field)
+        option = args.parser.option_of(e.field, args.sources)
         raise (ParameterError(option, e.value, e.allowed) if option else e) from None
 
 

@@ -15,6 +15,7 @@ from headrace.cli.chat_screen import PlainScreen, RichScreen
 from headrace.cli.keys import client_key
 from headrace.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
 from headrace.cli.parser import text
+from headrace.cli.sources import add_config_file
 from headrace.cli.streams import StreamError, holds_unicode, read_line
 from headrace.errors import CapacityError, ParameterError
 
@@ -28,6 +29,7 @@ Ctrl-C stops the answer."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_file(parser)
     chat = parser.add_argument_group("chat")
     chat.add_argument(
         "--url", type=text, help="talk to this server (default: load a model); --model is then a name that it serves"
@@ -60,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     backend: Backend
     options = engine_options(args)
     if args.url:
-        if own := options.keys() - {"model", "seed"}:
+        own = {name for name in options.keys() - {"model", "seed"} if not args.sources[name].startswith("HEADRACE_")}
+        if own:  # variables may be there for another command
             raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(own)))
         backend = ServerBackend(args.url, client_key(args), args.model, args.timeout)
     else:

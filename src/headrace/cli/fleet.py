@@ -1,4 +1,4 @@
-"""`headrace serve --ray`: the options, and what a server has besides when its cores are on the nodes of a Ray cluster."""
+"""`headrace serve --ray`: what a server has besides when its cores are on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.parser import text
+from headrace.cli.options import given
 from headrace.config import EngineConfig
 from headrace.distributed.autoscaler import ScalingConfig
 from headrace.errors import ParameterError
@@ -18,50 +18,29 @@ from headrace.extras import require
 if TYPE_CHECKING:
     import zmq.asyncio
 
+    from headrace.cli.serve_options import ServeOptions
     from headrace.engine.client import EngineClient
     from headrace.engine.supervision import CoreSupply
 
 logger = logging.getLogger("headrace.server.fleet")
 LEAVE_SECONDS = 10.0
-BESIDES = ("min_replicas", "max_replicas", "target_ongoing_requests", "upscale_delay", "downscale_delay", "placement_timeout")
 
 
-def add_fleet_arguments(group) -> None:
-    default = ScalingConfig()
-    group.add_argument(
-        "--ray", nargs="?", const="auto", type=text, metavar="ADDRESS",
-        help="run the cores in a Ray cluster: HOST:PORT of its head, auto (this machine's, also if left out) or local",
-    )  # fmt: skip
-    for name, kind, metavar, words in (
-        ("min-replicas", int, "N", "cores at least (default: 1)"),
-        ("max-replicas", int, "N", "cores at most, as the load asks for"),
-        ("target-ongoing-requests", int, "N", "of one core; more in flight ask for another (default: --max-num-seqs)"),
-        ("upscale-delay", float, "SECONDS", f"of load before a core is added (default: {default.upscale_delay:g})"),
-        ("downscale-delay", float, "SECONDS", f"without load before one is taken away (default: {default.downscale_delay:g})"),
-        ("placement-timeout", float, "SECONDS", "until the cluster must have room for a core (default: 10)"),
-    ):
-        group.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
-
-
-def ray_fleet(args: argparse.Namespace) -> RayFleet | None:
+def ray_fleet(args: argparse.Namespace, options: ServeOptions) -> RayFleet | None:
     """What --ray asks for; None: nothing. Looks at all that the options say, and changes nothing yet."""
-    if args.ray is None:
-        for name in BESIDES:
-            if getattr(args, name) is not None:
-                raise ParameterError(name, getattr(args, name), "nothing without --ray")
+    scaling = given(ScalingConfig, args)
+    if options.ray is None:
+        for name in (*scaling, *({"placement_timeout"} & args.sources.keys())):
+            raise ParameterError(name, getattr(args, name), "nothing without --ray")
         return None
     require("ray")
-    patience = 10.0 if args.placement_timeout is None else args.placement_timeout
-    if not 0.0 <= patience <= 86400.0:
-        raise ParameterError("placement_timeout", patience, "seconds in [0, 86400]")
-    given = {name: value for name in BESIDES[:-1] if (value := getattr(args, name)) is not None}
-    if not given:
-        return RayFleet(args.ray, None, patience)
-    if args.data_parallel_size is not None:
-        raise ParameterError("data_parallel_size", args.data_parallel_size, f"nothing beside {', '.join(given)}")
-    if "max_replicas" not in given:
-        raise ParameterError("max_replicas", None, f"an integer, with {', '.join(given)}")
-    return RayFleet(args.ray, ScalingConfig(**given), patience)
+    if not scaling:
+        return RayFleet(options.ray, None, options.placement_timeout)
+    if "data_parallel_size" in args.sources:
+        raise ParameterError("data_parallel_size", args.data_parallel_size, f"nothing beside {', '.join(scaling)}")
+    if "max_replicas" not in scaling:
+        raise ParameterError("max_replicas", None, f"an integer, with {', '.join(scaling)}")
+    return RayFleet(options.ray, ScalingConfig(**scaling), options.placement_timeout)
 
 
 class RayFleet:
@@ -87,7 +66,7 @@ class RayFleet:
         threads = options.get("threads") or (options.get("tensor_parallel_size", 1) if device == "cpu" else None)
         return EngineConfig(**options | {"device": device, "threads": threads})
 
-    def supply(self, config: EngineConfig, builder: str, args: argparse.Namespace, context: zmq.asyncio.Context) -> CoreSupply:
+    def supply(self, config: EngineConfig, builder: str, args: ServeOptions, context: zmq.asyncio.Context) -> CoreSupply:
         from headrace.distributed.ray_supply import RaySupply
 
         ranks = config.tensor_parallel_size

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
 from headrace.cli.parser import text
+from headrace.cli.sources import add_config_file
 from headrace.cli.streams import holds_unicode, read_all
 from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
@@ -17,6 +18,7 @@ from headrace.prewarm import prewarm
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_file(parser)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="repeatable (default: read standard input)")
     parser.add_argument("--prompt-file", type=text, metavar="FILE", help="a file with one prompt a line")
     parser.add_argument("--chat", action="store_true", help="send each prompt as a user's message through the chat template")

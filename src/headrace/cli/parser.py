@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from headrace.cli.sources import settle, unsettled
 from headrace.errors import ParameterError
+from headrace.options import nearest
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -18,7 +19,9 @@ class HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, **options)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
+        text, described = action.help or "", getattr(action, "described", None)
+        if described is not None:
+            return f"{text} ({'repeatable; ' if described.many else ''}default: {described.default_in_words})"
         if not action.option_strings or action.required or "default:" in text or isinstance(action, argparse._HelpAction):
             return text
         return f"{text} (default: {_shown(action.default)})"
@@ -43,25 +46,34 @@ class CommandParser(argparse.ArgumentParser):
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
-        found, unknown = super().parse_known_args(args, namespace)
+        if self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args([self._dashed(word) for word in args or ()], unsettled(self))
         if unknown:  # here, not in the parser above: this one knows its command's options
             self.error(f"unknown: {' '.join(unknown)}{self._suggestion(unknown)}")
+        settle(self, found)
         return found, unknown
+
+    def _dashed(self, word: str) -> str:
+        """--max_model_len is --max-model-len, as with vLLM."""
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")
+        return dashed + equals + value if dashed in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help lists what there is\n")
 
-    def option_of(self, field: str) -> str | None:
-        """The option that sets `field`, or adds to it."""
+    def option_of(self, field: str, sources: Mapping[str, str]) -> str | None:
+        """What set `field`: a variable or a file's key, else the option that sets it or adds to it."""
         dests = (field, field.removesuffix("s"))
+        if (source := next(filter(None, map(sources.get, dests)), None)) is not None:
+            return source
         options = (o for action in self._actions if action.dest in dests for o in action.option_strings)
         return next((o for o in options if o.startswith("--") and not o.startswith("--no-")), None)
 
     def _suggestion(self, unknown: list[str]) -> str:
         known = [o for o in self._option_string_actions if o.startswith("--")]
-        given = (word.partition("=")[0] for word in unknown if word.startswith("-"))
-        near = [found[0] for word in given if (found := difflib.get_close_matches(word, known, 1, 0.7))]
-        return f" (did you mean {', '.join(near)}?)" if near else ""
+        return next(filter(None, (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))), "")
 
 
 def text(value: str) -> str:

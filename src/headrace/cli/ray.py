@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from headrace.cli.options import add_log_level
+from headrace.cli.options import LogOptions, add_options
 from headrace.cli.parser import text
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import require
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drain-timeout", type=float, metavar="SECONDS", default=300.0,
         help="for what an old core has to do; the rest goes on in others",
     )  # fmt: skip
-    add_log_level(parser)
+    add_options(parser, LogOptions)
 
 
 def run(args: argparse.Namespace) -> int:

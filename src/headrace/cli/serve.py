@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from headrace.api.tls import tls_context
 from headrace.cli.fleet import ray_fleet
 from headrace.cli.keys import server_keys
-from headrace.cli.options import engine_options
+from headrace.cli.options import engine_options, given
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
+from headrace.cli.serve_options import ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
-from headrace.config import STORE_BYTES
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.files import read_text
@@ -47,19 +47,15 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     """`builder`: module:function that makes the engine in the core's process."""
     began = time.perf_counter()
     require("serve")
-    configure("server", args.log_level, args.log_format)
+    options = ServeOptions(**given(ServeOptions, args))
+    configure("server", options.log_level, options.log_format)
     logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
-    if args.model_tag is not None and args.model is not None:
-        raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
-    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", args.metrics_prefix):
-        raise ParameterError("--metrics-prefix", args.metrics_prefix, "a name of letters, digits and _")
-    if not 0 <= args.stats_interval < 1e7:
-        raise ParameterError("--stats-interval", args.stats_interval, "seconds in [0, 1e7]")
-    if not 1 <= args.api_processes <= 64:
-        raise ParameterError("--api-processes", args.api_processes, "an integer in [1, 64]")
-    args.model = args.model_tag or args.model
-    listeners = bind(args.host, args.port, args.api_processes)
-    server = Server(args, listeners, began, builder)
+    if args.model_tag is not None:
+        if args.sources.get("model") == "--model":
+            raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
+        args.model, args.sources["model"] = args.model_tag, "MODEL"
+    listeners = bind(options.host, options.port, options.api_processes)
+    server = Server(options, args, listeners, began, builder)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     return loop.run(server.run())
 
@@ -79,55 +75,32 @@ def generation_defaults(text: str) -> dict[str, Any]:
     return given
 
 
-def server_config(args: argparse.Namespace):
+def server_config(args: argparse.Namespace) -> ServerConfig:
     from headrace.api.config import ServerConfig
 
-    template = None
+    options = given(ServerConfig, args)
     if args.chat_template is not None:
-        template = read_text("--chat-template", args.chat_template)
-    return ServerConfig(
-        served_model_names=tuple(args.served_model_name or ()),
-        any_model_name=args.any_model_name,
-        unknown_fields=args.unknown_fields,
-        api_keys=server_keys(args),
-        max_concurrent_per_key=args.max_concurrent_per_key,
-        max_queued_requests=args.max_queued_requests,
-        max_queued_tokens=args.max_queued_tokens,
-        request_timeout=args.request_timeout,
-        cors_origins=tuple(args.cors_origin or ()),
-        chat_template=template,
-        tool_parser=None if args.tool_parser == "none" else args.tool_parser,
-        reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
-        embedding_pooling=args.embedding_pooling,
-        score_method=args.score_method,
-        special_tokens_in_content=args.special_tokens_in_content,
-        responses_store_bytes=store_bytes(args),
-        page=args.page,
-        glass_text=args.glass_text,
-    )
-
-
-def store_bytes(args: argparse.Namespace) -> int:
-    """Several processes keep no responses: the next request may reach another one."""
-    given = args.responses_store_bytes
-    if given and args.api_processes > 1:
-        raise ParameterError("--responses-store-bytes", given, "0 with several --api-processes, which share no memory")
-    if given is not None:
-        return given
-    return 0 if args.api_processes > 1 else STORE_BYTES
+        options["chat_template"] = read_text(args.sources["chat_template"], args.chat_template)
+    options |= {name: None for name in ("tool_parser", "reasoning_parser") if options.get(name) == "none"}
+    if args.api_processes > 1 and options.setdefault("responses_store_bytes", 0):  # the next request may reach another one
+        allowed = "0 with several --api-processes, which share no memory"
+        raise ParameterError("responses_store_bytes", args.responses_store_bytes, allowed)
+    return ServerConfig(**options, api_keys=server_keys(args))
 
 
 class Server:
     """One run of the server, from the bound port to the exit code. Making one looks at all that the options say."""
 
-    def __init__(self, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str):
-        self.args, self.listeners, self.began = args, listeners, began
+    def __init__(
+        self, options: ServeOptions, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str
+    ):
+        self.options, self.listeners, self.began = options, listeners, began
         self.signals = 0
         self.stop = asyncio.Event()
         self.failed: str | None = None  # why this ends although nobody wanted it to
         self.trace: TraceFile | None = None
-        self.tls = tls_context(args.ssl_certfile, args.ssl_keyfile)
-        self.client, self.metrics, self.http = self._parts(builder)
+        self.tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
+        self.client, self.metrics, self.http = self._parts(args, builder)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -142,10 +115,10 @@ class Server:
         background = [self._task(self._loaded(base), "the message that the model is loaded")]
         if self.fleet is not None:
             background.append(self._task(self.fleet.run(self.client, port), "what adds and takes away cores"))
-        if self.args.stats_interval > 0:
+        if self.options.stats_interval > 0:
             from headrace.metrics.log_line import StatsLine
 
-            lines = StatsLine(self.client, self.metrics).run(self.args.stats_interval, logger.info)
+            lines = StatsLine(self.client, self.metrics).run(self.options.stats_interval, logger.info)
             background.append(self._task(lines, "the line of statistics"))
         await self.stop.wait()
         await self._end(serving, background)
@@ -176,7 +149,7 @@ class Server:
         self.failed = self.failed or why
         self.stop.set()
 
-    def _parts(self, builder: str):
+    def _parts(self, args: argparse.Namespace, builder: str):
         """The client of the engine, its metrics and what serves HTTP, put together and not started."""
         from headrace.config import EngineConfig
         from headrace.engine.client import EngineClient
@@ -185,30 +158,28 @@ class Server:
         from headrace.metrics.trace import TraceFile
         from headrace.sampling.params import defaults_in_words
 
-        args = self.args
-        config, defaults = server_config(args), generation_defaults(args.override_generation_config)
-        self.fleet, options = ray_fleet(args), engine_options(args)
-        engine = EngineConfig(**options) if self.fleet is None else self.fleet.join(options)
-        self.routing = Routing(args, engine, several=engine.data_parallel_size > 1 or self.fleet is not None)
+        options = self.options
+        config, defaults = server_config(args), generation_defaults(options.override_generation_config)
+        self.fleet, wanted = ray_fleet(args, options), engine_options(args)
+        engine = EngineConfig(**wanted) if self.fleet is None else self.fleet.join(wanted)
+        self.routing = Routing(options, engine, several=engine.data_parallel_size > 1 or self.fleet is not None)
         engine = self.routing.config
         client = EngineClient(
             engine,
-            SupervisionConfig(
-                heartbeat_timeout=args.heartbeat_timeout, step_timeout=args.step_timeout, max_restarts=args.max_restarts,
-                standby=args.standby,
-            ),
-            builder=builder, log_level=args.log_level, log_format=args.log_format,
-            on_give_up=lambda why: self._give_up(f"the engine has ended: {why}"), traced=args.trace is not None,
-            supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, args),
+            SupervisionConfig(**given(SupervisionConfig, args)), builder=builder,
+            log_level=options.log_level, log_format=options.log_format,
+            on_give_up=lambda why: self._give_up(f"the engine has ended: {why}"), traced=options.trace is not None,
+            supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, options),
             balancer=self.routing.balancer,
         )  # fmt: skip
         client.generation_defaults |= defaults
         logger.info("%s: tokenizer and configuration read", client.model_name)
         logger.info("sampling where a request says nothing: %s", defaults_in_words(client.generation_defaults))
-        metrics = PrometheusMetrics(client, args.metrics_prefix, (config.served_model_names or (client.model_name,))[0])
+        self.page, self.served = config.page, (config.served_model_names or (client.model_name,))[0]
+        metrics = PrometheusMetrics(client, options.metrics_prefix, self.served)
         client.observers.append(metrics)
-        if args.trace is not None:
-            self.trace = TraceFile(args.trace)
+        if options.trace is not None:
+            self.trace = TraceFile(options.trace)
             client.observers.append(self.trace)
         return client, metrics, self._http(client, config, metrics)
 
@@ -221,19 +192,19 @@ class Server:
         from headrace.api_processes.wire import Start
         from headrace.distributed.remote_wire import EngineState
 
-        args = self.args
-        glass = GlassHub(client) if config.page else None
-        if args.api_processes == 1:
-            return http_server(create_app(client, config, metrics, glass=glass), args.log_level, self.tls)
+        options, glass = self.options, GlassHub(client) if config.page else None
+        if options.api_processes == 1:
+            return http_server(create_app(client, config, metrics, glass=glass), options.log_level, self.tls)
         start = Start(
             client.config, config, EngineState.of(client), client.model_name, client.generation_defaults, int(time.time()),
-            args.log_level, args.heartbeat_timeout, args.ssl_certfile, args.ssl_keyfile,
+            options.log_level, client.supervision.heartbeat_timeout, options.ssl_certfile, options.ssl_keyfile,
         )  # fmt: skip
-        return ApiProcesses(client, metrics, start, args.log_format, args.max_restarts, self._give_up, glass)
+        restarts = client.supervision.max_restarts
+        return ApiProcesses(client, metrics, start, options.log_format, restarts, self._give_up, glass)
 
     async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         """Let what runs finish, as far as the time goes; who is cut off is told so."""
-        timeout, client = self.args.drain_timeout, self.client
+        timeout, client = self.options.drain_timeout, self.client
         end = time.monotonic() + timeout
         if self.failed is None:
             count = client.num_requests
@@ -278,11 +249,10 @@ class Server:
             if (count := client.config.data_parallel_size) > 1:
                 up = await client.wait_settled()
                 logger.info("%d of %d cores are ready after %.2f s", up, count, time.perf_counter() - self.began)
-            name = (self.args.served_model_name or [client.model_name])[0]
             question = {"role": "user", "content": "Explain in one sentence why plants need water."}
-            body = json.dumps({"model": name, "messages": [question], "max_tokens": 64})
+            body = json.dumps({"model": self.served, "messages": [question], "max_tokens": 64})
             kind = "Content-Type: application/json"
-            if self.args.page:
+            if self.page:
                 logger.info("open %s/ in a browser", re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", base))
             logger.info("try:\n  curl %s/v1/chat/completions -H '%s' \\\n    -d '%s'", base, kind, body)
 

@@ -16,7 +16,6 @@ from headrace.conversation.literal_content import LiteralContent
 from headrace.conversation.template import ChatTemplate
 from headrace.errors import ParameterError
 
-METHODS = ("auto", "yes-no", "embedding")
 NAME = "qwen3-reranker"  # in the name of a model whose chat template does not tell
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 TASK = (

@@ -10,34 +10,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.errors import ParameterError
+from headrace.options import check, option
 
 FULL = 0.9  # of a core's KV cache in use: more, and requests are preempted
 SPARE = 0.8  # of the cores that stay after one is taken away, so much may be used
+
+
+_cores = partial(option, group="several machines: cores on the nodes of a Ray cluster", low=1)
+_seconds = partial(_cores, low=0.0, high=86400.0, unit="SECONDS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingConfig:
     """Bounds and pace; names follow Ray Serve where the meaning is the same."""
 
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target_ongoing_requests: int | None = None  # of one core; None: what it runs at once (max_num_seqs)
-    upscale_delay: float = 5.0  # seconds
-    downscale_delay: float = 120.0
+    min_replicas: int = _cores(1, "cores at least", high=256)
+    max_replicas: int = _cores(1, "cores at most, as the load asks for", high=256, shown="none")
+    target_ongoing_requests: int | None = _cores(
+        None, "of one core; more in flight ask for another", high=2**31 - 1, shown="--max-num-seqs"
+    )
+    upscale_delay: float = _seconds(5.0, "of load before a core is added")
+    downscale_delay: float = _seconds(120.0, "without load before one is taken away")
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("min_replicas", 1, 256), ("max_replicas", self.min_replicas, 256), ("target_ongoing_requests", 1, 2**31 - 1),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
-                raise ParameterError(name, value, f"an integer in [{low}, {high}]")
-        for name in ("upscale_delay", "downscale_delay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 86400.0:
-                raise ParameterError(name, value, "seconds in [0, 86400]")
+        check(self)
+        if self.max_replicas < self.min_replicas:
+            raise ParameterError("max_replicas", self.max_replicas, f"an integer in [{self.min_replicas}, 256]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from headrace.config import EngineConfig
 from headrace.engine.wire import Fatal, FromCore, Ready, ToCore
-from headrace.errors import HeadraceError, ParameterError
+from headrace.errors import HeadraceError
+from headrace.options import check, option
 
 logger = logging.getLogger(__name__)
 SPAWN_BACKOFF = 1.0  # seconds: what a machine lacks for a new process it does not get back in milliseconds
@@ -74,25 +76,27 @@ class CoreSupply(Protocol):
         """All cores have ended; nothing of what was prepared is left behind."""
 
 
+_operation = partial(option, group="operation")
+_seconds = partial(_operation, low=1.0, high=1e7, unit="SECONDS")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
     """When a core counts as dead, and when to give up. Seconds."""
 
-    heartbeat_timeout: float = 15.0  # without any sign of the process
-    step_timeout: float = 300.0  # inside one step: longer than the longest prefill chunk on a slow machine
-    max_restarts: int = 30  # within `restart_window`: one more ends the server
-    restart_window: float = 60.0
+    heartbeat_timeout: float = _seconds(15.0, "of silence: the core is restarted")
+    # longer than the longest prefill chunk on a slow machine
+    step_timeout: float = _seconds(300.0, "inside one step: the core is restarted")
+    max_restarts: int = _operation(30, "deaths of the engine core in a minute before giving up", 0, 10**6)
+    restart_window: float = option(60.0, "", 1.0, 1e7)  # of `max_restarts`
     restart_backoff: float = 0.05  # before the second restart in a row without progress; doubles up to 5 s
-    max_failed_starts: int = 3  # in a row, each before the model was loaded
-    standby: bool = True  # keep a process with everything imported; costs its memory (about 200 MB, much of it shared)
+    max_failed_starts: int = option(3, "", 0, 10**6)  # in a row, each before the model was loaded
+    standby: bool = _operation(  # it costs its memory: about 200 MB, much of it shared
+        True, "keep a second process with everything imported, so that a restart takes as long as loading the weights"
+    )
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_timeout", "step_timeout", "restart_window"):
-            if not 1.0 <= getattr(self, name) <= 1e7:
-                raise ParameterError(name, getattr(self, name), "seconds in [1, 1e7]")
-        for name in ("max_restarts", "max_failed_starts"):
-            if not 0 <= getattr(self, name) <= 10**6:
-                raise ParameterError(name, getattr(self, name), "an integer in [0, 1000000]")
+        check(self)
 
     def fault(self, core: Core) -> str | None:
         """What is wrong with a process that still lives."""

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.options import add_log_level
+from headrace.cli.options import LogOptions, add_options
 from headrace.cli.parser import text
 from headrace.distributed.balancers import ROUTERS
 from headrace.errors import ParameterError
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--price-per-hour", type=float, metavar="X", help="of one card: costs per million tokens")
     out.add_argument("--jobs", type=int, metavar="N", help="processes (default: the machine's cores)")
     out.add_argument("--debug-checks", action="store_true", help="check the block accounting after every turn")
-    add_log_level(parser)
+    add_options(parser, LogOptions)
 
 
 def _add_step(group) -> None:

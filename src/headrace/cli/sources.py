@@ -1,0 +1,138 @@
+"""Where an option's value comes from: command line, else HEADRACE_* variable, else the file of --config, else its default.
+
+Values of all sources are read alike. Each value that was given has a source in `args.sources`, by which an error names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from headrace.config import option_variables
+from headrace.errors import HeadraceError, ParameterError
+from headrace.files import read_text
+from headrace.options import Option, nearest
+
+UNSET: Any = object()
+BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+NUMBERS: dict[Any, type | tuple[type, ...]] = {int: int, float: (int, float)}
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    help = "a YAML file of options, `max-model-len: 4096`; flags and HEADRACE_* variables come before it"
+    action: Any = parser.add_argument("--config", dest="config_file", metavar="FILE", help=help)
+    action.described = Option(name="config_file", kind=str, default=None, help=help, flag="config")
+
+
+def unsettled(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """For argparse to fill in: what the command line does not name stays UNSET (lists: None)."""
+    actions = [a for a in parser._actions if a.default is not argparse.SUPPRESS]
+    return argparse.Namespace(**{a.dest: None if isinstance(a, argparse._AppendAction) else UNSET for a in actions})
+
+
+def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in what the command line has left open. Raises ParameterError that names the source of a bad value."""
+    actions = {key_of(a): a for a in parser._actions if a.option_strings and a.default is not argparse.SUPPRESS}
+    args.sources = {
+        a.dest: f"--{key}" for key, a in actions.items() if (value := getattr(args, a.dest)) is not UNSET and value is not None
+    }
+
+    def take(action: argparse.Action, source: str, value: Any) -> None:
+        if action.dest not in args.sources:
+            args.sources[action.dest] = source
+            setattr(args, action.dest, _taken(parser, action, value, source))
+
+    variables = option_variables()
+    for action in actions.values():
+        if (name := variable_of(action)) in variables:
+            take(action, name, variables[name].split(",") if _is_many(action) else variables[name])
+    if "config_file" in args.sources:
+        for key, value in _read(args.sources["config_file"], args.config_file).items():
+            source = f"{args.config_file}: {key}"
+            dashed = key.replace("_", "-")
+            if dashed not in actions or dashed == "config":
+                raise HeadraceError(f"{source}: no such option of {parser.prog}{nearest(dashed, actions)}")
+            if value is not None:
+                take(actions[dashed], source, value)
+    for a in parser._actions:
+        if a.default is not argparse.SUPPRESS and getattr(args, a.dest) in (UNSET, None):
+            setattr(args, a.dest, a.default)
+
+
+def key_of(action: argparse.Action) -> str:
+    """An option's name in a file."""
+    return next(o for o in action.option_strings if o.startswith("--")).removeprefix("--")
+
+
+def variable_of(action: argparse.Action) -> str:
+    """An option's variable, if it has one: those do that are described by a class of options."""
+    described = getattr(action, "described", None)
+    return "" if described is None else "HEADRACE_" + described.key.upper().replace("-", "_")
+
+
+def refuse_unknown_variables(parser: argparse.ArgumentParser, server: Callable[[], argparse.ArgumentParser]) -> None:
+    """Raises HeadraceError for a HEADRACE_* variable that no command knows. A server has every option that has one."""
+    if strange := option_variables().keys() - set(map(variable_of, parser._actions)):
+        known = set(map(variable_of, server()._actions))
+        for name in sorted(strange - known):
+            raise HeadraceError(f"{name}: no option has such a variable{nearest(name, known)}")
+
+
+def _read(option: str, path: str) -> dict[str, Any]:
+    """The options of a YAML file. Keys are taken as they are written: `no` and `off` are no truth values here."""
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(read_text(option, path))
+        node = loader.get_single_node()
+        lines = node.value if isinstance(node, yaml.MappingNode) else [(node, node)] if node is not None else []
+        pairs = [(key.value, loader.construct_object(value, deep=True)) for key, value in lines]
+    except yaml.YAMLError as e:
+        raise ParameterError(option, path, f"a YAML file ({' '.join(str(e).split())})") from None
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if not isinstance(key, str) or not isinstance(node, yaml.MappingNode):
+            raise ParameterError(option, path, "a YAML file with an option and its value in each line")
+        if key.replace("_", "-") in (known.replace("_", "-") for known in found):
+            raise HeadraceError(f"{path}: {key}: it is there twice")
+        found[key] = value
+    return found
+
+
+def _is_many(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._AppendAction) or action.nargs == "+"
+
+
+def _taken(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, source: str) -> Any:
+    if not _is_many(action):
+        return _one(parser, action, value, source)
+    return [_one(parser, action, one, source) for one in (value if isinstance(value, list) else [value])]
+
+
+def _one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, source: str) -> Any:
+    """`value` as if the command line had it. Of YAML's own types only those pass that cannot mean something else."""
+    if action.nargs == 0:
+        truth = value if isinstance(value, bool) else BOOLEANS.get(str(value).lower())
+        if truth is None:
+            raise ParameterError(source, value, "true or false")
+        return truth
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    elif not isinstance(value, str) and not (type(value) is not bool and isinstance(value, NUMBERS.get(action.type, ()))):
+        raise ParameterError(source, value, _allowed(action))
+    try:
+        found = parser._get_value(action, value if isinstance(value, str) else repr(value))
+        parser._check_value(action, found)
+    except argparse.ArgumentError:
+        raise ParameterError(source, value, _allowed(action)) from None
+    return found
+
+
+def _allowed(action: argparse.Action) -> str:
+    if action.choices:
+        return "one of " + ", ".join(action.choices)
+    if action.type in NUMBERS:
+        return "an integer" if action.type is int else "a number"
+    return "a text that is not empty, in quotes if it looks like more"
