@@ -46,9 +46,7 @@ def parser_of(words: tuple[str, ...]) -> argparse.ArgumentParser:
     for word in words:
         below = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = below.choices[word]
-        if parser._fill is not None:
-            fill, parser._fill = parser._fill, None
-            fill(parser)
+        parser.fill()
     return parser
 
 

@@ -42,10 +42,14 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
         self._fill = fill
 
-    def parse_known_args(self, args=None, namespace=None):
+    def fill(self) -> None:
+        """Add the options, once."""
         fill, self._fill = self._fill, None
         if fill is not None:
             fill(self)
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.fill()
         if self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args([self._dashed(word) for word in args or ()], unsettled(self))
