@@ -39,8 +39,7 @@ class EngineConfig:
     )
     quantization: Literal["none", "fp8", "int8", "int4", "bf16"] | None = _engine(
         None,
-        "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none decodes what a file holds in "
-        "fewer bits",
+        "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none: decode a quantized file",
         shown="as the file holds them",
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _engine(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from headrace.cli.parser import text
 from headrace.config import EngineConfig
+from headrace.files import read_text
 from headrace.options import Option, option, options_of
 
 
@@ -16,11 +17,14 @@ class LogOptions:
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "least grave messages that are logged")
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type, *groups: str) -> None:
-    """A flag for every field of `cls` that has help; `groups`: only for these. The value's name is the field's."""
+def add_options(parser: argparse.ArgumentParser, cls: type, *only: str) -> None:
+    """A flag for every field of `cls` that has help; `only`: for these, or for those of these groups.
+
+    The value's name is the field's.
+    """
     for described in options_of(cls):
         title, _, description = described.group.partition(": ")
-        if described.help and (not groups or title in groups):
+        if described.help and (not only or title in only or described.name in only):
             _add(_group(parser, title, description), described)
 
 
@@ -52,6 +56,16 @@ def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, wherever, by the names of the fields of `cls`."""
     values = {o.name: getattr(args, o.name) for o in options_of(cls) if o.name in args.sources}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, by ServerConfig's names and as it takes them."""
+    from headrace.api.config import ServerConfig
+
+    options = given(ServerConfig, args)
+    if "chat_template" in options:
+        options["chat_template"] = read_text(args.sources["chat_template"], args.chat_template)
+    return options | {name: None for name in ("tool_parser", "reasoning_parser") if options.get(name) == "none"}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
+from headrace.api.config import ServerConfig
 from headrace.cli.batch_file import (
     BadLine,
     BatchLine,
@@ -27,17 +28,19 @@ from headrace.cli.batch_file import (
     raw,
     read_lines,
 )
-from headrace.cli.options import add_engine_arguments, engine_options
+from headrace.cli.options import add_engine_arguments, add_options, engine_options, server_options
 from headrace.cli.parser import text
+from headrace.cli.sources import add_config_file
 from headrace.cli.streams import StreamError
+from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import require
-from headrace.files import read_text
-
-if TYPE_CHECKING:
-    from headrace.api.config import ServerConfig
 
 AHEAD = 64  # lines that are read before they are run
+ANSWERS = (  # options of a server that decide what an answer is
+    "served_model_names", "any_model_name", "unknown_fields", "chat_template", "tool_parser", "reasoning_parser",
+    "embedding_pooling", "score_method",
+)  # fmt: skip
 Post = Callable[[str, bytes], Awaitable[Response]]
 
 
@@ -52,25 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="requests at a time (default: twice --max-num-seqs of each core)"
     )
-    parser.add_argument("--data-parallel-size", type=int, metavar="N", help="cores, each with its own cache (default: 1)")
-    answers = parser.add_argument_group("answers", "as those of `headrace serve`")
-    answers.add_argument(
-        "--served-model-name", type=text, action="append", metavar="NAME",
-        help="name that requests use (repeatable; default: the model's)",
-    )  # fmt: skip
-    answers.add_argument("--any-model-name", action="store_true", help="a request may name any model (default: off)")
-    answers.add_argument(
-        "--unknown-fields", default="ignore", choices=("ignore", "refuse"),
-        help="of bodies, that cannot change an answer; ignore: the answer's line names them",
-    )  # fmt: skip
-    answers.add_argument("--chat-template", type=text, metavar="FILE", help="a jinja2 file (default: the checkpoint's)")
-    for name in ("tool-parser", "reasoning-parser"):
-        answers.add_argument(f"--{name}", type=text, metavar="NAME", default="auto", help="of one format, auto or none")
-    answers.add_argument("--embedding-pooling", default="mean", choices=("mean", "last"), help="how an embedding is made")
-    answers.add_argument(
-        "--score-method", default="auto", choices=("auto", "yes-no", "embedding"),
-        help="of rerank and score; yes-no: as Qwen3-Reranker",
-    )  # fmt: skip
+    add_config_file(parser)
+    add_options(parser, ServerConfig, *ANSWERS)
+    add_options(parser, EngineConfig, "data_parallel_size")
     add_engine_arguments(parser)
 
 
@@ -89,27 +76,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
-    from headrace.api.config import ServerConfig
-
-    return ServerConfig(
-        served_model_names=tuple(args.served_model_name or ()),
-        any_model_name=args.any_model_name,
-        unknown_fields=args.unknown_fields,
-        max_queued_requests=None,
-        chat_template=None if args.chat_template is None else read_text("--chat-template", args.chat_template),
-        tool_parser=None if args.tool_parser == "none" else args.tool_parser,
-        reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
-        embedding_pooling=args.embedding_pooling,
-        score_method=args.score_method,
-        responses_store_bytes=0,
-    )
+    return ServerConfig(**server_options(args), max_queued_requests=None, responses_store_bytes=0)
 
 
 async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, source: BinaryIO) -> None:
     """The application and its engine, without a network between them and the file."""
     from headrace.api.app import create_app
     from headrace.api.in_process import post
-    from headrace.config import EngineConfig
     from headrace.engine.client import EngineClient
     from headrace.engine.supervision import SupervisionConfig
 

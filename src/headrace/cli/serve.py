@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 from headrace.api.tls import tls_context
 from headrace.cli.fleet import ray_fleet
 from headrace.cli.keys import server_keys
-from headrace.cli.options import engine_options, given
+from headrace.cli.options import engine_options, given, server_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
-from headrace.files import read_text
 from headrace.logs import configure
 
 if TYPE_CHECKING:
@@ -78,10 +77,7 @@ def generation_defaults(text: str) -> dict[str, Any]:
 def server_config(args: argparse.Namespace) -> ServerConfig:
     from headrace.api.config import ServerConfig
 
-    options = given(ServerConfig, args)
-    if args.chat_template is not None:
-        options["chat_template"] = read_text(args.sources["chat_template"], args.chat_template)
-    options |= {name: None for name in ("tool_parser", "reasoning_parser") if options.get(name) == "none"}
+    options = server_options(args)
     if args.api_processes > 1 and options.setdefault("responses_store_bytes", 0):  # the next request may reach another one
         allowed = "0 with several --api-processes, which share no memory"
         raise ParameterError("responses_store_bytes", args.responses_store_bytes, allowed)
