@@ -18,10 +18,11 @@ HEAD = """\
 Written by `docs/options_table.py` from what `headrace COMMAND --help` is made of. The important ones are explained in
 [operating.md](operating.md).
 
-A value comes from the flag; else from the variable; else from the YAML file of `--config` (`serve`, `generate`, `chat`,
-`run-batch`), whose keys are the flags without their dashes (`max-model-len: 4096`; `_` is as good as `-`, in flags too); else it is the default.
-Switches are `true` or `false`; what is repeatable is a list in the file and divided by commas in a variable. Whatever is wrong
-is told by the place it came from. A key or a `HEADRACE_*` variable that no option has is an error.
+A value comes from the flag; else from the variable; else from the YAML file of `--config` (all commands that run an engine,
+without `bench`), whose keys are the flags without their dashes (`max-model-len: 4096`; `_` is as good as `-`, in flags
+too); else it is the default. Switches are `true` or `false`; what is repeatable is a list in the file and divided by commas
+in a variable. Whatever is wrong is told by the place it came from. A key or a `HEADRACE_*` variable that no option has is
+an error.
 """
 
 
