@@ -6,6 +6,7 @@
 # make bench-gpu    the benchmarks of the README on a card
 # make read         the files in the order in which to read them, with their lines
 # make conformance  all judges of the HTTP surface, real tokenizers, a real model (fetched when it runs), a fleet in Ray; `make test` runs the quick ones
+# make browser      a Chromium for the tests of the page, where there is none (Debian and Ubuntu, as root)
 # make vendor       the page's libraries and fonts, packed again from npm
 # make mutation     changes one place of the source at a time: do the tests notice? (an hour on two cores)
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
-.PHONY: run generate native read test lint test-gpu bench-gpu conformance vendor mutation clean
+.PHONY: run generate native read test lint test-gpu bench-gpu conformance browser vendor mutation clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -92,6 +93,9 @@ bench-gpu: $(VENV)/.run
 
 conformance: $(VENV)/.test
 	VENV=$(abspath $(VENV)) bash tests/conformance/run.sh
+
+browser:
+	.ci/browser
 
 vendor:
 	$(PYTHON) .ci/vendor.py

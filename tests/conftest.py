@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,15 @@ def memory_goes_back() -> Iterator[None]:
 def anyio_backend() -> str:
     """What runs the tests that are coroutines."""
     return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def browser(anyio_backend: str) -> AsyncIterator[Any]:
+    """Playwright's, of the tests of one file: its loop is theirs, and ends with them."""
+    from browser import started
+
+    async with started() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

@@ -97,16 +97,17 @@ function Composer({ talk, model, box }) {
   const { writing, settings } = talk;
   const send = (event) => {
     event?.preventDefault();
-    if (writing) return talk.stop();
-    if (!text.trim() || !model) return;
+    if (talk.writing) return talk.stop();
+    const said = box.current.value; // what stands there, drawn or not
+    if (!said.trim() || !model) return;
     setText("");
-    talk.send(text);
+    talk.send(said);
   };
   const keys = (event) => {
     if (event.key === "Escape") talk.stop();
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      if (!writing) send();
+      if (!talk.writing) send();
     }
   };
   useEffect(() => {

@@ -3,9 +3,11 @@
 
 import DOMPurify from "./vendor/purify.js";
 import { Component, html } from "./vendor/htm-preact.js";
-import { Marked } from "./vendor/marked.js";
+import { Lexer, Marked } from "./vendor/marked.js";
 
-const LONGEST = 200_000, LONGEST_BLOCK = 20_000; // characters; beyond, text is shown as text: parsers have bad cases
+// Parsers have bad cases, and a model may write one: what is longer than these is shown as it is written.
+const LONGEST = 200_000, LONGEST_CODE = 50_000, LONGEST_PARAGRAPH = 4_000; // characters
+const PATIENCE = 150; // ms for all paragraphs of a text
 const FORMATTING = /^<\/?(?:b|strong|i|em|u|s|del|ins|br|hr|sub|sup|kbd|mark|small|details|summary)\s*\/?>$/i;
 const TAGS = [
   "a", "b", "blockquote", "br", "button", "code", "del", "details", "div", "em", "h3", "h4", "h5", "h6", "hr", "i", "input", "ins", "kbd",
@@ -31,7 +33,7 @@ export function escaped(text) {
 const marked = new Marked({
   gfm: true, breaks: true,
   renderer: {
-    html: ({ text }) => (FORMATTING.test(text.trim()) ? text : escaped(text)),
+    html: ({ text, long }) => (long ? `<span class="long">${escaped(text)}</span>` : FORMATTING.test(text.trim()) ? text : escaped(text)),
     image({ href, title, text }) {
       return `<a href="${escaped(href)}" title="${escaped(title ?? "an image; it is not loaded")}">${escaped(text || "image")}</a>`;
     },
@@ -42,6 +44,20 @@ const marked = new Marked({
     code: ({ text, lang }) => codeBlock(text, (lang ?? "").split(/\s/)[0]),
   },
 });
+
+/** marked's own, with a bound on what a text's paragraphs may cost. */
+class BoundedLexer extends Lexer {
+  lex(text) {
+    const end = performance.now() + PATIENCE;
+    this.blockTokens(text.replace(/\r\n|\r/g, "\n"), this.tokens);
+    for (const { src, tokens } of this.inlineQueue) {
+      if (src.length > LONGEST_PARAGRAPH || performance.now() > end) tokens.push({ type: "html", raw: src, text: src, long: true });
+      else this.inlineTokens(src, tokens);
+    }
+    this.inlineQueue = [];
+    return this.tokens;
+  }
+}
 
 function codeBlock(text, language) {
   const bar = `<div class="code-bar"><span>${escaped(language || "text")}</span><button type="button" class="plain copy">Copy</button></div>`;
@@ -61,7 +77,7 @@ const KEYWORDS = new Set(WORDS);
 
 /** Comments, strings, numbers and common words of most languages: enough to read by, and nothing to load. */
 function highlighted(text, language) {
-  if (PLAIN.has(language) || text.length > LONGEST_BLOCK) return escaped(text);
+  if (PLAIN.has(language) || text.length > LONGEST_CODE) return escaped(text);
   const comment = HASH.has(language) ? "#[^\\n]*" : DASH.has(language) ? "--[^\\n]*" : "//[^\\n]*|/\\*[^]*?(?:\\*/|$)";
   const parts = new RegExp(
     `(${comment})|("""[^]*?(?:"""|$)|"(?:\\\\.|[^"\\\\\\n])*"?|'(?:\\\\.|[^'\\\\\\n])*'|\`(?:\\\\.|[^\`\\\\])*\`?)|(\\b\\d[\\w.]*)|([A-Za-z_]\\w*)`, "g",
@@ -80,8 +96,8 @@ function highlighted(text, language) {
 function blocksOf(text) {
   if (text.length > LONGEST) return [{ raw: text, token: null }];
   try {
-    const tokens = marked.lexer(text).filter((token) => token.type !== "space" && token.type !== "def");
-    return tokens.map((token) => ({ raw: token.raw, token: token.raw.length > LONGEST_BLOCK && token.type !== "code" ? null : token }));
+    const tokens = new BoundedLexer(marked.defaults).lex(text);
+    return tokens.filter(({ type }) => type !== "space" && type !== "def").map((token) => ({ raw: token.raw, token }));
   } catch {
     return [{ raw: text, token: null }]; // nested too deeply
   }

@@ -1,0 +1,95 @@
+"""The page's files without a browser: who gets them, with which headers, and that they are what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.api.page_files import FOLDER
+from server_driver import Api
+
+HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
+
+
+def test_browsers_get_the_page_and_programs_what_they_got():
+    api = Api()
+    page = api.request("GET", "/", headers=HTML)
+    assert page.status_code == 200 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.headers["vary"] == "accept"
+    for headers in ({}, {"accept": "application/json"}, {"accept": "*/*"}):
+        answer = api.request("GET", "/", headers=headers)
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_path"
+    assert api.request("POST", "/", headers=HTML).status_code == 405
+
+
+@pytest.mark.parametrize("name", ["", *FILES])
+def test_every_file_is_served_with_its_type_and_runs_nothing_from_elsewhere(name):
+    path = f"/page/{name}" if name else "/"
+    answer = Api().request("GET", path, headers=HTML)
+    assert answer.status_code == 200, path
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';") and "unsafe" not in policy and "script-src" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["content-type"] != "application/octet-stream", "a type for this ending"
+    assert Api().request("GET", path, headers={**HTML, "if-none-match": answer.headers["etag"]}).status_code == 304 or not name
+
+
+def test_what_is_not_there():
+    api = Api()
+    for path in ("/page/nothing.js", "/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page", "/page//etc/passwd", "/page/vendor"):
+        assert api.request("GET", path).status_code == 404, path
+    assert api.request("POST", "/page/app.js").status_code == 405
+
+
+def test_without_the_page():
+    api = Api(page=False, api_keys=("k",))
+    for path in ("/", "/page/app.js"):
+        assert api.request("GET", path, headers=HTML).status_code == 401
+        assert api.request("GET", path, headers={**HTML, "authorization": "Bearer k"}).status_code == 404
+
+
+def test_the_page_needs_no_key_and_what_it_asks_for_does():
+    api = Api(api_keys=("k",))
+    assert api.request("GET", "/", headers=HTML).status_code == 200
+    assert api.request("GET", "/page/app.js").status_code == 200
+    for path in ("/v1/models", "/page/../v1/models", "/pages", "//v1/models", "/metrics"):
+        assert api.request("GET", path, headers=HTML).status_code in (401, 404), path
+    assert api.request("GET", "/v1/models").status_code == 401
+
+
+def test_what_is_vendored_is_what_was_packed():
+    vendor = FOLDER / "vendor"
+    listed = json.loads((vendor / "vendor.json").read_text())
+    for entry in listed:
+        assert hashlib.sha256((vendor / entry["file"]).read_bytes()).hexdigest() == entry["sha256"], entry["file"]
+        assert (vendor / entry["license_file"]).stat().st_size > 500
+    known = {entry["file"] for entry in listed} | {entry["license_file"] for entry in listed} | {"vendor.json"}
+    assert {path.name for path in vendor.iterdir()} == known
+    code = sum((vendor / entry["file"]).stat().st_size for entry in listed if entry["file"].endswith((".js", ".css")))
+    assert code < 180_000
+
+
+def test_every_import_is_a_file_and_nothing_is_asked_from_elsewhere():
+    for name in FILES:
+        path = FOLDER / name
+        if path.suffix not in (".js", ".css", ".html", ".svg") or path.parent.name == "vendor":
+            continue
+        text = path.read_text()
+        for target in re.findall(r"""(?:from|import)\s+["'](\.[^"']+)["']""", text):
+            assert (path.parent / target).is_file(), f"{name} imports {target}"
+        for target in re.findall(r"""(?:src|href)="(page/[^"]+)\"""", text):
+            assert (FOLDER.parent / target).is_file(), f"{name} names {target}"
+        outside = set(re.findall(r"https?://[^\s\"'`)]+", text)) - {"http://www.w3.org/2000/svg"}
+        assert not outside, f"{name}: {outside}"
+        assert len(text.splitlines()) < 350, name
+
+
+def test_the_files_are_in_the_wheel():
+    """scikit-build-core takes all files of its packages but those that git or pyproject leaves out."""
+    ignored = (Path(__file__).parents[1] / ".gitignore").read_text().split()
+    assert not [name for name in FILES if any(part.strip("/") in name.split("/") for part in ignored)]
