@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -40,8 +42,9 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", **metadata: Any) -> Path:
-    """A GGUF model file with the package's own writer; `metadata` are further keys under the architecture's prefix, or under `general`."""
+def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", kinds: Mapping[str, Any] = MappingProxyType({}), **metadata: Any) -> Path:
+    """A GGUF model file with the package's own writer; `metadata` are further keys under the architecture's prefix, or under `general`. `kinds`: of
+    tensors that are bytes."""
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -61,7 +64,7 @@ def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", 
     writer.add_token_list(["a", "b", "c"])
     writer.add_eos_token_id(2)
     for name, data in tensors.items():
-        writer.add_tensor(name, data)
+        writer.add_tensor(name, data, raw_dtype=kinds.get(name))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

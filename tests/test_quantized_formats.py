@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
+from headrace.errors import CheckpointError, ParameterError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
@@ -17,7 +24,9 @@ from headrace.model.loader import load_model
 from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
-from quantized_checkpoints import FORMATS, Tiny, write_quantized
+from model_harness import Sequences
+from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, packed, write_quantized
+from test_model_families import assert_close, reference, tokens
 
 CPU = torch.device("cpu")
 # Rows of multiples of 128, and not; heads that a block of 128 rows ends in the middle of
@@ -71,3 +80,215 @@ def test_weights_are_the_formula_and_parts_of_them_their_parts(name: str, sizes:
         parts = {part.target: part for part in parts_of(list(specs.values()), config, Shard(rank, 2))}
         cut = {target: taken(matrix, specs[target], parts[target]) for target, matrix in expected_of(tiny).items()}
         check_equal(floats_of(load(tiny.path, narrow=True, shard=Shard(rank, 2))), cut)
+
+
+def theirs_of(tiny: Tiny, tmp_path: Path) -> Any:
+    """The model of Transformers with the matrices as floats."""
+    config = transformers.AutoConfig.for_model(**tiny.config)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model.load_state_dict(tiny.matrices)
+    return model
+
+
+@pytest.mark.parametrize(("name", "family"), [("fp8-block", "qwen3"), ("ct-pack4-asym", "qwen2"), ("awq", "llama"), ("gptq", "phi3"), ("ct-nvfp4", "gemma2")])
+def test_logits_are_those_of_the_floats(name: str, family: str, tmp_path: Path):
+    """Kept narrow, and decoded when it is read."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], family, packer_of=packer_of_fused(name, family), **sizes)
+    config, ids = model_config_from_hf(tiny.config), tokens(40)
+    wanted = reference(theirs_of(tiny, tmp_path), ids)
+    for narrow in (False, True):
+        (logits,) = Sequences(config, load(tiny.path, narrow), max_len=64).step([(0, ids)])
+        assert_close(logits, wanted)
+
+
+def packer_of_fused(name: str, family: str):
+    """Phi's own matrices are stacked in the file."""
+    stacked = ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")
+    return (lambda module: FORMATS[name].pack) if family != "phi3" else lambda module: FORMATS[name].pack if module.endswith(stacked) else None
+
+
+# ------------------------------------------------------------------------------------------------------- groups and ignore lists
+
+
+def groups(*of: tuple[list[str], dict[str, Any]], ignore: list[str]) -> dict[str, Any]:
+    made = {f"group_{i}": {"targets": targets, **config["config_groups"]["group_0"], "format": config["format"]} for i, (targets, config) in enumerate(of)}
+    for (targets, _), group in zip(of, made.values(), strict=True):
+        group["targets"] = targets
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": made, "ignore": ignore}
+
+
+PACK4 = compressed("pack-quantized", 4, strategy="group", group_size=32)
+INT8 = compressed("int-quantized", 8, strategy="channel")
+FP8 = compressed("float-quantized", 8, "float", strategy="tensor")
+
+
+@pytest.mark.parametrize(("config", "packers", "kinds"), [
+    (  # k and v are stacked with q
+        groups((["Linear"], PACK4), (["re:.*k_proj$"], INT8), (["model.layers.0.mlp.down_proj"], FP8), ignore=["lm_head", r"re:.*\.o_proj"]),
+        {"k_proj": int8(), "down_proj": fp8((0, 0)), "o_proj": None}, {"qkv": "int8", "o": "float", "gate_up": "int4", "down": "fp8"},
+    ),
+    (
+        groups((["re:.*self_attn.*"], FP8), (["Linear"], PACK4), ignore=["model.layers.0.self_attn.v_proj", "lm_head"]),
+        {"q_proj": fp8((0, 0)), "k_proj": fp8((0, 0)), "o_proj": fp8((0, 0)), "v_proj": None},
+        {"qkv": "float", "o": "fp8", "gate_up": "int4", "down": "int4"},
+    ),
+    (
+        groups((["re:.*q_proj"], FP8), (["re:.*(k|v)_proj"], INT8), (["re:.*mlp.gate_proj"], compressed("pack-quantized", 4, strategy="channel")),
+               (["Linear"], PACK4), ignore=[]),
+        {"q_proj": fp8((0, 0)), "k_proj": int8(), "v_proj": int8(), "gate_proj": packed()},
+        {"qkv": "float", "o": "int4", "gate_up": "int4", "down": "int4"},
+    ),
+])  # fmt: skip
+def test_matrices_of_different_formats_are_stacked_exactly(config, packers, kinds, tmp_path: Path):
+    def packer_of(module: str):
+        return packers.get(module.rpartition(".")[2], FORMATS["ct-pack4"].pack)
+
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-pack4"], packer_of=packer_of, **EVEN)
+    tiny.configure(config)
+    narrow = load(tiny.path, narrow=True)
+    check_equal(floats_of(narrow), expected_of(tiny))
+    assert {name.rpartition(".")[2]: w.kind for name, w in weights_of(narrow).items()} == {**kinds, "lm_head": "float"}
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+
+
+def test_a_head_and_an_embedding_may_be_quantized_and_gptq_modules_of_other_bits(tmp_path: Path):
+    def packer_of(module: str):
+        return gptq(8, 16) if module.endswith(("down_proj", "lm_head")) else gptq()
+
+    tiny = write_quantized(tmp_path / "model", FORMATS["gptq"], packer_of=packer_of, **EVEN)
+    head, matrix = gptq(8, 16)(np.random.default_rng(9), *tiny.matrices["lm_head.weight"].shape)
+    tiny.matrices["lm_head.weight"] = matrix
+    tiny.change(lambda t: (t.pop("lm_head.weight"), t.update({f"lm_head.{suffix}": part for suffix, part in head.items()})))
+    tiny.configure({**FORMATS["gptq"].config, "lm_head": True, "dynamic": {"+:.*down.*": {"bits": 8, "group_size": 16}}})
+    for size in (1, 4):
+        ranks = [load(tiny.path, narrow=True, shard=Shard(rank, size)) for rank in range(size)]
+        assert {weights.lm_head.kind for weights in ranks} == {"int8"}
+        assert torch.equal(torch.cat([dequantized(w.lm_head, torch.float32) for w in ranks])[:512], matrix)
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+    assert not isinstance(load(tiny.path, narrow=True).embedding, Weight)
+
+
+def test_old_gptq_files_have_biases_of_nothing(tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["gptq"], **EVEN)
+    name = "model.layers.0.mlp.down_proj.bias"
+    tiny.change(lambda t: t.update({name: torch.zeros(128, dtype=torch.float16)}))
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+    tiny.change(lambda t: t[name].fill_(0.5))
+    with pytest.raises(CheckpointError, match=re.escape(f"{name!r} is unexpected")):
+        load(tiny.path)
+
+
+# ---------------------------------------------------------------------------------------------------------------- what is refused
+
+
+GPTQ, AWQ = FORMATS["gptq"].config, FORMATS["awq"].config
+
+
+@pytest.mark.parametrize(("quantization", "message"), [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes .* not supported: use the unquantized checkpoint with --quantization"),
+    ({"quant_method": "mxfp4"}, "mxfp4 is of experts only"),
+    ({"quant_method": "aqlm"}, "method 'aqlm', which is not supported: use the unquantized"),
+    ({"bits": 4}, "method None"), ({"quant_method": ["gptq"]}, "method"), ([4], "wanted an object"),
+    ({**GPTQ, "bits": 3}, "gptq quantization: bits is 3, wanted 4 or 8: use"), ({**GPTQ, "bits": 2}, "bits is 2"),
+    ({**GPTQ, "bits": True}, "bits is True"), ({**GPTQ, "bits": None}, "bits is None"), ({**GPTQ, "group_size": 0}, "group_size is 0"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"), ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
+    ({**AWQ, "version": "gemv"}, "version is 'gemv', wanted gemm"), ({**AWQ, "bits": 8}, "bits is 8, wanted 4"),
+    ({**AWQ, "zero_point": False}, "zero_point is False"), ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
+    ({**FORMATS["fp8-block"].config, "weight_block_size": [128]}, "weight_block_size is .128., wanted .rows, columns."),
+    ({**FORMATS["fp8-block"].config, "fmt": "e5m2"}, "fmt is 'e5m2'"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', wanted fp8 or nvfp4"),
+    (compressed("pack-quantized", 4, strategy="group", group_size=128, actorder="group"), "actorder is 'group'"),
+    (compressed("pack-quantized", 3, strategy="channel"), "num_bits is 3"), (compressed("marlin-24", 4), "format is 'marlin-24'"),
+    (compressed("pack-quantized", 4, "float"), "type is 'float', wanted int"), (compressed("dense", 8), "format is 'dense'"),
+    (compressed("int-quantized", 8, strategy="group"), "group_size is None"), (compressed("int-quantized", 8, strategy="block"), "block_structure"),
+    ({**PACK4, "config_groups": {}}, "config_groups"), ({**PACK4, "ignore": ["re:("]}, "ignore has 're:.', no pattern"),
+    ({**PACK4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    ({**PACK4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+])  # fmt: skip
+def test_what_is_not_supported_says_why_and_what_instead(quantization, message: str):
+    config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9, "intermediate_size": 64}
+    model_config_from_hf(config)
+    with pytest.raises(CheckpointError, match=message):
+        model_config_from_hf({**config, "quantization_config": quantization})
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def _set(name: str, value: Any):
+    return lambda tensors: tensors.__setitem__(f"{DOWN}.{name}", value(tensors[f"{DOWN}.{name}"]))
+
+
+def _fill(name: str, value: float):
+    return lambda tensors: tensors[f"{DOWN}.{name}"].view(-1)[-1:].fill_(value)
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), [
+    ("fp8-block", lambda t: t.pop(f"{DOWN}.weight_scale_inv"), f"'{DOWN}.weight_scale' is missing beside '{DOWN}.weight'"),
+    ("fp8-block", lambda t: t.pop(f"{DOWN}.weight"), f"'{DOWN}.weight' is missing beside '{DOWN}.weight_scale_inv'"),
+    ("fp8-block", _set("weight_scale_inv", lambda s: s[:, :1].clone()), f"'{DOWN}.weight_scale_inv' is F32 of shape \\(1, 1\\), .* \\(1, 2\\)"),
+    ("fp8-block", _fill("weight_scale_inv", float("nan")), f"'{DOWN}.weight_scale_inv' holds scales that are not finite"),
+    ("fp8-tensor", lambda t: t.update({f"{DOWN}.weight_scale": torch.tensor(float("inf"))}), f"'{DOWN}.weight_scale' holds scales that are not"),
+    ("fp8-tensor", _set("weight_scale", lambda s: s.repeat(3)), f"'{DOWN}.weight_scale' is F32 of shape \\(3,\\)"),
+    ("fbgemm", _set("weight", lambda w: w.float()), f"'{DOWN}.weight' is F32 of shape .* ask for F8_E4M3"),
+    ("ct-int8", _set("weight", lambda w: w[:, :-1].clone()), f"'{DOWN}.weight' is I8 of shape \\(128, 255\\)"),
+    ("ct-pack4-asym", lambda t: t.pop(f"{DOWN}.weight_zero_point"), f"'{DOWN}.weight_zero_point' is missing"),
+    ("ct-pack4", _set("weight_packed", lambda w: w[:, ::2].clone()), f"'{DOWN}.weight_packed' is I32 of shape \\(128, 16\\), .*\\(128, 32\\)"),
+    ("ct-pack4", lambda t: t.update({f"{DOWN}.weight_g_idx": torch.arange(256, dtype=torch.int32) % 8}), f"'{DOWN}.weight_g_idx' shuffles the columns"),
+    ("ct-nvfp4", _fill("weight_global_scale", 0.0), f"'{DOWN}.weight_global_scale' holds scales"),
+    ("ct-nvfp4", lambda t: t.pop(f"{DOWN}.weight_global_scale"), f"'{DOWN}.weight_global_scale' is missing"),
+    ("ct-mxfp4", _set("weight_scale", lambda s: torch.full_like(s, 255)), f"'{DOWN}.weight_scale' holds scales"),
+    ("awq", _set("qzeros", lambda z: z.t().contiguous()), f"'{DOWN}.qzeros' is I32 of shape"), ("awq", _fill("scales", float("nan")), f"'{DOWN}.scales'"),
+    ("awq", _set("qweight", lambda w: w.float()), f"'{DOWN}.qweight' is F32"), ("awq", lambda t: t.pop(f"{DOWN}.scales"), f"'{DOWN}.scales' is missing"),
+    ("gptq", _set("g_idx", lambda g: g.flip(0)), f"'{DOWN}.g_idx' shuffles the columns among the groups .*: use a version made without"),
+    ("gptq", _set("qweight", lambda w: w[1:].clone()), f"'{DOWN}.qweight' is I32 of shape"),
+    ("gptq-dynamic", _set("qweight", lambda w: w[::4].clone()), f"'{DOWN}.qweight' has 2 bits, and 4 and 8"),
+    ("ct-fp8-dynamic", lambda t: t.update({f"{DOWN}.weight_more": torch.ones(1)}), f"'{DOWN}.weight_more' is unexpected"),
+])  # fmt: skip
+def test_a_broken_tensor_is_named(name: str, edit, message: str, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], **EVEN)
+    tiny.change(edit)
+    for narrow in (False, True):
+        with pytest.raises(CheckpointError, match=message):
+            load(tiny.path, narrow)
+
+
+@pytest.mark.parametrize(("name", "key", "value", "message"), [
+    ("fp8-block", "modules_to_not_convert", ["down_proj"], "'{DOWN}' is among those that are not quantized"),
+    ("ct-pack4", "ignore", ["re:.*down.*"], "'{DOWN}' is among"), ("awq", "modules_to_not_convert", ["mlp"], "is among those"),
+    ("ct-pack4", "config_groups", {"g": PACK4["config_groups"]["group_0"] | {"targets": ["re:.*attn.*"]}}, "is in none of the groups"),
+])  # fmt: skip
+def test_a_file_that_contradicts_its_lists_is_refused(name: str, key: str, value, message: str, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], **EVEN)
+    tiny.configure({**FORMATS[name].config, key: value})
+    with pytest.raises(CheckpointError, match=message.format(DOWN=DOWN)):
+        load(tiny.path)
+
+
+def test_no_list_is_needed_for_what_the_file_holds_as_floats(tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["awq"], packer_of=lambda module: None if "self_attn" in module else FORMATS["awq"].pack, **EVEN)
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+
+
+# ------------------------------------------------------------------------------------------------------------------- engines
+
+
+SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 32, "max_num_seqs": 4}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
+
+
+def test_an_engine_on_a_cpu_runs_it_in_torch_and_says_so(tmp_path: Path, caplog):
+    tiny = write_quantized(tmp_path / "model", FORMATS["awq"], **EVEN)
+    with caplog.at_level(logging.INFO), LLM(str(tiny.path), **SMALL) as llm:
+        (output,) = llm.generate([tokens(9)], GREEDY, use_tqdm=False)
+    assert any("the native CPU step does not run" in r.message and "weights in awq; torch does" in r.message for r in caplog.records)
+    model, ids = theirs_of(tiny, tmp_path), tokens(9)
+    for token in output.outputs[0].token_ids:
+        assert token == int(reference(model, ids)[-1].argmax())
+        ids.append(token)
+    for quantization in ("int4", "fp8"):
+        with pytest.raises(ParameterError, match=r"quantized already \(awq\)"):
+            LLM(str(tiny.path), **SMALL, quantization=quantization)
+    with pytest.raises(ParameterError, match=r"kv_cache_dtype: got 'int8', allowed: auto here: .*does not read weights in awq"):
+        LLM(str(tiny.path), **SMALL, kv_cache_dtype="int8")

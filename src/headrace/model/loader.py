@@ -19,6 +19,7 @@ from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.quantized import quantization_of
+from headrace.model.formats.quantized_matrix import MatrixSource
 from headrace.model.formats.quantized_sources import quantized_sources
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.narrow import compact, fitted, quantized
@@ -71,7 +72,17 @@ def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Sour
     if quantization is None:
         return dict(entries)
     matrices = [(name, (rows, spec.shape[1])) for spec in plan if len(spec.shape) == 2 for name, rows in spec.sources]
-    return quantized_sources(entries, quantization, matrices)
+    found = quantized_sources(entries, quantization, matrices)
+    planned = {name for spec in plan for name, _ in spec.sources}
+    for name in [name for name in found if name.endswith(".bias") and name not in planned]:
+        if isinstance(found.get(name.removesuffix("bias") + "weight"), MatrixSource) and _is_zero(entries[name]):
+            del found[name]  # AutoGPTQ wrote one for every layer
+    return found
+
+
+def _is_zero(entry: TensorEntry) -> bool:
+    spec = WeightSpec("vector", entry.shape, ((entry.name, entry.num_rows),))
+    return not load_tensors([spec], {entry.name: entry}, torch.float32, torch.device("cpu"))["vector"].any()
 
 
 def load_weights(
