@@ -9,6 +9,7 @@ from headrace.errors import HeadraceError
 EXTRAS = {  # module -> the extra of pyproject.toml that brings it
     "zmq": "serve", "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
     "llguidance": "structured", "matplotlib": "plot", "ray": "ray",
+    "opentelemetry": "otel", "opentelemetry.exporter.otlp.proto.http": "otel",
 }  # fmt: skip
 
 

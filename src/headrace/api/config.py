@@ -68,12 +68,18 @@ class ServerConfig:
     )
     page: bool = _server(True, "the page for browsers at /: chat and engine")
     glass_text: bool = _server(False, "the page may show whoever has a key the texts of all requests")
+    otlp_traces_endpoint: str | None = option(
+        None, "an OpenTelemetry collector for spans of requests, by OTLP over HTTP", unit="URL", group="operation"
+    )
     responses_store_bytes: int = _limit(
         STORE_BYTES, "of /v1/responses kept in memory", 0, shown="64 MiB; 0 with --api-processes"
     )
 
     def __post_init__(self) -> None:
         check(self)
+        url = self.otlp_traces_endpoint
+        if url is not None and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
+            raise ParameterError("otlp_traces_endpoint", url, "http(s)://HOST:PORT of a collector, for OTLP over HTTP")
         AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)
         if not all(map(is_api_key, self.api_keys)):
             raise ParameterError("api_keys", "a key of another form", KEY_FORM)

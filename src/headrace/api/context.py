@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request, invalid
@@ -28,6 +28,9 @@ from headrace.metrics.prometheus import HttpMetrics, PrometheusMetrics
 from headrace.sampling.params import SamplingParams
 from headrace.text.inputs import InputProcessor
 
+if TYPE_CHECKING:
+    from headrace.api.tracing import Tracing  # needs an extra
+
 Prompt = str | list[int]
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ class ApiContext:
         self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
         self.responses = ResponseStore(config.responses_store_bytes)
         self.created = int(time.time())
+        self.tracing: Tracing | None = None
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -131,7 +132,7 @@ def _cosine(a: list[float], b: list[float]) -> float:
 async def _judged(ctx: ApiContext, request: Request, body: PairFields, pairs: Pairs, reranker: Reranker) -> Scores:
     prompts = await ctx.in_thread(_prompts, ctx, body, pairs, reranker)
     values = [0.0] * len(prompts)
-    name = new_id("score-")
+    name, began = new_id("score-"), time.monotonic()
 
     async def one(i: int, ids: array, ticket: Ticket) -> None:
         margin = await _margin(ctx, f"{name}-{i}", ids, body, reranker)
@@ -142,6 +143,8 @@ async def _judged(ctx: ApiContext, request: Request, body: PairFields, pairs: Pa
     async with Lifeline(request.receive, seconds_left(request)):
         with await ctx.limits.admit(len(prompts), sum(map(len, prompts))) as ticket:
             await run_all([one(i, ids, ticket) for i, ids in enumerate(prompts)])
+    if ctx.tracing is not None:
+        ctx.tracing.prompts_ended(request.scope["path"], began, sum(map(len, prompts)), ctx.model_names[0])
     return Scores(values, sum(map(len, prompts)))
 
 

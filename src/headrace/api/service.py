@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import time
 from array import array
 from datetime import UTC, datetime
 from functools import cache
@@ -188,7 +189,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
 async def vectors_of(ctx: ApiContext, request: Request, batch: list[array], body: Any) -> list[list[float]]:
     """Of each prompt. `body` may have a priority and a cache_salt."""
     vectors: list[list[float]] = [[]] * len(batch)
-    name = new_id("embd-")
+    name, began = new_id("embd-"), time.monotonic()
 
     async def one(i: int, ids: array, ticket: Ticket) -> None:
         vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body)
@@ -198,6 +199,8 @@ async def vectors_of(ctx: ApiContext, request: Request, batch: list[array], body
     async with Lifeline(request.receive, seconds_left(request)):
         with await ctx.limits.admit(len(batch), sum(map(len, batch))) as ticket:
             await run_all([one(i, ids, ticket) for i, ids in enumerate(batch)])
+    if ctx.tracing is not None:
+        ctx.tracing.prompts_ended(request.scope["path"], began, sum(map(len, batch)), ctx.model_names[0])
     return vectors
 
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("--concurrency", args.concurrency, "an integer in [1, 65536]")
     with _input(args.input) as source, _output(args) as output:
         config = server_config(args)
-        batch = Batch(output, args.concurrency or 0, _count(args.input), args.input)
+        batch = Batch(output, args.concurrency or 0, _count(args.input))
         try:
             asyncio.run(_answer(args, config, batch, source))
         finally:
@@ -111,8 +111,8 @@ async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, 
 class Batch:
     """Answers lines, at most `concurrency` at a time. `total`: lines of the input, if that is known."""
 
-    def __init__(self, output: Output, concurrency: int, total: int | None = None, name: str = "-"):
-        self.output, self.concurrency, self.total, self.name = output, concurrency, total, name
+    def __init__(self, output: Output, concurrency: int, total: int | None = None):
+        self.output, self.concurrency, self.total = output, concurrency, total
         self.num_kept = self.num_done = 0
         self.num_failed = output.num_failed
         self._seen = Ids()

@@ -46,6 +46,8 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     """`builder`: module:function that makes the engine in the core's process."""
     began = time.perf_counter()
     require("serve")
+    if args.otlp_traces_endpoint is not None:
+        require("otel")
     options = ServeOptions(**given(ServeOptions, args))
     configure("server", options.log_level, options.log_format)
     logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
