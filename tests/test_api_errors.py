@@ -25,11 +25,13 @@ BODIES = {
     "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/responses": {"input": "hi"},
     "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v1/score": {"text_1": "hi", "text_2": "ho"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [65]},
     "/generate": {"prompt": "hi"},
 }
-GENERATING = [p for p in BODIES if p not in ("/v1/embeddings", "/tokenize", "/detokenize")]
+GENERATING = [p for p in BODIES if p not in ("/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize", "/detokenize")]
 STREAMING = GENERATING
 
 
@@ -112,7 +114,8 @@ def test_a_model_may_be_named_by_a_path():
 @pytest.mark.parametrize("path", BODIES)
 def test_missing_and_unknown_fields(api, path):
     for field in BODIES[path]:
-        error = error_of(api.request("POST", path, json={"model": MODEL}))
+        others = {name: value for name, value in BODIES[path].items() if name != field}
+        error = error_of(api.request("POST", path, json={"model": MODEL, **others}))
         assert error["param"] == field or path in ("/tokenize",)
     answer = api.post(path, {**BODIES[path], "frobnicate": {"x": [1]}, "client_metadata": None})
     assert answer.status_code == 200 and answer.headers["x-headrace-ignored"] == "frobnicate, client_metadata"
@@ -468,7 +471,7 @@ def test_token_ids_are_checked_once_and_named(api, path):
     assert "got 261" in error["message"] and "token ids in [0, 260]" in error["message"]
 
 
-@pytest.mark.parametrize("path", [*GENERATING, "/v1/embeddings"])
+@pytest.mark.parametrize("path", [*GENERATING, "/v1/embeddings", "/v1/rerank", "/v1/score"])
 @pytest.mark.parametrize("more", [{}, {"use_beam_search": True, "n": 2, "max_tokens": 2, "ignore_eos": True}])
 def test_a_salt_reaches_the_engine_from_every_endpoint(path, more):
     api = Api()

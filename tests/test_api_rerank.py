@@ -278,7 +278,7 @@ def test_documents_are_left_out_where_nobody_wants_them(api):
     ("/v1/rerank", {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("/v1/rerank", {"query": "q", "documents": ["a"], "priority": 3}, "priority"), ("/v1/rerank", {"query": "q", "documents": ["a"], "cache_salt": ""}, "cache_salt"),
     ("/v1/rerank", {"query": "q", "documents": ["a"], "model": "other"}, "model"),
-    ("/v1/score", {"text_1": "a"}, "text_1"), ("/v1/score", {}, "text_1"), ("/v1/score", {"text_1": "a", "text_2": "b", "items": "c"}, "items"),
+    ("/v1/score", {"text_1": "a"}, "text_2"), ("/v1/score", {"items": "a"}, "queries"), ("/v1/score", {}, "text_1"), ("/v1/score", {"text_1": "a", "text_2": "b", "items": "c"}, "items"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"), ("/v1/score", {"text_1": ["a"] * 3, "text_2": ["c"] * 2}, "text_1"),
     ("/v1/score", {"text_1": [], "text_2": ["c"]}, "text_1"), ("/v1/score", {"queries": ["a"], "documents": []}, "documents"),
     ("/v1/score", {"text_1": "a", "text_2": ["a"] * 5}, "text_2"),

@@ -86,16 +86,11 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        ctx.close()
-        if ctx.tracing is not None:
-            await ctx.tracing.close()
+        await ctx.close()
 
     middleware = [Middleware(Gate, ctx=ctx)]
-    if ctx.config.otlp_traces_endpoint is not None:
-        from headrace.api.tracing import Spans, Tracing  # needs an extra
-
-        ctx.tracing = Tracing(ctx.config.otlp_traces_endpoint)
-        middleware.append(Middleware(Spans, tracing=ctx.tracing))
+    if ctx.tracing is not None:
+        middleware.append(Middleware(ctx.tracing.around))
     if ctx.config.cors_origins:
         # outermost: a preflight request carries no key
         middleware.insert(

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import allowed_only, invalid, unsupported
-from headrace.api.generation import Answer, Generation, Sample, run_all, sample_ended
+from headrace.api.generation import Answer, Generation, Sample, run_all
 from headrace.api.protocol import GenerationFields
 from headrace.api.sse import EventStream
 from headrace.beam_search import BeamSearch, BeamSearchParams, run_in_engine
@@ -90,4 +90,4 @@ class BeamGeneration(Generation):
             raise
         finally:
             for sample in group:
-                sample_ended(self.ctx, sample, self.endpoint, reason, self.arrival, None)
+                self.ctx.sample_ended(sample, self.endpoint, reason, self.arrival, None)

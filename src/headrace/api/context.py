@@ -47,10 +47,22 @@ class ApiContext:
         self.responses = ResponseStore(config.responses_store_bytes)
         self.created = int(time.time())
         self.tracing: Tracing | None = None
+        if config.otlp_traces_endpoint is not None:
+            from headrace.api.tracing import Tracing
+
+            self.tracing = Tracing(config.otlp_traces_endpoint)
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            await self.tracing.close()
+
+    def sample_ended(self, sample: Any, endpoint: str, reason: str, arrival: float, first: float | None) -> None:
+        """Whoever counts is told of a generation.Sample. `first`: when its first tokens came."""
+        self.metrics.sample_ended(sample.record(endpoint, reason, arrival, first))
+        if self.tracing is not None:
+            self.tracing.sample_ended(sample, endpoint, reason, arrival, first, self.model_names[0])
 
     @cached_property
     def model_names(self) -> tuple[str, ...]:

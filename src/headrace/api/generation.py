@@ -45,8 +45,8 @@ class Sample:
 
     def __init__(self, answer: Answer, prompt_ids: array, params: SamplingParams, choice: Choice):
         self.request_id, self.prompt_ids, self.params, self.choice = new_id(f"{answer.id}-"), prompt_ids, params, choice
-        self.body = answer.body
-        self.priority, self.cache_salt = answer.body.priority or 0, answer.body.cache_salt or ""
+        self.body = body = answer.body
+        self.priority, self.cache_salt = body.priority or 0, body.cache_salt or ""
         self.text = SampleStream(answer.ctx.engine.tokenizer, params, prompt_ids)
 
     @property
@@ -185,14 +185,7 @@ async def run_sample(
             ticket.started(num_prompt)
         ticket.ended()
         await outputs.aclose()
-        sample_ended(ctx, sample, endpoint, reason or "abort", arrival, first)
-
-
-def sample_ended(ctx: ApiContext, sample: Sample, endpoint: str, reason: str, arrival: float, first: float | None) -> None:
-    """Whoever counts is told."""
-    ctx.metrics.sample_ended(sample.record(endpoint, reason, arrival, first))
-    if ctx.tracing is not None:
-        ctx.tracing.sample_ended(sample, endpoint, reason, arrival, first, ctx.model_names[0])
+        ctx.sample_ended(sample, endpoint, reason or "abort", arrival, first)
 
 
 def sample_failure(news: Delta | EngineOutput) -> ApiError:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext, new_id
-from headrace.api.errors import bad_request, invalid, unsupported
+from headrace.api.errors import invalid, unsupported
 from headrace.api.pair_scores import PairFields, Pairs, pair_scores
 from headrace.api.protocol import Body
 from headrace.api.service import json_response
@@ -90,12 +90,13 @@ async def score(ctx: ApiContext, request: Request) -> Response:
 
 def _pairs(body: ScoreRequest) -> Pairs:
     given = {name for side in SIDES for name in side if getattr(body, name) is not None}
-    names = next((side for side in SIDES if set(side) == given), None)
-    if names is None:
+    names = next((side for side in SIDES if set(side) <= given), None)
+    if names is None or set(names) != given:
+        near = names or next((side for side in SIDES if given & set(side)), SIDES[0])
+        wrong = next((name for name in near if name not in given), None) or min(given - set(near))
         allowed = "; or ".join(" and ".join(side) for side in SIDES)
-        raise bad_request(
-            f"Give both sides of the pairs, and no other: {allowed}.", min(given, default="text_1"), "invalid_value"
-        )
+        code = "missing_required_parameter" if names is None else "invalid_value"
+        raise invalid(wrong, f"both sides of the pairs are needed, and no other: {allowed}.", code)
     one, two = ([value] if isinstance(value := getattr(body, name), str) else value for name in names)
     for name, texts in zip(names, (one, two), strict=True):
         if not texts:

@@ -84,6 +84,10 @@ class Tracing:
         self.provider.add_span_processor(BatchSpanProcessor(Sender(endpoint), max_queue_size=MAX_SPANS))
         self.tracer = self.provider.get_tracer("headrace")
 
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The application, with a span for each request."""
+        return Spans(app, self)
+
     async def close(self) -> None:
         """Send what is left, if the collector takes it soon."""
         thread = threading.Thread(target=self.provider.shutdown, name="last spans", daemon=True)

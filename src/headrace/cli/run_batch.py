@@ -105,7 +105,7 @@ async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, 
             await batch.run(lines_of(source), ask)
     finally:
         await client.close()
-        app.state.api.close()
+        await app.state.api.close()
 
 
 class Batch:
