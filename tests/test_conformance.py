@@ -11,7 +11,7 @@ import pytest
 
 from conformance.judges import JUDGES, Judge, run_judge, server
 
-QUICK = {"--max-examples": "3", "--max-time": "20", "--timeout": "100"}  # options that get other values here
+QUICK = {"--max-examples": "3", "--max-time": "12", "--timeout": "100"}  # options that get other values here
 
 
 def quick(name: str) -> Judge:

@@ -49,12 +49,12 @@ def check(logits: torch.Tensor, rows: list[Row], spaces: list, greedy: bool = Fa
     assert all((space.slots == empty_mark(torch.int32)).all() for space in spaces)
 
 
-@pytest.mark.parametrize("size, vocab", [(2, 400), (3, 1000), (4, 65)])
+@pytest.mark.parametrize("size, vocab", [(2, 300), (3, 400), (4, 65)])
 def test_the_tokens_of_whole_rows(size: int, vocab: int) -> None:
     """Step after step; greedy rows among others, and only greedy ones."""
     spaces = push_spaces(size, 6, WORDS, torch.float32)
-    for step in range(6):
-        logits = torch.randn(6 - step % 3, vocab) * 3
+    for step in range(3):
+        logits = torch.randn(6 - 2 * step, vocab) * 3
         rows = [Row(temperature=(0.0, 0.7, 1.0, 2.0)[i % 4], seed=100 * step + i) for i in range(len(logits))]
         check(logits, rows, spaces)
         check(logits.round(), [Row(temperature=0.0)] * len(logits), spaces, greedy=True)
