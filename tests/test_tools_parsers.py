@@ -17,7 +17,7 @@ from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser
 from headrace.conversation.tool_formats import TOOL_PARSERS, JsonListParser, NamedCallParser
 from headrace.errors import ParameterError
 
-NAMES = sorted(TOOL_PARSERS)
+NAMES = ["hermes", "llama3_json", "mistral", "pythonic"]  # for the others see test_tool_formats
 
 
 def merged(events: list[Event]) -> list[tuple]:

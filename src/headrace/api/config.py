@@ -60,8 +60,8 @@ class ServerConfig:
     )
     template_timeout: float = _seconds(5.0)
     # a parser's name; auto: from the template; None: tools are refused, reasoning is not split off
-    tool_parser: str | None = _server("auto", "hermes, llama3_json, mistral, pythonic, auto or none", unit="NAME")
-    reasoning_parser: str | None = _server("auto", "qwen3, deepseek_r1, mistral, auto or none", unit="NAME")
+    tool_parser: str | None = _server("auto", "how calls are written: a format of docs/operating.md, auto or none", unit="NAME")
+    reasoning_parser: str | None = _server("auto", "how reasoning is marked: likewise", unit="NAME")
     embedding_pooling: Literal["mean", "last"] = _server("mean", "how an embedding is made")
     score_method: Literal["auto", "yes-no", "embedding"] = _server(
         "auto", "of /v1/rerank and /v1/score; yes-no: as Qwen3-Reranker; auto: that where the model is one"

@@ -21,6 +21,7 @@ from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.literal_content import LiteralContent
 from headrace.conversation.reranker import Reranker
 from headrace.conversation.template import ChatTemplate
+from headrace.conversation.tool_prompt import spoken_format
 from headrace.conversation.turn_end import end_token_ids
 from headrace.engine.interface import AsyncEngine
 from headrace.errors import ParameterError
@@ -108,17 +109,9 @@ class ApiContext:
         config = self.config
         template = self._template_source
         tools = config.tool_parser
-        if tools == "auto" and template is not None and not self.template_knows_tools:
-            tools = "hermes"  # the format of tool_prompt
+        if tools == "auto" and template is not None:
+            tools = spoken_format(self.chat_template)
         return AnswerFormat.choose(template, config.reasoning_parser, tools)
-
-    @property
-    def template_knows_tools(self) -> bool:
-        """Whether the chat template shows tools to the model; if not, tool_prompt does."""
-        try:
-            return self.chat_template.shows_tools
-        except ParameterError:
-            return False
 
     @cached_property
     def template_knows_developers(self) -> bool:

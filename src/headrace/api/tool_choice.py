@@ -14,7 +14,7 @@ from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
-from headrace.conversation.tool_grammar import JSON_FORMATS, Tool, forced_calls, free_calls
+from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, forced_calls, free_calls
 from headrace.sampling.params import SamplingParams
 
 MAX_TOOLS = 256
@@ -57,7 +57,7 @@ class ToolPolicy:
             return Structure("grammar", forced_calls(form, tools, many, self._special, args_tags=args_tags), "tool_choice")
         if not self.strict:
             return None
-        if form not in JSON_FORMATS:
+        if form not in FREE_FORMATS:
             raise unsupported("tools", f"strict tools are not supported in the format of this model's calls ({form})")
         tools = [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
         reasoning = self.ctx.answer_format.reasoning_markers
@@ -101,7 +101,11 @@ class ToolPolicy:
         plain = (structured and not self.strict) or form.reasoning is None
         if plain and not self.tools:
             return AnswerReader(self, None)
-        return AnswerReader(self, form.parser(prompt_end, reasoning=not plain, tools=bool(self.tools), constrained=self.strict))
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        parser = form.parser(
+            prompt_end, reasoning=not plain, tools=bool(self.tools), constrained=self.strict, schemas=schemas
+        )
+        return AnswerReader(self, parser)
 
 
 class AnswerReader:

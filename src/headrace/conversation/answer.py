@@ -1,11 +1,17 @@
-"""One answer's text as events: reasoning is split off first, tool calls are found in the rest."""
+"""One answer's text as events: reasoning is split off, tool calls are found.
+
+Calls are looked for in what is no reasoning, but for formats whose markers nobody writes in passing: models of these
+also call in the middle of a thought, and that is a call. Then the reasoning is split off from what is no call.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.conversation.events import Event, Text
+from headrace.conversation.harmony import HarmonyParser
 from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning_format
 from headrace.conversation.tool_formats import TOOL_PARSERS, ToolParser, detect_tool_parser
 from headrace.errors import ParameterError
@@ -45,44 +51,51 @@ class AnswerFormat:
 
     @property
     def reasoning_markers(self) -> tuple[str, ...]:
-        form = REASONING_FORMATS[self.reasoning] if self.reasoning else None
-        return (form.opening, form.closing) if form is not None else ()
+        return REASONING_FORMATS[self.reasoning].markers if self.reasoning else ()
 
     def parser(
-        self, prompt: str = "", *, reasoning: bool = True, tools: bool = True, constrained: bool = False
-    ) -> AnswerParser:
+        self, prompt: str = "", *, reasoning: bool = True, tools: bool = True, constrained: bool = False,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> AnswerParser:  # fmt: skip
         """A parser for one output. `prompt` (its end is enough) tells whether the output begins in reasoning.
 
-        `constrained`: the calls obey a grammar."""
+        `constrained`: the calls obey a grammar. `schemas`: what the tools' arguments are."""
+        thoughts = ReasoningParser(self.reasoning, prompt) if reasoning and self.reasoning else None
         reader = TOOL_PARSERS[self.tools]() if tools and self.tools else None
+        if isinstance(reader, HarmonyParser) or (thoughts is not None and self.reasoning == "openai_gptoss"):
+            reader, thoughts = HarmonyParser(prompt=prompt, calls=reader is not None, reasons=thoughts is not None), None
         if reader is not None:
-            reader.constrained = constrained
-        return AnswerParser(ReasoningParser(self.reasoning, prompt) if reasoning and self.reasoning else None, reader)
+            reader.constrained, reader.schemas = constrained, schemas or {}
+        return AnswerParser(thoughts, reader)
 
 
 class AnswerParser:
     """State of one output. What push() and finish() return is, joined, the same for every way to cut the text."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None):
-        self._reasoning, self.tools = reasoning, tools
+        self.tools = tools
+        steps = (tools, reasoning) if tools is not None and tools.in_reasoning else (reasoning, tools)
+        self._steps = [step for step in steps if step is not None]
 
     @property
     def num_calls(self) -> int:
         return self.tools.num_calls if self.tools is not None else 0
 
     def push(self, text: str) -> list[Event]:
-        if self._reasoning is not None:
-            return self._with_tools(self._reasoning.push(text))
-        return self._with_tools([Text(text)] if text else [])
+        events: list[Event] = [Text(text)] if text else []
+        for step in self._steps:
+            events = _through(step, events)
+        return events
 
     def finish(self) -> list[Event]:
-        events = self._with_tools(self._reasoning.finish()) if self._reasoning is not None else []
-        return events + (self.tools.finish() if self.tools is not None else [])
+        events: list[Event] = []
+        for step in self._steps:
+            events = _through(step, events) + step.finish()
+        return events
 
-    def _with_tools(self, events: list[Event]) -> list[Event]:
-        if self.tools is None:
-            return events
-        found: list[Event] = []
-        for event in events:
-            found.extend(self.tools.push(event.text) if isinstance(event, Text) else [event])
-        return found
+
+def _through(step: ReasoningParser | ToolParser, events: list[Event]) -> list[Event]:
+    found: list[Event] = []
+    for event in events:
+        found.extend(step.push(event.text) if isinstance(event, Text) else [event])
+    return found

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from headrace.conversation.tool_syntax import parse_json
@@ -116,6 +117,7 @@ class MessageForms:
     def adapt(self, chat: Chat) -> Chat:
         """The conversation, changed in place, as the template takes it."""
         names: dict[str, str] = {}  # id of a call -> function
+        ids: dict[str, str] = {}  # id of a call -> the one that the template is given
         for message in chat:
             role, calls = message["role"], message.get("tool_calls") or []
             if not message.get("content") and role in ("assistant", "tool", "function"):
@@ -125,12 +127,14 @@ class MessageForms:
                 function = call.get("function", call)
                 function["arguments"] = self._arguments(function.get("arguments"))
                 names[str(call.get("id"))] = function["name"]
-                if "id" in call:
+                if self.names_calls_by_id():
+                    ids[str(call.get("id"))] = call["id"] = _telling_id(call.get("id"), function["name"], ids.values())
+                elif "id" in call:
                     call["id"] = self._id(call["id"])
             if role == "tool" and (answered := message.get("tool_call_id")) is not None:
                 if "name" not in message and answered in names and self.prints_names():
                     message["name"] = names[answered]
-                message["tool_call_id"] = self._id(answered)
+                message["tool_call_id"] = ids.get(str(answered)) or self._id(answered)
         return chat
 
     def _adapt_content(self, message: dict[str, Any]) -> None:
@@ -214,6 +218,18 @@ class MessageForms:
 
         return self._once("ids", answer)
 
+    def names_calls_by_id(self) -> bool:
+        """Whether a call is shown with its id and without its name, which the id is to tell then: Kimi's templates."""
+
+        def answer() -> bool:
+            arguments: Any = {} if self.takes_argument_objects() else "{}"
+            chat = _probe_call(arguments, EMPTY[2], call_id=f"{PROBE}:0")[:2]
+            chat[1]["tool_calls"][0]["function"]["name"] = "zq7name"
+            text = self._probe(chat)
+            return text is not None and f"{PROBE}:0" in text and "zq7name" not in text
+
+        return self._once("names by ids", answer)
+
     def keeps_later_systems(self) -> bool:
         """False where a system message behind others is refused, dropped, or moved to the front."""
 
@@ -228,6 +244,13 @@ class MessageForms:
     def prints_names(self) -> bool:
         """Whether the result of a tool is shown with the tool's name."""
         return self._once("names", lambda: PROBE in (self._probe(_probe_call({}, EMPTY[2], name=PROBE)) or ""))
+
+
+def _telling_id(call_id: Any, name: str, given: Collection[str]) -> str:
+    """`functions.NAME:N`, N counting through the conversation: a model that sees other ids goes on with other ids."""
+    if isinstance(call_id, str) and re.fullmatch(rf"functions\.{re.escape(name)}:\d{{1,9}}", call_id, re.ASCII):
+        return call_id
+    return f"functions.{name}:{max((int(i.rpartition(':')[2]) + 1 for i in given), default=0)}"
 
 
 def _probe_content(role: str, content: Any) -> Chat:

@@ -8,28 +8,54 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 from headrace.conversation.events import Event, Reasoning, Text
-from headrace.text.markers import Markers, MarkerScanner
+from headrace.text.markers import MarkerScanner
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
     """How a family of models marks its reasoning."""
 
-    opening: str
-    closing: str
+    blocks: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]  # markers that open one, and those that then close it
     implied: bool = False  # the output begins inside the block even if neither prompt nor output open it
+    answer: tuple[str, str] = ("", "")  # may stand around what follows the block
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return tuple(marker for openings, closings in self.blocks for marker in openings + closings)
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the output begins inside the block, from the end of the prompt."""
         tail = prompt[-200:].rstrip()
-        return tail.endswith(self.opening) or (self.implied and not tail.endswith(self.closing))
+        openings = tuple(marker for block in self.blocks for marker in block[0])
+        closings = tuple(marker for block in self.blocks for marker in block[1])
+        return tail.endswith(openings) or (self.implied and not tail.endswith(closings))
 
 
+def _tags(*names: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    return tuple(((f"<{name}>",), (f"</{name}>",)) for name in names)
+
+
+_THINK = ReasoningFormat(_tags("think"))
+_GRANITE = (
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
     {
-        "qwen3": ReasoningFormat("<think>", "</think>"),
-        "deepseek_r1": ReasoningFormat("<think>", "</think>", implied=True),
-        "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+        "qwen3": _THINK,
+        "deepseek_r1": ReasoningFormat(_tags("think"), implied=True),
+        "deepseek_v3": _THINK,
+        "glm45": _THINK,
+        "kimi_k2": _THINK,
+        "mistral": ReasoningFormat(((("[THINK]",), ("[/THINK]",)),)),
+        "granite": ReasoningFormat((_GRANITE, *_tags("think")), answer=("<response>", "</response>")),
+        "gemma4": ReasoningFormat(((("<|channel>thought",), ("<channel|>",)),)),
+        "openai_gptoss": ReasoningFormat(((("<|channel|>analysis<|message|>",), ("<|end|>",)),)),  # read by harmony.py
+        "generic": ReasoningFormat(
+            _tags("think", "thinking", "thought", "thoughts", "reasoning", "seed:think", "mm:think")
+            + ((("[THINK]",), ("[/THINK]",)),),
+            answer=("<answer>", "</answer>"),
+        ),
     }
 )
 
@@ -38,15 +64,23 @@ def detect_reasoning_format(template: str) -> str | None:
     """The name of the format that a chat template speaks of; None: it knows no reasoning."""
     if "[THINK]" in template:
         return "mistral"
+    if "<|channel|>analysis" in template:
+        return "openai_gptoss"
+    if "<channel|>" in template and "<|channel>" in template:
+        return "gemma4"
+    if "Here is my thought process" in template or ("<|start_of_role|>" in template and "</think>" in template):
+        return "granite"
     if "</think>" not in template:
-        return None
-    return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
+        return "generic" if "</seed:think>" in template or "</mm:think>" in template else None
+    if "<｜Assistant｜>" not in template:
+        return "qwen3"
+    return "deepseek_v3" if "thinking is defined" in template else "deepseek_r1"
 
 
 class _State(Enum):
     START = auto()  # white space, perhaps the opening marker
     INSIDE = auto()
-    AFTER = auto()  # white space that separates the block from the answer
+    AFTER = auto()  # white space that separates the block from the answer, perhaps a marker before that
     ANSWER = auto()
 
 
@@ -62,8 +96,9 @@ class ReasoningParser:
         opened = self.format.opened_by(prompt)
         self._state = _State.START
         self._implied = opened
-        self._head = ""  # in START: what may be white space and the opening marker
-        self._closing = MarkerScanner(Markers([self.format.closing]))
+        self._head = ""  # in START and AFTER: what may be white space and a marker
+        self._closing = MarkerScanner([marker for _, closings in self.format.blocks for marker in closings])
+        self._wrapped: MarkerScanner | None = None  # of the answer: up to the marker behind it
         self._begun = False  # some reasoning was given out
         self._space: list[str] = []  # white space that is dropped if the block ends after it
 
@@ -82,26 +117,46 @@ class ReasoningParser:
             text = scan.rest
             if scan.marker is not None:
                 self._state = _State.AFTER
-        if self._state is _State.AFTER:
-            text = text.lstrip()
-            if text:
-                self._state = _State.ANSWER
+        if self._state is _State.AFTER and text:
+            text = self._after(text)
         if self._state is _State.ANSWER and text:
-            events.append(Text(text))
+            self._answer(text, events)
         return events
 
     def _start(self, text: str) -> str:
         """What is left to parse once it is clear how the output begins."""
-        head = self._head + text
-        found, opening = head.lstrip(), self.format.opening
-        if found.startswith(opening):
-            self._state = _State.INSIDE
-            return found[len(opening) :]
-        if opening.startswith(found):
-            self._head = head
-            return ""
+        head, self._head = self._head + text, ""
+        found = head.lstrip()
+        for openings, closings in self.format.blocks:
+            for opening in openings:
+                if found.startswith(opening):
+                    self._state, self._closing = _State.INSIDE, MarkerScanner(closings)
+                    return found[len(opening) :]
+                if opening.startswith(found):
+                    self._head = head
+                    return ""
         self._state = _State.INSIDE if self._implied else _State.ANSWER
         return head
+
+    def _after(self, text: str) -> str:
+        """What is left to parse once it is clear how the answer begins."""
+        opening, closing = self.format.answer
+        self._head = (self._head + text).lstrip()
+        if opening and self._wrapped is None and self._head.startswith(opening):
+            self._wrapped, self._head = MarkerScanner([closing]), self._head[len(opening) :].lstrip()
+        if not self._head or (self._wrapped is None and opening.startswith(self._head)):
+            return ""
+        self._state, text, self._head = _State.ANSWER, self._head, ""
+        return text
+
+    def _answer(self, text: str, events: list[Event]) -> None:
+        if self._wrapped is not None:
+            scan = self._wrapped.push(text)
+            text = scan.text + scan.rest
+            if scan.marker is not None:
+                self._wrapped = None
+        if text:
+            events.append(Text(text))
 
     def _reason(self, text: str, events: list[Event]) -> None:
         if not self._begun:
@@ -122,4 +177,6 @@ class ReasoningParser:
                 events.append(Text(self._head))
         elif self._state is _State.INSIDE:
             self._reason(self._closing.flush(), events)
+        elif rest := self._head if self._state is _State.AFTER else self._wrapped.flush() if self._wrapped is not None else "":
+            events.append(Text(rest))
         return events

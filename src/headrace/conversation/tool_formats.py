@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from headrace.conversation.events import CallArguments
-from headrace.conversation.tool_parser import NotACall, Reading, ToolParser, random_id, short_id
+from headrace.conversation.harmony import HarmonyParser
+from headrace.conversation.marked_calls import DeepSeekParser, GraniteParser, KimiParser, Phi4Parser
+from headrace.conversation.piece_reader import NotACall, Reading
+from headrace.conversation.tagged_calls import GlmParser, Qwen3CoderParser
+from headrace.conversation.tool_parser import ToolParser, random_id, short_id
 from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, as_written, parse_json, read_python_calls
 from headrace.text.markers import Markers
 
@@ -91,16 +95,6 @@ class MistralParser(ToolParser):
         else:
             yield from self._named()
 
-    def _list(self) -> Reading[None]:
-        following = ","
-        while following == ",":
-            yield from self._call_object()
-            yield from self._spaces()
-            if not (yield from self._more()) or (following := self._text[self._at]) not in ",]":
-                return
-            self._at += 1
-            self._taken = [following]
-
     def _named(self) -> Reading[None]:
         name, call_id, tag = (yield from self._word()), None, ""
         while tag != "[ARGS]" and (yield from self._next()) == "[":
@@ -166,6 +160,25 @@ class PythonicParser(ToolParser):
             self._call(name, arguments)
 
 
+class Llama4Parser(LlamaJsonParser, PythonicParser):
+    """Llama 4 writes calls in both ways, between markers or not, and may put the markers around the text before them."""
+
+    opening = Markers([*PythonicParser.opening.strings, *LlamaJsonParser.opening.strings])
+    markers = opening.strings
+    unmarked = "[{"
+
+    def _calls(self, marker: str) -> Reading[None]:
+        if marker == self.closing and self.num_calls:
+            return
+        if marker:
+            yield from self._spaces()
+            if (yield from self._next()) == "<":
+                yield from self._one_of((self.closing,))
+                yield from self._spaces()
+        listed = (yield from self._next()) == "["
+        yield from (PythonicParser if listed else LlamaJsonParser)._calls(self, marker)
+
+
 class NamedCallParser(ToolParser):
     """The whole text is the arguments of one call, to the tool that the request names."""
 
@@ -181,18 +194,45 @@ class NamedCallParser(ToolParser):
 
 
 TOOL_PARSERS: Mapping[str, type[ToolParser]] = MappingProxyType(
-    {"hermes": HermesParser, "llama3_json": LlamaJsonParser, "mistral": MistralParser, "pythonic": PythonicParser}
+    {
+        "hermes": HermesParser,
+        "llama3_json": LlamaJsonParser,
+        "llama4_json": Llama4Parser,
+        "llama4_pythonic": Llama4Parser,
+        "mistral": MistralParser,
+        "pythonic": PythonicParser,
+        "granite": GraniteParser,
+        "phi4_mini_json": Phi4Parser,
+        "deepseek_v3": DeepSeekParser,
+        "deepseek_v31": DeepSeekParser,
+        "kimi_k2": KimiParser,
+        "qwen3_coder": Qwen3CoderParser,
+        "glm45": GlmParser,
+        "openai": HarmonyParser,
+    }
+)
+
+# what chat templates of one format hold and those of the formats below do not; all of a row's texts
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("", ("<tool_sep>",)),  # Hunyuan's later formats, which are not read
+    ("openai", ("<|channel|>commentary",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    ("hermes", ("<tool_call>",)),
+    ("llama4_json", ("<|python_start|>", '{"name": function name, "parameters"')),
+    ("llama4_pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ('{"name": function name, "parameters"',)),
 )
 
 
 def detect_tool_parser(template: str) -> str | None:
     """The name of the parser for the calls that a chat template writes; None: no known format."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
-        return "hermes"
-    if "<|python_start|>" in template or "[func_name1(" in template:
-        return "pythonic"
-    if "<|python_tag|>" in template or '{"name": function name, "parameters"' in template:
-        return "llama3_json"
-    return None
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), "") or None

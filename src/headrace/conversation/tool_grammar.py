@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from headrace.conversation.call_layouts import LAYOUTS, NUMBER, CallLayout
+from headrace.conversation.tool_formats import TOOL_PARSERS
 from headrace.structured_output.objects import JSON_OPTIONS
 
-JSON_FORMATS = ("hermes", "llama3_json", "mistral")
+FREE_FORMATS = ("hermes", "llama3_json", "llama4_json", "llama4_pythonic", "mistral")  # of free_calls()
+JSON_FORMATS = (*FREE_FORMATS, *LAYOUTS)
+LLAMA4 = ("llama4_json", "llama4_pythonic")  # which read the calls of llama3_json, too
 DATA = ("const", "enum", "default", "examples")  # of a schema: no schemas in there
 Special = Callable[[str], str]  # a marker as Lark: a special token, or a text where the tokenizer has none
 
@@ -34,16 +39,20 @@ def forced_calls(form: str | None, tools: Sequence[Tool], many: bool, special: S
 
     `args_tags`: the template of a Mistral model writes `[ARGS]` (since its version 11).
     """
+    if form is not None and form in LAYOUTS:
+        return _laid_out(LAYOUTS[form], TOOL_PARSERS[form].markers, tools, many, special)
+    form = "llama3_json" if form in LLAMA4 else form
     return f"%llguidance {{}}\nstart: {_calls(form, tools, many, special, args_tags)}\n{_rules(form, tools, args_tags)}"
 
 
 def free_calls(
     form: str, tools: Sequence[Tool], many: bool, special: Special, *, args_tags: bool = False, reasoning: Sequence[str] = ()
 ) -> str:
-    """Lark in which the output is any text, with calls where the format (one of JSON_FORMATS) has them.
+    """Lark in which the output is any text, with calls where the format (one of FREE_FORMATS) has them.
 
     `reasoning`: markers that may stand in the text, special tokens or not.
     """
+    form = "llama3_json" if form in LLAMA4 else form
     opening = special({"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}[form])
     thinking = [mark for mark in map(special, reasoning) if mark.startswith("<")]
     text = f"(TEXT ({' | '.join(thinking)}))* " if thinking else ""  # special tokens are no text
@@ -65,6 +74,23 @@ def free_calls(
         start = f"{text}(({calls}) | FIRST{marked})"
         rules = 'FIRST: /([^{\\s](.|\\n)*)?/\n' + (rules if thinking else "")
     return f"%llguidance {{}}\nstart: {start}\n{rules}{_rules(form, tools, args_tags)}"
+
+
+def _laid_out(layout: CallLayout, markers: Sequence[str], tools: Sequence[Tool], many: bool, special: Special) -> str:
+    """Lark of forced calls in a layout."""
+
+    def text(written: str) -> str:
+        parts = re.split(f"({'|'.join(map(re.escape, [*markers, NUMBER]))})", written)
+        return " ".join("/[0-9]{1,3}/" if p == NUMBER else special(p) if p in markers else json.dumps(p) for p in parts if p)
+
+    before, between, after = map(text, (layout.before_name, layout.before_arguments, layout.after))
+    calls = [f"{before} {json.dumps(tool.function.name)} {between} args_{i} {after}" for i, tool in enumerate(tools)]
+    more = f" ({text(layout.between)} call)*" if many and layout.between is not None else ""
+    rules = [f"start: {text(layout.begin)} call{more} {text(layout.end)}", f"call: {' | '.join(calls)}"]
+    for i, tool in enumerate(tools):
+        schema = {**(tool.function.parameters or {"type": "object"}), "x-guidance": JSON_OPTIONS}
+        rules.append(f"args_{i}: %json {json.dumps(schema)}")
+    return "\n".join(("%llguidance {}", *rules, ""))
 
 
 def _hermes(tools: Sequence[Tool], special: Special) -> str:

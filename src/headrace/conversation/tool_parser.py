@@ -1,9 +1,11 @@
 """What all parsers of tool calls share.
 
 A format is a generator that reads the text as if it were all there; where it is not, the generator waits. A call is given out
-when it is complete: a client never gets the beginning of a call that then turns out to be broken or cut off. But where a
-grammar makes the calls, which can then only be cut off, the arguments are given out as they are written, and what there is
-of them at the end stays.
+when it is complete: a client does not get the beginning of a call that then turns out to be broken or cut off. There are two
+exceptions, in which the arguments are given out as they are written, and what there is of them at the end stays:
+- where a grammar makes the calls, which can then only be cut off;
+- where a format reads its arguments with _object() or _value() and they are long (STREAMED_FROM). What is out is always the
+  beginning of right JSON: arguments that break are left unfinished, and what follows is plain text.
 - What looked like a call but is not well-formed is plain text, every character of it.
 - A call that the output ends in the middle of is dropped if its format marks calls (its beginning is no answer), and
   plain text if the format does not (it may be anything).
@@ -15,19 +17,20 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
-from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, cut_off, has_arguments, read_call
+from headrace.conversation.json_reader import JsonObjectReader
+from headrace.conversation.piece_reader import CutOff, NotACall, PieceReader, Reading
+from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, cut_off, has_arguments, parse_json, read_call
 from headrace.text.markers import Markers, MarkerScanner
 
-T = TypeVar("T")
-Reading = Generator[None, None, T]  # yields where it waits for more text
-NAME = frozenset(string.ascii_letters + string.digits + "_-.:/")
 # what the grammars put before the arguments
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([\w.:/-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _MAX_HEAD = 2 * MAX_NAME  # characters: no more is looked at again with each piece of text
+STREAMED_FROM = 128  # characters of arguments that are held until the call is complete
 
 
 def random_id() -> str:
@@ -39,15 +42,7 @@ def short_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class NotACall(Exception):
-    """What has been taken is none."""
-
-
-class CutOff(Exception):
-    """The output has ended within a call."""
-
-
-class ToolParser:
+class ToolParser(PieceReader):
     """State of one output. What push() and finish() return is, joined, the same for every way to cut the text.
 
     A subclass names the markers that open calls and reads them in _calls(), with what stands in the second part here.
@@ -57,15 +52,19 @@ class ToolParser:
     markers: tuple[str, ...] = ()  # of these some may be special tokens: then the text must be decoded with them
     unmarked = ""  # the characters that calls without a marker begin with, at the beginning of the output
     constrained = False  # the calls obey a grammar of tool_grammar
+    streams = False  # the arguments in JSON objects are given out as they come, once they are long
+    in_reasoning = False  # a call within the reasoning is one: its markers are nothing that is thought
+    schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # a tool's name -> what its arguments are
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
 
     def __init__(self, new_id: Callable[[], str] = random_id):
+        super().__init__()
         self.num_calls, self.new_id = 0, new_id
         self._events: list[Event] = []
-        self._text, self._at = "", 0  # the last piece, and how far it has been read
-        self._ended = False
-        self._taken: list[str] = []  # of the call that is being read
         self._json: list[str] | None = None  # of its object, as far as that is there
+        self._head: tuple[str, str | None] | None = None  # name and id of a call that has been read so far, and is not out
+        self._held: list[str] = []  # its arguments
+        self._num_held = 0  # characters
         self._space: list[str] | None = []  # white space not given out yet; None: text has come since the last call
         self._reading = self._read()
 
@@ -99,7 +98,7 @@ class ToolParser:
         self._give(scanner.flush())
 
     def _try_calls(self, marker: str) -> Reading[None]:
-        self._taken, self._json = [marker], None
+        self._taken, self._json, self._head = [marker], None, None
         try:
             yield from self._calls(marker)
         except NotACall:
@@ -126,92 +125,19 @@ class ToolParser:
 
     # -------------------------------------------------------------------------------------------- what formats are made of
 
-    def _more(self) -> Reading[bool]:
-        """Whether there is a next character."""
-        while self._at == len(self._text):
-            if self._ended:
-                return False
-            yield
-        return True
-
-    def _next(self) -> Reading[str]:
-        """The next character, which is not taken. Raises CutOff."""
-        if not (yield from self._more()):
-            raise CutOff
-        return self._text[self._at]
-
-    def _take(self, count: int = 1) -> str:
-        """The next characters: part of the call."""
-        piece = self._text[self._at : self._at + count]
-        self._at += len(piece)
-        self._taken.append(piece)
-        return piece
-
-    def _spaces(self, give: Callable[[str], None] | None = None) -> Reading[None]:
-        """White space, taken, or else given to `give`."""
-        while (yield from self._more()) and self._text[self._at].isspace():
-            rest = self._text[self._at :]
-            space = rest[: len(rest) - len(rest.lstrip())]
-            (give or self._taken.append)(space)
-            self._at += len(space)
-
-    def _expect(self, character: str) -> Reading[None]:
-        """White space, then this, which is not taken. Raises NotACall."""
-        yield from self._spaces()
-        if (yield from self._next()) != character:
-            raise NotACall
-
-    def _word(self) -> Reading[str]:
-        """A name. Raises NotACall."""
-        word = ""
-        while (yield from self._next()) in NAME and len(word) < MAX_NAME:
-            word += self._take()
-        if not word:
-            raise NotACall
-        return word
-
-    def _one_of(self, words: tuple[str, ...]) -> Reading[str]:
-        """One of these, of which none begins another. Raises NotACall."""
-        seen = ""
-        while seen not in words:
-            c = yield from self._next()
-            if not any(word.startswith(seen + c) for word in words):
-                raise NotACall
-            seen += self._take()
-        return seen
-
-    def _perhaps(self, word: str) -> Reading[bool]:
-        """Skip `word` if it is there; its beginning at the end of the output is no text."""
-        seen = ""
-        while seen != word:
-            if not (yield from self._more()):
-                return False
-            if not word.startswith(seen + self._text[self._at]):
-                self._text, self._at = seen + self._text[self._at :], 0
-                return False
-            seen += self._text[self._at]
-            self._at += 1
-        return True
-
     def _bracketed(self, scanner: BracketScanner, pieces: list[str]) -> Reading[str]:
         """A bracketed value, of which `pieces` have been taken; the others are added to them. Raises NotACall."""
         scanner.push("".join(pieces))
         ended = False
         while not ended:
             yield from self._next()
-            if self.constrained and (yield from self._given_out(pieces)):
+            if (self.constrained or self.streams) and (yield from self._given_out(pieces)):
                 return ""
             piece, ended = self._piece(scanner)
             pieces.append(piece)
             if scanner.too_deep:
                 raise NotACall
         return "".join(pieces)
-
-    def _piece(self, scanner: BracketScanner) -> tuple[str, bool]:
-        """What is there of a bracketed value, which is taken, and whether it is the end of it."""
-        rest = self._text[self._at :]
-        end = scanner.push(rest)
-        return self._take(len(rest) if end < 0 else end), end >= 0
 
     def _call_object(self, head: str = "", *, needs_arguments: bool = False) -> Reading[None]:
         """A call as a JSON object, of which `head` has been taken. Raises NotACall."""
@@ -229,21 +155,92 @@ class ToolParser:
             raise NotACall
         self._call(*call)
 
+    def _list(self) -> Reading[None]:
+        """Calls as objects in a list whose bracket has been taken. Raises NotACall."""
+        following = ","
+        while following == ",":
+            yield from self._call_object()
+            yield from self._spaces()
+            if not (yield from self._more()) or (following := self._text[self._at]) not in ",]":
+                return
+            self._at += 1
+            self._taken = [following]
+
     def _given_out(self, pieces: list[str]) -> Reading[bool]:
-        """Whether a grammar's call begins with `pieces` and what is there; then it is given out as it comes."""
-        if sum(map(len, pieces)) >= _MAX_HEAD:
+        """Whether a call begins with `pieces` and what is there, as nearly all do; then it is given out as it comes."""
+        if (taken := sum(map(len, pieces))) >= _MAX_HEAD:
             return False
         so_far = "".join(pieces) + self._text[self._at :]
         head = _HEAD.match(so_far, 0, _MAX_HEAD)
         if head is None:
             return False
+        self._taken.append(so_far[taken : head.end()])
         self._text, self._at = so_far[head.end() :], 0
+        if not self.constrained:
+            yield from self._object(head[1])
+            yield from self._members()
+            self._give_call()
+            return True
         self._begin(head[1])
         yield from self._arguments()
         yield from self._spaces()
         yield from self._perhaps("}")
         self._taken = []
         return True
+
+    def _members(self) -> Reading[None]:
+        """What else an object says behind its arguments. Raises NotACall."""
+        scanner, pieces, ended = BracketScanner(), ['{"":0'], False
+        scanner.push(pieces[0])
+        while not ended:
+            yield from self._next()
+            piece, ended = self._piece(scanner)
+            pieces.append(piece)
+        try:
+            parse_json("".join(pieces))
+        except (ValueError, RecursionError):
+            raise NotACall from None
+
+    def _object(self, name: str, call_id: str | None = None) -> Reading[None]:
+        """The arguments of a call that is given out by _give_call() or, once they are long, as they come. Raises NotACall."""
+        yield from self._expect("{")
+        self._open(name, call_id)
+        reader = JsonObjectReader()
+        while not reader.ended:
+            if not (yield from self._more()):
+                if self._head is None:
+                    self._add(reader.rest())
+                raise CutOff
+            text, num_read = reader.push(self._text[self._at :])
+            self._take(num_read)
+            self._add(text)
+            if reader.broken:
+                if held := reader.held:  # is looked at again
+                    self._taken = ["".join(self._taken)[: -len(held)]]
+                    self._text, self._at = held + self._text[self._at :], 0
+                raise NotACall
+
+    def _open(self, name: str, call_id: str | None = None) -> None:
+        self._head, self._held, self._num_held = (name, call_id), [], 0
+
+    def _add(self, arguments: str) -> None:
+        """To the open call."""
+        if self._head is None:
+            if arguments:
+                self._events.append(CallArguments(self.num_calls - 1, arguments))
+            self._taken = []
+            return
+        self._held.append(arguments)
+        self._num_held += len(arguments)
+        if self.constrained or self._num_held >= STREAMED_FROM:
+            self._give_call()
+
+    def _give_call(self) -> None:
+        """The open call is complete, or long."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._begin(*head)
+            self._add("".join(self._held))
 
     def _begin(self, name: str, call_id: str | None = None) -> None:
         self._events.append(CallBegin(self.num_calls, call_id or self.new_id(), name))
