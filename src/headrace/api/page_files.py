@@ -19,6 +19,7 @@ FOLDER = Path(__file__).with_name("page")
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml", ".json": "application/json", ".txt": "text/plain; charset=utf-8", ".woff2": "font/woff2",
+    ".md": "text/markdown; charset=utf-8",
 }  # fmt: skip
 HEADERS = {
     # nothing from elsewhere and nothing inline: what a model writes cannot run, load or send anything
@@ -38,7 +39,7 @@ def is_page(path: str) -> bool:
 
 
 def page_routes() -> list[BaseRoute]:
-    return [Route("/", Index(), methods=["GET"]), Mount("/page", Files(directory=FOLDER))]
+    return [Route("/", Index(), methods=["GET"]), Mount("/page", Files(directory=FOLDER, follow_symlink=True))]
 
 
 class Index:
