@@ -105,6 +105,7 @@ class Cache(KVCache):
         self.num_blocks, self.block_size = num_blocks, BLOCK
         shape = (num_blocks, BLOCK, config.num_kv_heads, config.head_dim)
         self.k, self.v = ([torch.empty(shape, dtype=BF16, device=device) for _ in range(config.num_layers)] for _ in range(2))
+        self.scales = [(None, None)] * config.num_layers
         if device.type != "meta":
             for tensor in (*self.k, *self.v):
                 tensor.normal_()

@@ -121,7 +121,7 @@ def bench_fused(report: Report, name: str, hidden: int, heads: int, inner: int) 
         ids = torch.randint(0, 151936, (rows,), dtype=torch.int32, device=DEVICE)
         slots = torch.randperm(256 * BLOCK, device=DEVICE)[:rows]
         for keep in (False, True) if rows == 8192 else (False,):
-            kv = SimpleNamespace(k=cache[:1], v=cache[1:])
+            kv = SimpleNamespace(k=cache[:1], v=cache[1:], scales=[(None, None)])
             micros = graph_micros([
                 partial(
                     qkv_rope_write, x, ids % 40960, cos, sin, kv, 0, slots, num_heads=heads, num_kv_heads=KV_HEADS,
@@ -159,7 +159,7 @@ def bench_rows(report: Report, name: str, hidden: int, heads: int, inner: int, r
     angle, slots = torch.rand((4096, DIM // 2), device=DEVICE), torch.randperm(256 * BLOCK, device=DEVICE)[:rows]
     cos, sin = angle.cos(), angle.sin()
     k, v = (torch.zeros((256, BLOCK, KV_HEADS, DIM), dtype=BF16, device=DEVICE) for _ in range(2))
-    kv = SimpleNamespace(k=[k], v=[v])
+    kv = SimpleNamespace(k=[k], v=[v], scales=[(None, None)])
     wide = [torch.randn((rows, width), dtype=BF16, device=DEVICE) for _ in range(rotation(rows * 2 * width))]
     for qkv in (qkv_tile(heads, DIM), QkvTile(4, 1), QkvTile(8, 1), QkvTile(8, 4), QkvTile(16, 4)):
         launches = [

@@ -77,7 +77,7 @@ def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, nor
         cache = [meta(1000, 64, kv_heads, head_dim)]
         weight = meta(head_dim) if norm else None
         for keep in (False, True):
-            kv = SimpleNamespace(k=cache, v=cache)
+            kv = SimpleNamespace(k=cache, v=cache, scales=[(None, None)])
             qkv_rope_write_triton(
                 meta(32, (heads + 2 * kv_heads) * head_dim), ints(32), meta(4096, rot // 2, dtype=torch.float32),
                 meta(4096, rot // 2, dtype=torch.float32), kv, 0, ints(32, dtype=torch.int64), num_heads=heads,  # type: ignore[arg-type]

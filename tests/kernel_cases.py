@@ -113,7 +113,7 @@ def cache_of(case: PagedCase) -> SimpleNamespace:
         rows.append(slots)
     index = torch.cat(rows)
     kept = (case.k_cache.flatten(0, 1)[index], case.v_cache.flatten(0, 1)[index])
-    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], rows=kept)
+    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[(None, None)], rows=kept)
 
 
 def run_split(
@@ -148,7 +148,7 @@ def run_varlen(case: PagedCase, first: int = 0, seqs: int | None = None, *, scal
 def flat_cache(blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torch.float32, device="cpu") -> SimpleNamespace:
     """Like KVCache, filled with a number that no kernel writes."""
     k, v = (torch.full((blocks, block, kv_heads, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
-    kv = SimpleNamespace(k=[k], v=[v])
+    kv = SimpleNamespace(k=[k], v=[v], scales=[(None, None)])
 
     def write(layer, k, v, slots):
         kv.k[layer].flatten(0, 1)[slots], kv.v[layer].flatten(0, 1)[slots] = k, v

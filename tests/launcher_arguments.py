@@ -54,7 +54,7 @@ def main() -> None:
     x, weight, gate_up = torch.zeros(6, 64, dtype=bf16), torch.zeros(64, dtype=bf16), torch.zeros(6, 256, dtype=bf16)
     odd = torch.zeros(6 * 64 + 1, dtype=bf16)[1:].view(6, 64)  # not aligned
     cache, table, places = torch.zeros(4, 16, 2, 32, dtype=bf16), torch.zeros(40, 16), torch.arange(6)
-    kv = SimpleNamespace(k=[cache], v=[cache])
+    kv = SimpleNamespace(k=[cache], v=[cache], scales=[(None, None)])
 
     def qkv(norm: torch.Tensor | None) -> None:
         qkv_rope_write_triton(

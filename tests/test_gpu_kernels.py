@@ -133,7 +133,7 @@ def test_caches_past_2_31_elements() -> None:
         blocks = case.block_tables[int(case.seq_slots[s]), : -(-(hi - lo) // 64)].long()
         assert torch.equal(out[lo:hi], cache[blocks].flatten(0, 1)[: hi - lo])
     qkv = torch.randn((2, 32 * 128), device=DEVICE).to(BF16)
-    kv = SimpleNamespace(k=[cache], v=[torch.empty_like(cache)])
+    kv = SimpleNamespace(k=[cache], v=[torch.empty_like(cache)], scales=[(None, None)])
     last = cache.shape[0] * 64 - 1
     angle = torch.zeros((4, 64), device=DEVICE)
     qkv_rope_write(
@@ -213,7 +213,7 @@ def test_chained_launches_under_pdl_are_identical() -> None:
     heads, kv_heads, dim, hidden = 16, 8, 128, 2048
     lens = [i * 97 + 1 for i in range(16)]
     case = paged_case([1] * 16, lens, heads, kv_heads, dim, 64, dtype=BF16, device="cuda", poison=False)
-    kv = SimpleNamespace(k=[case.k_cache], v=[case.v_cache])
+    kv = SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[(None, None)])
     position = case.seq_lens - 1
     block = case.block_tables[case.seq_slots.long()].gather(1, (position // 64).long()[:, None])[:, 0]
     slots = block.long() * 64 + position % 64

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.attention.torch_backend import TorchAttention
-from headrace.cache.kv_cache import KVCache, zeros
+from headrace.cache.kv_cache import KVCache
+from headrace.cache.memory import zeros
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 

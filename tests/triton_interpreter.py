@@ -1,4 +1,4 @@
-"""Mends Triton's interpreter where it breaks: NumPy 2.4 (one-element arrays as ints) and bfloat16 matrix products."""
+"""Mends Triton's interpreter where it breaks: NumPy 2.4 (one-element arrays as ints), bfloat16 matrix products, rounding to FP8."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 def mend() -> None:
     try:
         import numpy as np
+        import torch
         import triton.language as tl
         from triton.runtime import interpreter
     except ImportError:  # no Triton: the tests of its kernels are skipped or fail by themselves
@@ -25,5 +26,15 @@ def mend() -> None:
         product = np.matmul(widen(a), widen(b), dtype=d.data.dtype)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
+    convert = interpreter._convert_float
+
+    def convert_float(data, source, target, rounding):
+        """Its own rounds halves up, and a carry into the exponent is lost."""
+        if target != tl.float8e4nv or source != tl.float32:
+            return convert(data, source, target, rounding)
+        wide = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(data.shape)
+
+    interpreter._convert_float = convert_float
     interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter.InterpreterBuilder.create_dot = create_dot

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.model.attention import AttentionBackend, KeyValues
 from headrace.model.batch import ForwardBatch
@@ -24,6 +25,8 @@ _MIN_FILL = 0.75
 _FREE_PADDING = 64
 # Keys of a decode group: what is still in the cores' caches when it is read again (a third faster than all at once).
 _GROUP_BYTES = 1 << 20
+
+_Stored = tuple[Tensor, Tensor | None]  # a layer's keys or values, and their scales
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class TorchAttention(AttentionBackend):
             plan = self._plans[window] = self._plan(batch, kv, window, q.dtype, softcap)
         groups, prefills = plan
         rows, heads, dim = q.shape
-        keys, values = kv.k[layer].flatten(0, 1), kv.v[layer].flatten(0, 1)
+        keys, values = zip((kv.k[layer], kv.v[layer]), kv.scales[layer], strict=True)
         if len(groups) == 1 and not prefills and isinstance(groups[0].rows, slice):
             return self._decode(q, groups[0], keys, values, scale, softcap).reshape(rows, heads * dim)
         out = q.new_empty(rows, heads, dim)
@@ -123,24 +126,26 @@ class TorchAttention(AttentionBackend):
             first_row += count
         return groups, prefills
 
-    def _gather(self, name: str, source: Tensor, index: Tensor) -> Tensor:
-        """source[index], in a buffer that the next layer overwrites."""
-        shape = (index.shape[0], *source.shape[1:])
+    def _gather(self, name: str, stored: _Stored, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is stored at the token slots `index` [n], as [n, kv_heads, dim] in a buffer that the next layer overwrites."""
+        source, scales = stored
+        shape = (index.shape[0], *source.shape[2:])
         size = shape[0] * shape[1] * shape[2]
         buffer = self._scratch.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != source.dtype:
-            buffer = self._scratch[name] = torch.empty(size, dtype=source.dtype, device=source.device)
-        return torch.index_select(source, 0, index, out=buffer[:size].view(shape))
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = self._scratch[name] = torch.empty(size, dtype=dtype, device=source.device)
+        if scales is not None:
+            return fp8.read(source, scales, index, buffer[:size].view(shape))
+        return torch.index_select(source.flatten(0, 1), 0, index, out=buffer[:size].view(shape))
 
     # -- one layer
 
-    def _decode(self, q: Tensor, group: _Group, keys: Tensor, values: Tensor, scale: float, softcap: float) -> Tensor:
+    def _decode(self, q: Tensor, group: _Group, keys: _Stored, values: _Stored, scale: float, softcap: float) -> Tensor:
         """q [D, heads, dim] -> [D, heads, dim]."""
-        _, kv_heads, dim = keys.shape
-        shape = (group.count, group.length, kv_heads, dim)
-        k = self._gather("k", keys, group.index).view(shape).transpose(1, 2)
-        v = self._gather("v", values, group.index).view(shape).transpose(1, 2)
-        grouped = q.unflatten(1, (kv_heads, -1))  # the heads of a group are the rows of its key head
+        shape = (group.count, group.length)
+        k = self._gather("k", keys, group.index, q.dtype).unflatten(0, shape).transpose(1, 2)
+        v = self._gather("v", values, group.index, q.dtype).unflatten(0, shape).transpose(1, 2)
+        grouped = q.unflatten(1, (k.shape[1], -1))  # the heads of a group are the rows of its key head
         if softcap:
             out = _attend_softcap(grouped, k, v, group.mask, scale, softcap)
         else:
@@ -148,12 +153,12 @@ class TorchAttention(AttentionBackend):
         return out.reshape(q.shape)
 
     def _prefill(
-        self, q: Tensor, prefill: _Prefill, keys: Tensor, values: Tensor, out: Tensor,
+        self, q: Tensor, prefill: _Prefill, keys: _Stored, values: _Stored, out: Tensor,
         scale: float, window: int, softcap: float,
     ) -> None:  # fmt: skip
         """q, out [n, heads, dim]. Rows are cut into tiles, each with the keys that it can see."""
-        k = self._gather("k", keys, prefill.index).transpose(0, 1).unsqueeze(1)  # [kv_heads, 1, keys, dim]
-        v = self._gather("v", values, prefill.index).transpose(0, 1).unsqueeze(1)
+        k = self._gather("k", keys, prefill.index, q.dtype).transpose(0, 1).unsqueeze(1)  # [kv_heads, 1, keys, dim]
+        v = self._gather("v", values, prefill.index, q.dtype).transpose(0, 1).unsqueeze(1)
         rows, heads = q.shape[:2]
         grouped = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, dim]
         result = out.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)
@@ -177,7 +182,6 @@ class TorchAttention(AttentionBackend):
                 result[:, :, first:last] = F.scaled_dot_product_attention(
                     queries, ks.expand(every), vs.expand(every), attn_mask=mask, scale=scale
                 )
-
 
     def _tile_mask(self, q: Tensor, prefill: _Prefill, first: int, last: int, low: int, window: int) -> Tensor:
         """[last - first, keys from position `low`] of q's dtype: 0 or -inf."""

@@ -116,10 +116,10 @@ class TritonAttention(AttentionBackend):
             assert self.workspace is not None
             split_attention(
                 *args, self.workspace, first_seq=run.first_seq, num_seqs=run.num_seqs, tokens=run.tokens,
-                max_context=run.context, scale=scale, window=window, softcap=softcap,
+                max_context=run.context, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer],
             )  # fmt: skip
         else:
             varlen_attention(
                 *args, first_seq=run.first_seq, num_seqs=run.num_seqs, num_rows=run.num_rows, max_tokens=run.tokens,
-                skip=run.skip, scale=scale, window=window, softcap=softcap,
+                skip=run.skip, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer],
             )  # fmt: skip

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels.activation import soft_cap
+from headrace.kernels.fp8_cache import fp8_factors, largest, widened
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 from headrace.kernels.qkv import rotate_reference
 from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, count_part, merge_attention
@@ -60,9 +62,11 @@ def _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl
 
 
 @jit
-def _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr, FP8: tl.constexpr):
     """One tile of the online softmax, in powers of two."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
+    if FP8:
+        s = s * k_scale[None, :]
     if HAS_SOFTCAP:
         s = soft_cap(s, softcap)
     s = tl.where(ok[None, :], s * 1.4426950408889634, -float("inf"))
@@ -70,13 +74,23 @@ def _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     p = tl.exp2(s - top[:, None])
     shrink = tl.exp2(m - top)
     l = l * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    if FP8:
+        p = p * v_scale[None, :]
+    acc = tl.dot(p.to(q.dtype), widened(v, q.dtype), acc * shrink[:, None], input_precision="ieee")
     return top, l, acc
+
+
+@jit
+def _quantized(x, kept):
+    """x [DIM] as the cache keeps it, and its scale."""
+    x = x.to(tl.float32)
+    factor, scale = fp8_factors(largest(x))
+    return (x * factor).to(kept), scale
 
 
 @jit(do_not_specialize=["num_splits", "window"])
 def _decode_attention_kernel(
-    qkv_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window,
     scale, softcap, eps, norm_offset,
@@ -84,9 +98,11 @@ def _decode_attention_kernel(
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    TOUCH: tl.constexpr, PDL: tl.constexpr,
+    TOUCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements of a cache line
+    MODEL: tl.constexpr = out_ptr.dtype.element_ty if FP8 else k_ptr.dtype.element_ty
     if HEADS_FIRST:
         head = tl.program_id(0)
         split = tl.program_id(1)
@@ -139,12 +155,17 @@ def _decode_attention_kernel(
     v_base = v_ptr + head * stride_head + rd[None, :]
     k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
     v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+    k_scale, v_scale = scale, scale  # without meaning
+    if FP8:  # [blocks, kv heads, tokens of a block]
+        places = _token_offsets(table, lo, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
+        k_scale = tl.load(k_scales_ptr + places, mask=ok, other=0.0)
+        v_scale = tl.load(v_scales_ptr + places, mask=ok, other=0.0)
     if PDL:
         for i in tl.static_range(TOUCH):
             n0 = lo + (i + 1) * BLOCK_N
             if n0 < hi:
                 lines = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)[:, None]
-                lines += (head * stride_head + tl.arange(0, (DIM_BLOCK + 63) // 64) * 64)[None, :]
+                lines += (head * stride_head + tl.arange(0, (DIM_BLOCK + LINE - 1) // LINE) * LINE)[None, :]
                 touch(k_ptr + lines)
                 touch(v_ptr + lines)
         gdc_wait()
@@ -157,7 +178,7 @@ def _decode_attention_kernel(
     q_partner = _sum_slabs(q_row + partner[None, :], slab_stride, out_ok, SLABS)
     k_new = _sum_slabs(k_row + rd, slab_stride, d_ok, SLABS)
     k_partner = _sum_slabs(k_row + partner, slab_stride, d_ok, SLABS)
-    v_new = _sum_slabs(k_row + KV_HEADS * DIM + rd, slab_stride, d_ok, SLABS).to(v.dtype)
+    v_new = _sum_slabs(k_row + KV_HEADS * DIM + rd, slab_stride, d_ok, SLABS).to(MODEL)
     if QK_NORM:
         q_factor = tl.rsqrt(tl.sum(q * q, 1) / DIM + eps)[:, None]
         q = q_factor * (q * q_cos[None, :] + q_partner * q_sin[None, :])
@@ -166,17 +187,26 @@ def _decode_attention_kernel(
     else:
         q = q * cos[None, :] + q_partner * sin[None, :]
         k_new = k_new * cos + k_partner * sin
-    q = q.to(k.dtype)
-    k_new = k_new.to(k.dtype)
+    q = q.to(MODEL)
+    k_new = k_new.to(MODEL)
     m = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     l = tl.zeros([GROUP_BLOCK], tl.float32)
     acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     if owner:
         place = tl.load(mapping_ptr + b)
+        if FP8:
+            k_new, new_k_scale = _quantized(k_new, k.dtype)
+            v_new, new_v_scale = _quantized(v_new, k.dtype)
+            if place >= 0:
+                at = (place // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + place % BLOCK_SIZE
+                tl.store(k_scales_ptr + at, new_k_scale)
+                tl.store(v_scales_ptr + at, new_v_scale)
         if place >= 0:
             place = place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token + head * stride_head
             tl.store(k_ptr + place + rd, k_new, mask=d_ok)
             tl.store(v_ptr + place + rd, v_new, mask=d_ok)
+        if FP8:  # read as the next step will
+            k_new, v_new = k_new.to(tl.float32) * new_k_scale, v_new.to(tl.float32) * new_v_scale
         m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
         if HAS_SOFTCAP:
             m = soft_cap(m, softcap)
@@ -184,13 +214,17 @@ def _decode_attention_kernel(
         l = l + 1.0
         acc = acc + v_new.to(tl.float32)[None, :]
     if lo < hi:
-        m, l, acc = _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP)
+        m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP, FP8)
     for n0 in range(lo + BLOCK_N, hi, BLOCK_N):
         offsets = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
         ok = n0 + rn < hi
         k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
         v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
-        m, l, acc = _attend(q, k, v, m, l, acc, ok, scale, softcap, HAS_SOFTCAP)
+        if FP8:
+            places = _token_offsets(table, n0, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
+            k_scale = tl.load(k_scales_ptr + places, mask=ok, other=0.0)
+            v_scale = tl.load(v_scales_ptr + places, mask=ok, other=0.0)
+        m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP, FP8)
     if PDL and not EARLY:
         gdc_launch_dependents()
     used = (tiles * BLOCK_N + share - 1) // share
@@ -247,7 +281,7 @@ def decode_attention(
     merge_splits = max(1, min(next_power_of_2(num_splits), MERGE_ELEMENTS // (merge_group * dim_block)))
     grid = (heads.num_kv_heads, num_splits, rows) if tile.heads_first else (rows, heads.num_kv_heads, num_splits)
     _decode_attention_kernel[grid](
-        qkv, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
+        qkv, k, v, *kv.scales[layer], block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
         out, space.partials, space.lse, space.tickets,
         qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window,
         heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
@@ -255,7 +289,7 @@ def decode_attention(
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
         HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early, HEADS_FIRST=tile.heads_first,
-        TOUCH=tile.touch, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
+        TOUCH=tile.touch, FP8=kv.scales[layer][0] is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip
 
 
@@ -278,16 +312,27 @@ def decode_attention_reference(
                 for y, w in ((q, q_norm), (k, k_norm))
             )
         turn = cos[length - 1 : length], sin[length - 1 : length]
-        q, k = rotate_reference(q, *turn), rotate_reference(k, *turn).to(kv.k[layer].dtype)
-        v = v.to(kv.v[layer].dtype)
+        q, k = rotate_reference(q, *turn), rotate_reference(k, *turn)
+        if kv.scales[layer][0] is None:
+            k, v = k.to(kv.k[layer].dtype), v.to(kv.v[layer].dtype)
         if slot_mapping[b] >= 0:
             kv.write(layer, k, v, slot_mapping[b : b + 1])
         first = max(0, length - window) if window else 0
-        blocks = block_tables[int(seq_slots[b])][: -(-length // kv.block_size)].long()
-        keys = torch.cat((kv.k[layer][blocks].flatten(0, 1)[first : length - 1], k)).float()
-        values = torch.cat((kv.v[layer][blocks].flatten(0, 1)[first : length - 1], v)).float()
+        position = torch.arange(first, length - 1, device=qkv.device)
+        blocks = block_tables[int(seq_slots[b])].long()[position // kv.block_size]
+        slots = blocks * kv.block_size + position % kv.block_size
+        keys = _with_new(kv.k[layer], kv.scales[layer][0], slots, k)
+        values = _with_new(kv.v[layer], kv.scales[layer][1], slots, v)
         scores = torch.einsum("kgd,tkd->kgt", q[0].view(-1, group, heads.head_dim), keys) * heads.scale
         if heads.softcap:
             scores = heads.softcap * torch.tanh(scores / heads.softcap)
         out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), values).flatten(0, 1)
     return out.flatten(1)
+
+
+def _with_new(data: Tensor, scales: Tensor | None, slots: Tensor, new: Tensor) -> Tensor:
+    """What the cache has at `slots` and, behind it, what it has or would have of `new`: [tokens, kv heads, head_dim] float32."""
+    if scales is None:
+        return torch.cat((data.flatten(0, 1)[slots], new)).float()
+    out = torch.empty((len(slots), *new.shape[1:]), device=new.device)
+    return torch.cat((fp8.read(data, scales, slots, out), fp8.dequantize(*fp8.quantize(new))))

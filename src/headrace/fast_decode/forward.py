@@ -265,7 +265,8 @@ class FastDecode:
         split_attention(
             q, kv.k[index], kv.v[index], self.attended[:rows], batch.block_tables, batch.seq_slots, batch.query_start,
             batch.seq_lens, self.space, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
-            scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, tile=tile,
+            scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, scales=kv.scales[index],
+            tile=tile,
         )  # fmt: skip
 
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.cache.fp8 import Scales
 from headrace.kernels.activation import soft_cap
+from headrace.kernels.fp8_cache import widened
 from headrace.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -35,12 +37,12 @@ MAX_ROWS = 64  # tokens of a sequence times query heads of a kv head
 
 @jit(do_not_specialize=["first_seq", "window"])
 def _split_attention(
-    q_ptr, k_ptr, v_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_CHUNKS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     part = tl.program_id(1)
@@ -95,7 +97,11 @@ def _split_attention(
             mask = inside[:, None] & (d < HEAD_DIM)[None, :]
             k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
             v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision=PRECISION)
+            if FP8:
+                place = (block * KV_HEADS + head) * BLOCK + key % BLOCK
+                v_scale = tl.load(v_scales_ptr + place, mask=inside, other=0.0)
+                s = s * tl.load(k_scales_ptr + place, mask=inside, other=0.0)[None, :]
             if SOFTCAP:
                 s = soft_cap(s * scale, softcap) * 1.4426950408889634
             if TOKENS == 1:
@@ -112,7 +118,9 @@ def _split_attention(
             p = tl.exp2(s * factor - base[:, None])
             shrink = tl.exp2(m - base)
             total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            if FP8:
+                p = p * v_scale[None, :]
+            acc = tl.dot(p.to(q.dtype), widened(v, q.dtype), acc * shrink[:, None], input_precision=PRECISION)
             m = m_new
         o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if num_parts <= 1:  # also length 0: zeros
@@ -184,13 +192,13 @@ def max_tokens(group: int) -> int:
 
 def split_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
-    seq_lens: Tensor, space: SplitSpace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int,
-    scale: float, window: int = 0, softcap: float = 0.0, chunk: int | None = None, tile: SplitTile | None = None,
+    seq_lens: Tensor, space: SplitSpace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int, scale: float,
+    window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), chunk: int | None = None, tile: SplitTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs, each with at most `tokens` rows, into `out`.
 
     q [T, num_heads, head_dim] (rows may be strided); k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim], alike in
-    strides; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots [S] int32; query_start
+    strides, in FP8 with their `scales`; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots [S] int32; query_start
     [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and themselves, the last
     `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0, nothing is read.
     max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Writes nothing else but `space`.
@@ -200,7 +208,7 @@ def split_attention(
     real_rows = tokens * group
     rows, dim = max(16, next_power_of_2(real_rows)), max(16, next_power_of_2(head_dim))
     if tile is None:
-        tile = default_tile(dim, k_cache.element_size(), rows, capability(q.device) >= (9, 0))
+        tile = default_tile(dim, q.element_size(), rows, capability(q.device) >= (9, 0))
     context = min(max_context, window + tokens + tile.keys - 2) if window else max_context  # from the first touched tile on
     slots = space.lse.numel() // num_heads
     if chunk is None:
@@ -210,11 +218,12 @@ def split_attention(
         raise ValueError(f"chunk {chunk} does not suit {num_seqs} sequences of {context} tokens")
     merge_rows = next_power_of_2(real_rows)
     _split_attention[(kv_heads, parts, num_seqs)](
-        q, k_cache, v_cache, out, space.partials, space.lse, space.tickets,
+        q, k_cache, v_cache, *scales, out, space.partials, space.lse, space.tickets,
         block_tables, seq_slots, query_start, seq_lens, first_seq, scale, softcap, window, chunk,
         q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows,
         TILE=tile.keys, MERGE_ROWS=merge_rows, MERGE_CHUNKS=max(1, MERGE_ELEMENTS // (merge_rows * dim)),
-        WINDOW=window > 0, SOFTCAP=softcap > 0, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=scales[0] is not None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.cache.fp8 import Scales
 from headrace.kernels.activation import soft_cap
+from headrace.kernels.fp8_cache import widened
 from headrace.kernels.launch import (
     TensorDescriptor,
     capability,
@@ -28,17 +30,18 @@ from headrace.kernels.launch import (
 
 @jit
 def _attend_tiles(
-    acc, total, m, q, k_src, v_src, table, lo, hi, stop, position, n, d, head, scale, softcap, window,
+    acc, total, m, q, k_src, v_src, k_scales, v_scales, table, lo, hi, stop, position, n, d, head, scale, softcap, window,
     block_stride, token_stride, head_stride,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys lo .. hi (multiples of TILE); MASK where some row may not see some key below `stop`."""
     factor = 1.0 if SOFTCAP else scale * 1.4426950408889634  # positive: the maximum may be taken before it
     for n0 in range(lo, hi, TILE):
         key = n0 + n
         if TMA:
-            row = tl.load(table + n0 // BLOCK) * BLOCK + n0 % BLOCK
+            block = tl.load(table + n0 // BLOCK)
+            row = block * BLOCK + n0 % BLOCK
             k = tl.reshape(k_src.load([row, head, 0]), [TILE, DIM])
         else:
             if BLOCK % TILE == 0:
@@ -54,7 +57,15 @@ def _attend_tiles(
                 k = tl.load(k_src + at)
             else:
                 k = tl.load(k_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision=PRECISION)
+        if FP8:
+            place = (block.to(tl.int64) * tl.num_programs(1) + head) * BLOCK + key % BLOCK
+            if MASK:
+                v_scale = tl.load(v_scales + place, mask=key < stop, other=0.0)
+                s = s * tl.load(k_scales + place, mask=key < stop, other=0.0)[None, :]
+            else:
+                v_scale = tl.load(v_scales + place)
+                s = s * tl.load(k_scales + place)[None, :]
         if SOFTCAP:
             s = soft_cap(s * scale, softcap) * 1.4426950408889634
         if MASK:
@@ -73,14 +84,16 @@ def _attend_tiles(
         if TMA:
             v = tl.reshape(v_src.load([row, head, 0]), [TILE, DIM])
             if MASK:  # what lies behind the sequence's end may be anything, and 0 * NaN is NaN
-                v = tl.where((key < stop)[:, None], v, 0.0)
+                v = tl.where((key < stop)[:, None], widened(v, q.dtype), 0.0)
         elif MASK:
             v = tl.load(v_src + at, mask=(key < stop)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         elif DIM == HEAD_DIM:
             v = tl.load(v_src + at)
         else:
             v = tl.load(v_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        if FP8:
+            p = p * v_scale[None, :]
+        acc = tl.dot(p.to(q.dtype), widened(v, q.dtype), acc, input_precision=PRECISION)
         m = m_new
     return acc, total, m
 
@@ -106,11 +119,11 @@ def _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.
 
 @jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window"])
 def _varlen_attention(
-    q_ptr, k_src, v_src, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, num_seqs, skip,
+    q_ptr, k_src, v_src, k_scales, v_scales, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, num_seqs, skip,
     scale, softcap, window, q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
     head = tl.program_id(1)
@@ -146,17 +159,20 @@ def _varlen_attention(
             even = tl.maximum(position0 + TOKENS - window + TILE - 1, 0) // TILE * TILE
             even = tl.maximum(tl.minimum(even, full), lo)
             acc, total, m = _attend_tiles(
-                acc, total, m, q, k_src, v_src, table, lo, even, stop, position, n, d, head, scale, softcap, window,
-                block_stride, token_stride, head_stride, HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, TMA, PRECISION,
+                acc, total, m, q, k_src, v_src, k_scales, v_scales, table, lo, even, stop, position, n, d, head,
+                scale, softcap, window, block_stride, token_stride, head_stride,
+                HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
             )  # fmt: skip
             lo = even
         acc, total, m = _attend_tiles(
-            acc, total, m, q, k_src, v_src, table, lo, full, stop, position, n, d, head, scale, softcap, window,
-            block_stride, token_stride, head_stride, HEAD_DIM, DIM, BLOCK, TILE, False, WINDOW, SOFTCAP, TMA, PRECISION,
+            acc, total, m, q, k_src, v_src, k_scales, v_scales, table, lo, full, stop, position, n, d, head,
+            scale, softcap, window, block_stride, token_stride, head_stride,
+            HEAD_DIM, DIM, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
         )  # fmt: skip
         acc, total, m = _attend_tiles(
-            acc, total, m, q, k_src, v_src, table, full, stop, stop, position, n, d, head, scale, softcap, window,
-            block_stride, token_stride, head_stride, HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, TMA, PRECISION,
+            acc, total, m, q, k_src, v_src, k_scales, v_scales, table, full, stop, stop, position, n, d, head,
+            scale, softcap, window, block_stride, token_stride, head_stride,
+            HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
         )  # fmt: skip
         o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         at = out_ptr + (row * out_stride + q_head * HEAD_DIM)[:, None] + d[None, :]
@@ -177,7 +193,10 @@ class VarlenTile:
 
 
 def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool) -> VarlenTile:
-    """Measured best on an H100 at head_dim 128: 64 x 64 with 4 warps by TMA, 128 x 64 with 8 by pointers, 3 stages."""
+    """For queries of `itemsize` bytes a number; `hopper`: the card and the cache's rows suit the tensor memory accelerator.
+
+    Measured best on an H100 at head_dim 128: 64 x 64 with 4 warps by TMA, 128 x 64 with 8 by pointers, 3 stages.
+    """
     keys = max(16, min(64, 16384 // (dim * itemsize)))
     tma = hopper and block_size % keys == 0
     if itemsize == 4:
@@ -190,7 +209,7 @@ def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool) -> Varl
 def varlen_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
     seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float, window: int = 0,
-    softcap: float = 0.0, skip: int = 0, tile: VarlenTile | None = None,
+    softcap: float = 0.0, scales: Scales = (None, None), skip: int = 0, tile: VarlenTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs without each one's first `skip` rows, into `out`.
 
@@ -201,7 +220,8 @@ def varlen_attention(
     block_size, kv_heads, group = k_cache.shape[1], k_cache.shape[2], num_heads // k_cache.shape[2]
     dim = max(16, next_power_of_2(head_dim))
     if tile is None:
-        tile = default_tile(dim, k_cache.element_size(), block_size, capability(q.device) >= (9, 0))
+        copies = capability(q.device) >= (9, 0) and head_dim * k_cache.element_size() % 16 == 0  # what the accelerator takes
+        tile = default_tile(dim, q.element_size(), block_size, copies)
     rows = max(16, next_power_of_2(group), min(tile.rows, next_power_of_2((max_tokens - skip) * group)))
     k_src, v_src = k_cache, v_cache
     if tile.tma:
@@ -211,10 +231,11 @@ def varlen_attention(
     tokens = rows // group
     programs = (num_rows - num_seqs * skip) // tokens + num_seqs
     _varlen_attention[(programs, kv_heads)](
-        q, k_src, v_src, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
+        q, k_src, v_src, *scales, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
         scale, softcap, window, q.stride(0), out.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
-        WINDOW=window > 0, SOFTCAP=softcap > 0, TMA=tile.tma, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=scales[0] is not None, TMA=tile.tma,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps if rows >= 64 else 4, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.kernels.fp8_cache import store_head
 from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, tl
 from headrace.kernels.norm import rms_norm_reference, rms_norm_triton
 
@@ -72,9 +73,10 @@ def qkv_rope_write_reference(
 @jit
 def _qkv_rope_write(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
-    k_cache_ptr, v_cache_ptr, eps, offset, q_stride, k_stride, v_stride, token_stride,
+    k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, eps, offset, q_stride, k_stride, v_stride, token_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr, PACK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, PDL: tl.constexpr,
+    REST_PAD: tl.constexpr, PACK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes PACK heads of one row, all queries, all keys or all values; a row's programs are neighbours.
 
@@ -91,12 +93,12 @@ def _qkv_rope_write(
     is_v = group >= Q_GROUPS + KV_GROUPS
     # only scalars come out of these branches: tensors would go through shared memory, from one layout into another
     first, heads, src, norm_ptr = group * PACK, HEADS, q_ptr + row * q_stride, q_norm_ptr
-    cache = k_cache_ptr + slot * token_stride
+    cache, scales = k_cache_ptr + slot * token_stride, k_scales_ptr
     if not is_q:
         first, heads, src, norm_ptr = (group - Q_GROUPS) % KV_GROUPS * PACK, KV_HEADS, k_ptr + row * k_stride, k_norm_ptr
     if is_v:
         src = v_ptr + row * v_stride
-        cache = v_cache_ptr + slot * token_stride
+        cache, scales = v_cache_ptr + slot * token_stride, v_scales_ptr
     head = first + tl.arange(0, PACK)[:, None]
     # whole tiles, though all heads share them: each thread gets its own elements in one piece
     i = tl.broadcast_to(tl.arange(0, HALF_PAD)[None, :], (PACK, HALF_PAD))
@@ -115,14 +117,16 @@ def _qkv_rope_write(
     rest = (head < heads) & (j < REST)
     low = tl.load(src + low_at, mask=half, other=0.0)
     high = tl.load(src + HALF + low_at, mask=half, other=0.0)
+    tail = low
     if REST > 0:
         tail = tl.load(src + tail_at, mask=rest, other=0.0)
+    there = head < heads
+    scale_at = (slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK
     if is_v:
         if slot >= 0:
-            tl.store(cache + low_at, low.to(v_cache_ptr.dtype.element_ty), mask=half)
-            tl.store(cache + HALF + low_at, high.to(v_cache_ptr.dtype.element_ty), mask=half)
-            if REST > 0:
-                tl.store(cache + tail_at, tail.to(v_cache_ptr.dtype.element_ty), mask=rest)
+            store_head(
+                cache, scales, low, high, tail, low_at, tail_at, half, rest, scale_at, there, HALF, REST, FP8
+            )  # fmt: skip
     else:
         # after the rows, whose way is longer: these have to wait for the position
         cos = tl.load(cos_ptr + position * HALF + i, mask=i < HALF, other=0.0)
@@ -147,10 +151,9 @@ def _qkv_rope_write(
             if REST > 0:
                 tl.store(src + tail_at, tail, mask=rest)
         if (not is_q) & (slot >= 0):
-            tl.store(cache + low_at, low.to(k_cache_ptr.dtype.element_ty), mask=half)
-            tl.store(cache + HALF + low_at, high.to(k_cache_ptr.dtype.element_ty), mask=half)
-            if REST > 0:
-                tl.store(cache + tail_at, tail.to(k_cache_ptr.dtype.element_ty), mask=rest)
+            store_head(
+                cache, scales, low, high, tail, low_at, tail_at, half, rest, scale_at, there, HALF, REST, FP8
+            )  # fmt: skip
 
 
 _launcher = Launcher(_qkv_rope_write)
@@ -192,13 +195,15 @@ def qkv_rope_write_triton(
     tile = tile or default_tile(num_heads, head_dim)
     groups = -(-num_heads // tile.heads) + 2 * -(-num_kv_heads // tile.heads)
     k_cache, v_cache = kv.k[layer], kv.v[layer]
+    k_scales, v_scales = kv.scales[layer]
+    scales = (cos, cos) if k_scales is None or v_scales is None else (k_scales, v_scales)
     _launcher(
         rows * groups,
-        (q, k, v, positions, cos, sin, slot_mapping, *(weights or (cos, cos)), k_cache, v_cache),
+        (q, k, v, positions, cos, sin, slot_mapping, *(weights or (cos, cos)), k_cache, v_cache, *scales),
         (eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1)),
         num_warps=tile.num_warps, HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
         HALF_PAD=next_power_of_2(half), REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads,
-        NORM=weights is not None, KEEP=keep,
+        NORM=weights is not None, KEEP=keep, BLOCK=k_cache.shape[1], FP8=k_scales is not None,
     )  # fmt: skip
     return rotated
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.cache.kv_cache import KVCache, zeros
+from headrace.cache.kv_cache import KVCache
+from headrace.cache.memory import zeros
 from headrace.errors import CheckpointError
 from headrace.kernels.norm import rms_norm
 from headrace.model.batch import ForwardBatch

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from headrace.cache.kv_cache import zeros
+from headrace.cache.memory import zeros
 from headrace.kernels.prepare import Rows, new_rows
 from headrace.kernels.tables import WRITE, Float, Int, SlotTables, enter
 from headrace.model.batch import ForwardBatch, WantedRows

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.cache.kv_cache import zeros
+from headrace.cache.memory import zeros
 from headrace.kernels.prepare import Rows
 from headrace.kernels.tables import Float, Int
 from headrace.sampling.params import SamplingParams
