@@ -39,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "int8 cache": {"kv_cache_dtype": "int8"},
     "bf16 weights": {"quantization": "bf16"},
     "float32": {"dtype": "float32"},
+    "torch FP8 cache": {"dtype": "float32", "enforce_eager": True, "kv_cache_dtype": "fp8"},
     "torch float32": {"dtype": "float32", "enforce_eager": True},
 }
 BANDWIDTH = """

@@ -22,6 +22,7 @@ import torch
 import compile_ahead
 import gpu_decode
 from echo_group import EchoGroup
+from headrace.cache import fp8
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
@@ -49,12 +50,13 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtype=torch.bfloat16, window: int = 0,
               softcap: float = 0.0, tokens: int = 1, tile: VarlenTile | None = None,
-              kind: str = "split") -> Callable[[], None]:  # fmt: skip
+              kind: str = "split", narrow: bool = False) -> Callable[[], None]:  # fmt: skip
     def run() -> None:
-        cache = meta(1000, block, kv_heads, head_dim, dtype=dtype)
+        cache = meta(1000, block, kv_heads, head_dim, dtype=fp8.DTYPE if narrow else dtype)
+        scales = meta(1000, kv_heads, block, dtype=torch.float32) if narrow else None
         q = meta(512, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
         args = (q, cache, cache, meta(512, heads * head_dim, dtype=dtype), ints(257, 64), ints(32), ints(33), ints(32))
-        options = {"scale": 0.1, "window": window, "softcap": softcap}
+        options = {"scale": 0.1, "window": window, "softcap": softcap, "scales": (scales, scales)}
         if kind == "gather":
             out = meta(4096, kv_heads, head_dim, dtype=dtype)
             gather_kv(cache, cache, out, out, ints(257, 64), ints(32), ints(33), first_seq=2, num_seqs=3, max_context=4096)
@@ -148,7 +150,9 @@ def sampling_of_ranks() -> None:
         )  # fmt: skip
 
 
-def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b", ranks: int = 1) -> Callable[[], None]:
+def decode(
+    count: int, table: Callable[..., decode_tiles.TileTable], model: str = "0.6b", ranks: int = 1, narrow: bool = False
+) -> Callable[[], None]:
     """A fused decode step of one layer of a Qwen3, or of a rank's part of it."""
 
     def run() -> None:
@@ -157,7 +161,11 @@ def decode(count: int, table: Callable[..., decode_tiles.TileTable], model: str 
         group = None if ranks == 1 else EchoGroup(ranks, count, config.hidden_size, torch.bfloat16, META)
         fast = FastDecode(config, weights, count, META, table(config), max_model_len=4096, group=group)
         batch = gpu_decode.Input(config, count, 500, 8 * count, META).batch([500] * count)
-        fast.forward(batch, gpu_decode.Cache(config, 64, META))
+        kv = gpu_decode.Cache(config, 64, META)
+        if narrow:
+            scales = meta(64, config.num_kv_heads, 64, dtype=torch.float32)
+            kv.k, kv.v, kv.scales = [kv.k[0].to(fp8.DTYPE)], [kv.v[0].to(fp8.DTYPE)], [(scales, scales)]
+        fast.forward(batch, kv)
 
     return run
 
@@ -203,6 +211,13 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "decode of 100 rows": decode(100, decode_tiles.default_table),
     "decode of 256 rows": decode(256, decode_tiles.default_table),
     "decode of 256 rows in two": decode(256, in_two),
+    "decode of 4 rows in FP8": decode(4, decode_tiles.default_table, narrow=True),
+    "decode of 256 rows in two in FP8": decode(256, in_two, narrow=True),
+    "split 8B in FP8": attention(32, 8, 128, narrow=True),
+    "split head 256 in FP8": attention(8, 4, 256, narrow=True, window=4096, softcap=50.0),
+    "varlen 8B in FP8": attention(32, 8, 128, kind="varlen", narrow=True),
+    "varlen head 256 in FP8": attention(8, 4, 256, kind="varlen", narrow=True, window=4096, softcap=50.0),
+    "varlen head 24 in FP8": attention(8, 4, 24, kind="varlen", narrow=True),
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 import torch
 from torch import Tensor
 
+from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
@@ -67,6 +68,8 @@ def decode_batch(
     kv = KVCache(config, rows * width + 1, block_size, dtype, torch.device("cpu"))
     for tensor in (*kv.k, *kv.v):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for tensor in (t for pair in kv.scales for t in pair if t is not None):
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
     slots = torch.randperm(rows + 1, generator=generator)[:rows].int()
     tables = torch.zeros(rows + 2, width, dtype=torch.int32)
     tables[slots.long()] = torch.randperm(rows * width, generator=generator).view(rows, width).int() + 1
@@ -94,12 +97,12 @@ def cut(batch: ForwardBatch, rows: int) -> ForwardBatch:
 def moved(thing, device: torch.device, dtype: torch.dtype | None = None):
     """A copy of weights, a batch or a cache with all its tensors on `device`, floating ones in `dtype`."""
     if isinstance(thing, Tensor):
-        return thing.to(device, dtype if thing.is_floating_point() else None)
-    if isinstance(thing, list):
-        return [moved(item, device, dtype) for item in thing]
+        return thing.to(device, dtype if thing.is_floating_point() and thing.dtype != fp8.DTYPE else None)
+    if isinstance(thing, list | tuple):
+        return type(thing)(moved(item, device, dtype) for item in thing)
     if isinstance(thing, KVCache):
         thing = copy.copy(thing)
-        thing.k, thing.v = moved(thing.k, device, dtype), moved(thing.v, device, dtype)
+        thing.k, thing.v, thing.scales = (moved(part, device, dtype) for part in (thing.k, thing.v, thing.scales))
         return thing
     if is_dataclass(thing):
         return replace(thing, **{f.name: moved(getattr(thing, f.name), device, dtype) for f in fields(thing)})

@@ -4,12 +4,13 @@ and what it must give."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from headrace.cache import fp8
 from headrace.kernels.attention_decode import split_attention, split_space
 from headrace.kernels.attention_prefill import varlen_attention
 from headrace.kernels.qkv import qkv_rope_write_reference
@@ -30,6 +31,7 @@ class PagedCase:
     seq_lens: Tensor
     query_lens: list[int]
     context_lens: list[int]
+    scales: fp8.Scales = (None, None)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.block_tables, self.seq_slots, self.query_start, self.seq_lens
@@ -65,6 +67,17 @@ def paged_case(
     start = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
     return PagedCase(q[:, :heads], k, v, tables, slots, start, lens, query_lens, context_lens)
+
+
+def in_fp8(case: PagedCase) -> tuple[PagedCase, PagedCase]:
+    """The case with its cache in FP8, and with one of the same numbers in float32, for the reference."""
+    narrow, wide = {}, {}
+    for name in ("k_cache", "v_cache"):
+        data, scales = fp8.quantize(getattr(case, name))
+        narrow[name] = data, scales.transpose(1, 2).contiguous()
+        wide[name] = fp8.dequantize(data, scales)
+    (k, k_scales), (v, v_scales) = narrow["k_cache"], narrow["v_cache"]
+    return replace(case, k_cache=k, v_cache=v, scales=(k_scales, v_scales)), replace(case, **wide)
 
 
 def attention_reference(case: PagedCase, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
@@ -113,7 +126,7 @@ def cache_of(case: PagedCase) -> SimpleNamespace:
         rows.append(slots)
     index = torch.cat(rows)
     kept = (case.k_cache.flatten(0, 1)[index], case.v_cache.flatten(0, 1)[index])
-    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[(None, None)], rows=kept)
+    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[case.scales], rows=kept)
 
 
 def run_split(
@@ -126,7 +139,7 @@ def run_split(
     out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=device) if out is None else out
     split_attention(
         case.q, case.k_cache, case.v_cache, out, *case.tensors(), workspace, first_seq=0, num_seqs=seqs, tokens=tokens,
-        max_context=max_context or max(case.context_lens), scale=scale or head_dim**-0.5, **options,
+        max_context=max_context or max(case.context_lens), scale=scale or head_dim**-0.5, scales=case.scales, **options,
     )  # fmt: skip
     if device.type == "cpu":  # on a card it may be captured here
         assert not workspace.tickets.any(), "the counters are left as they were found"
@@ -140,7 +153,7 @@ def run_varlen(case: PagedCase, first: int = 0, seqs: int | None = None, *, scal
     out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=case.q.device)
     varlen_attention(
         case.q, case.k_cache, case.v_cache, out, *case.tensors(), first_seq=first, num_seqs=len(lens), num_rows=sum(lens),
-        max_tokens=max(lens), scale=scale or head_dim**-0.5, **options,
+        max_tokens=max(lens), scale=scale or head_dim**-0.5, scales=case.scales, **options,
     )  # fmt: skip
     return out
 
@@ -183,3 +196,42 @@ def check_qkv(
     assert (own is not None) == keep
     for kept, cached in zip(own or (), (got_kv.k[0], got_kv.v[0]), strict=False):
         assert torch.equal(kept, cached.flatten(0, 1)[slots])
+
+
+def check_qkv_fp8(
+    write: Callable, heads: int, kv_heads: int, head_dim: int, rot: int, *, rows: int, block: int, norm: bool = True,
+    dtype: torch.dtype = torch.float32, device: str = "cpu",
+) -> None:  # fmt: skip
+    """What `write` leaves in an FP8 cache of three blocks is what `fp8.quantize` makes of the keys and values that it would
+    leave in a float one, bit for bit, whether those are kept or not; zeros, huge, tiny and broken vectors among them."""
+    shape = (rows, heads + 2 * kv_heads, head_dim)
+    qkv = torch.randn(shape, device=device).to(dtype)
+    values = qkv[:, heads + kv_heads :]
+    for row, number in enumerate((0.0, 3e38, -1e-37, float("inf"), float("nan"))):
+        values[row] = 0.0
+        values[row, :, row] = number
+    values[5] *= 1e30
+    qkv[0, heads : heads + kv_heads] = 0.0
+    angle = torch.rand((100, rot // 2), device=device) * 6
+    where = torch.randint(0, 100, (rows,), dtype=torch.int32, device=device), angle.cos(), angle.sin()
+    slots = torch.randperm(3 * block, device=device)[:rows]
+    slots[-1] = -1  # a padded row
+    weight = torch.randn(head_dim, device=device).to(dtype) if norm else None
+    for keep in (True, False):
+        k, v = (torch.zeros((3, block, kv_heads, head_dim), dtype=fp8.DTYPE, device=device) for _ in range(2))
+        scales = tuple(torch.full((3, kv_heads, block), 7.0, device=device) for _ in range(2))
+        kv = SimpleNamespace(k=[k], v=[v], scales=[scales])
+        _, own = write(
+            qkv.flatten(1).clone(), *where, kv, 0, slots, keep=keep, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+            q_norm=weight, k_norm=weight, eps=1e-6, norm_offset=0.0,
+        )  # fmt: skip
+        kept = own or kept  # noqa: F821  (the first time they are kept)
+        at = slots[:-1]
+        for x, data, factors in zip(kept, (k, v), scales, strict=True):
+            want, want_scales = fp8.quantize(x[:-1])
+            got = data.flatten(0, 1)[at]
+            assert torch.equal(got.float().nan_to_num(1000.0), want.float().nan_to_num(1000.0))
+            assert torch.equal(factors.transpose(1, 2).flatten(0, 1)[at], want_scales)
+            untouched = torch.ones(3 * block, dtype=torch.bool, device=device)
+            untouched[at] = False
+            assert (factors.transpose(1, 2).flatten(0, 1)[untouched] == 7.0).all() and not data.flatten(0, 1)[untouched].float().any()

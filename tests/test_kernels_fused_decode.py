@@ -167,6 +167,8 @@ def attention_case(lengths, *, heads, kv_heads, dim, block_size, dtype=torch.flo
     kv = KVCache(config, num_blocks, block_size, dtype, torch.device(DEVICE))
     for tensor in (*kv.k, *kv.v):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for tensor in (t for pair in kv.scales for t in pair if t is not None):
+        tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.1)
     rows = len(lengths)
     slots = torch.randperm(rows + 2, generator=generator)[:rows].to(torch.int32)
     tables = torch.zeros(rows + 2, width, dtype=torch.int32)
@@ -204,9 +206,23 @@ def angles(rotated: int, positions: int = 512) -> dict[str, Tensor]:
 def test_decode_attention(
     heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles
 ):  # fmt: skip
+    check_decode_attention(heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles)
+
+
+@pytest.mark.parametrize("numbers", [
+    (4, 2, 32, 32, 16, 0, 0.0, True, 4, 1, 1), (6, 2, 24, 12, 5, 0, 20.0, False, 3, 1, 2), (8, 1, 16, 16, 64, 37, 0.0, False, 4, 1, 1),
+])  # fmt: skip
+def test_decode_attention_in_fp8(numbers):
+    check_decode_attention(*numbers, dtype=torch.float8_e4m3fn)
+
+
+def check_decode_attention(
+    heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles, dtype=torch.float32
+):  # fmt: skip
     lengths = [150, 1, 0, 33]
-    kv, batch, qkv = attention_case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)
-    kv_reference = attention_case(lengths, heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size)[0]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size, "dtype": dtype}
+    kv, batch, qkv = attention_case(lengths, **sizes)
+    kv_reference = attention_case(lengths, **sizes)[0]
     shape = HeadShape(heads, kv_heads, dim, scale=dim**-0.5, softcap=softcap, norm_eps=1e-5, norm_offset=0.25)
     norms = {"q_norm": random(dim, seed=5), "k_norm": random(dim, seed=6)} if qk_norm else {"q_norm": None, "k_norm": None}
     options = {**batch, **angles(rotated), **norms, "heads": shape, "window": window}
@@ -221,7 +237,9 @@ def test_decode_attention(
     close(out, expected, 1e-4 if slabs > 1 else 2e-6)
     close(kv.k[1], kv_reference.k[1], 1e-6)
     close(kv.v[1], kv_reference.v[1], 1e-6)
-    assert (kv.k[0] == kv_reference.k[0]).all()  # the other layer is untouched
+    for ours, theirs in zip(kv.scales[1], kv_reference.scales[1], strict=True):
+        assert ours is None or torch.allclose(ours, theirs, rtol=1e-6)
+    assert (kv.k[0].float() == kv_reference.k[0].float()).all()  # the other layer is untouched
     assert not space.tickets.any()
     assert not out[2].any()  # the padded row
 

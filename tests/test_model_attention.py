@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.attention.torch_backend import TorchAttention
+from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.cache.memory import zeros
 from headrace.model.batch import ForwardBatch
@@ -23,14 +24,17 @@ DIM = 8
 class Case:
     """Sequences (rows, context) with random keys in randomly placed blocks; everything else in the cache is NaN."""
 
-    def __init__(self, shapes: list[tuple[int, int]], kv_heads: int, group: int, block_size: int, seed: int = 0):
+    def __init__(
+        self, shapes: list[tuple[int, int]], kv_heads: int, group: int, block_size: int, seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         self.shapes = sorted(shapes, key=lambda s: s[0] != 1)
         config = ModelConfig(
             family="llama", vocab_size=8, hidden_size=DIM, num_layers=1, num_heads=kv_heads * group,
             num_kv_heads=kv_heads, head_dim=DIM, intermediate_size=8, max_position=512, rope=RopeConfig(1e4, DIM),
         )  # fmt: skip
         blocks = [-(-context // block_size) for _, context in self.shapes]
-        self.kv = KVCache(config, sum(blocks) + 2, block_size, torch.float32, torch.device("cpu"))
+        self.kv = KVCache(config, sum(blocks) + 2, block_size, dtype, torch.device("cpu"))
         self.kv.k[0].fill_(math.nan)
         self.kv.v[0].fill_(math.nan)
         free = list(range(sum(blocks) + 2))
@@ -45,6 +49,8 @@ class Case:
             at = (mine[:, None] * block_size + torch.arange(block_size)).flatten()[:context]
             k, v = torch.randn(2, context, kv_heads, DIM, generator=g)
             self.kv.write(0, k, v, at)
+            if dtype == fp8.DTYPE:
+                k, v = (fp8.dequantize(*fp8.quantize(x)) for x in (k, v))
             self.keys.append(k)
             self.values.append(v)
         counts = [rows for rows, _ in self.shapes]
@@ -90,10 +96,10 @@ shape = st.integers(1, 40).flatmap(lambda context: st.tuples(st.sampled_from([1,
     shapes=st.lists(shape.map(lambda s: (min(s), s[1])), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3), group=st.integers(1, 4), block_size=st.sampled_from([1, 3, 4, 16]),
     window=st.sampled_from([0, 1, 5, 17]), softcap=st.sampled_from([0.0, 2.0]),
-    scratch=st.sampled_from([1, 3000, 1 << 20]), tile=st.sampled_from([3, 256]),
+    scratch=st.sampled_from([1, 3000, 1 << 20]), tile=st.sampled_from([3, 256]), dtype=st.sampled_from([torch.float32, fp8.DTYPE]),
 )  # fmt: skip
-def test_equals_the_definition(shapes, kv_heads, group, block_size, window, softcap, scratch, tile):
-    case = Case(shapes, kv_heads, group, block_size)
+def test_equals_the_definition(shapes, kv_heads, group, block_size, window, softcap, scratch, tile, dtype):
+    case = Case(shapes, kv_heads, group, block_size, dtype=dtype)
     options = {"scale": 0.4, "window": window, "softcap": softcap}
     got = case.run(TorchAttention(scratch, tile), **options)
     torch.testing.assert_close(got, case.expected(**options), rtol=1e-5, atol=1e-5)
@@ -106,10 +112,11 @@ def test_lengths_far_apart():
     torch.testing.assert_close(case.run(TorchAttention(), **options), case.expected(**options), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, fp8.DTYPE])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_a_broken_neighbour_stays_alone(softcap):
+def test_a_broken_neighbour_stays_alone(softcap, dtype):
     """NaN in one sequence's keys and values does not reach the others, padded or not."""
-    case = Case([(1, 30), (1, 33), (4, 9)], 1, 2, 4)
+    case = Case([(1, 30), (1, 33), (4, 9)], 1, 2, 4, dtype=dtype)
     options = {"scale": 0.3, "window": 0, "softcap": softcap}
     clean = case.run(TorchAttention(), **options)
     table = case.batch.block_tables[case.batch.seq_slots[1].long()]

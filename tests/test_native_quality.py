@@ -1,4 +1,4 @@
-"""What rounding costs: the embedded model's predictions on real text, by the native step and by torch in float32."""
+"""What rounding costs: the embedded model's predictions on real text, by the native step and by torch, against float32."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ MODES = {  # name -> options, largest mean KL
     "default": ({}, 0.0005),
     "int8 activations": ({"activation_dtype": "int8"}, 0.004),
     "float32": ({"dtype": "float32"}, 1e-8),
+    "torch, FP8 cache": ({"dtype": "float32", "enforce_eager": True, "kv_cache_dtype": "fp8"}, 0.01),
 }
 
 

@@ -42,8 +42,8 @@ class EngineConfig:
         "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none: decode a quantized file",
         shown="as the file holds them",
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = _engine(
-        "auto", "keys and values on a CPU; auto: by the weights"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = _engine(
+        "auto", "keys and values; auto: by the weights; fp8: on a GPU twice the context; the others on a CPU"
     )
     activation_dtype: Literal["auto", "int16", "int8"] = _engine(
         "auto", "inputs of integer weights on a CPU; int8 is faster, auto is int16"

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import torch
 
+from headrace.cache import fp8
 from headrace.errors import ParameterError
 from headrace.kernels.launch import capability
 from headrace.model.attention import AttentionBackend
 from headrace.model.config import ModelConfig
 
 
-def select_attention(name: str, model: ModelConfig, device: torch.device) -> tuple[AttentionBackend, str]:
+def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of keys and values where torch and our kernels compute in `dtype`. Raises ParameterError for a card without FP8."""
+    if wanted != "fp8":
+        return dtype
+    if device.type == "cuda" and capability(device) < (8, 9):
+        raise ParameterError("kv_cache_dtype", wanted, "auto on this GPU: FP8 needs compute capability 8.9")
+    return fp8.DTYPE
+
+
+def select_attention(
+    name: str, model: ModelConfig, device: torch.device, cache_dtype: torch.dtype | None = None
+) -> tuple[AttentionBackend, str]:
     """The backend that `name` asks for ("auto": the fastest one here by the measurements) and a sentence for the log.
 
     Raises ParameterError for a backend that cannot run this model on this device.
@@ -21,10 +33,10 @@ def select_attention(name: str, model: ModelConfig, device: torch.device) -> tup
         from headrace.attention.torch_backend import TorchAttention
 
         return TorchAttention(), "torch, the exact reference"
-    return _select_cuda(name, model, device)
+    return _select_cuda(name, model, device, cache_dtype == fp8.DTYPE)
 
 
-def _select_cuda(name: str, model: ModelConfig, device: torch.device) -> tuple[AttentionBackend, str]:
+def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bool) -> tuple[AttentionBackend, str]:
     if name == "torch":  # its plan is made of numbers that the host must know: steps could be neither captured nor overlapped
         raise ParameterError("attention_backend", name, "auto, triton, cudnn or fa3 on a GPU: torch runs on a CPU only")
     if model.head_dim > 256:
@@ -33,7 +45,7 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device) -> tuple[A
 
     if name == "triton":
         return TritonAttention(model, device), "Triton, as asked for"
-    refusal = _refusal(model, device)
+    refusal = "they do not read keys and values in FP8" if narrow else _refusal(model, device)
     if refusal and name != "auto":
         raise ParameterError("attention_backend", name, f"auto or triton here: {refusal}")
     if refusal:

@@ -33,7 +33,7 @@ def dequantize(data: Tensor, scales: Tensor) -> Tensor:
 
 
 def write(data: Tensor, scales: Tensor, x: Tensor, slots: Tensor) -> None:
-    """Store x [T, kv_heads, head_dim] at slots [T] of a layer's data [blocks, block_size, kv_heads, head_dim] and its scales."""
+    """Store x [T, kv_heads, head_dim] at slots [T] of data [blocks, block_size, kv_heads, head_dim] and its scales."""
     block_size = data.shape[1]
     narrow, factors = quantize(x)
     data.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, narrow.view(torch.uint8))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.attention.select import select_attention
+from headrace.attention.select import choose_cache_dtype, select_attention
 from headrace.config import EngineConfig
 from headrace.engine.options import refuse_native_options
 from headrace.errors import ParameterError
@@ -53,18 +53,21 @@ def load_forward(
     else:
         refuse_native_options(config, "this runs on a GPU", MADE)
     dtype = choose_dtype(config.dtype, model, device)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, device)
     if device.type == "cpu":
         rows = limits.max_num_batched_tokens
         plan_memory(
-            config, limits, part, dtype, device, weight_bytes=weight_bytes(model, dtype, shard), workspace_bytes=0,
-            activation_bytes=rows * row_elements(part) * dtype.itemsize, loaded=False, ranks=shard.size,
+            config, limits, part, dtype, device, cache_dtype=cache_dtype, weight_bytes=weight_bytes(model, dtype, shard),
+            workspace_bytes=0, activation_bytes=rows * row_elements(part) * dtype.itemsize, loaded=False, ranks=shard.size,
         )  # fmt: skip
     if group is not None:
         group.prepare(limits.max_decode_rows, model.hidden_size, dtype)
     quantization = None if draft and checkpoint.quantized_to() else config.quantization  # asked for of the target
     weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard, quantization)
     decode_rows = 0 if draft else limits.max_decode_rows
-    return Loaded(make_decoder(config, part, weights, limits, decode_rows, group), weights.num_bytes)
+    decoder = make_decoder(config, part, weights, limits, decode_rows, group)
+    decoder.cache_dtype = cache_dtype
+    return Loaded(decoder, weights.num_bytes)
 
 
 def _native(
@@ -97,7 +100,8 @@ def make_decoder(
     """The decoder in torch, and on a card the fused path for decode steps of few rows where it can run the model.
     `decode_rows` and `group` as of Decoder."""
     dtype, device = weights.embedding.dtype, weights.embedding.device
-    attention, why = select_attention(config.attention_backend, model, device)
+    cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, device)
+    attention, why = select_attention(config.attention_backend, model, device, cache_dtype)
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
         return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group)

@@ -50,7 +50,7 @@ def refuse_native_options(config: EngineConfig, reason: str, made: tuple[str, ..
     """Raises ParameterError for options that the native CPU step alone honours; `reason`: why it does not run. `made`: what
     weights are quantized to without it."""
     for name, others in (
-        ("quantization", (None, *made, "none")), ("kv_cache_dtype", ("auto",)), ("activation_dtype", ("auto",)),
+        ("quantization", (None, *made, "none")), ("kv_cache_dtype", ("auto", "fp8")), ("activation_dtype", ("auto",)),
     ):  # fmt: skip
         if getattr(config, name) not in others:
             allowed = f"{', '.join(filter(None, others))} here: other values need the native CPU step, and {reason}"
@@ -93,6 +93,8 @@ def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     ranks = config.tensor_parallel_size
     if on_cpu and not config.enforce_eager and ranks == 1 and why_unread(checkpoint) is None:
         item = {"float32": 4, "bfloat16": 2, "int8": 1}[choose_precision(config, stored_encodings(checkpoint)).cache]
+    elif config.kv_cache_dtype == "fp8":
+        item = 1
     block_size = config.block_size or (16 if on_cpu else 64)
     kv_size = Shard(0, ranks).config(model).kv_size
     blocks = config.kv_cache_bytes // (2 * model.num_layers * kv_size * item * block_size)

@@ -82,15 +82,15 @@ def _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCA
 
 @jit
 def _quantized(x, kept):
-    """x [DIM] as the cache keeps it, and its scale."""
-    x = x.to(tl.float32)
+    """x [DIM] float32 as the cache keeps it, and its scale."""
     factor, scale = fp8_factors(largest(x))
     return (x * factor).to(kept), scale
 
 
 @jit(do_not_specialize=["num_splits", "window"])
 def _decode_attention_kernel(
-    qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr,
+    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
     out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window,
     scale, softcap, eps, norm_offset,
@@ -194,25 +194,26 @@ def _decode_attention_kernel(
     acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     if owner:
         place = tl.load(mapping_ptr + b)
-        if FP8:
-            k_new, new_k_scale = _quantized(k_new, k.dtype)
-            v_new, new_v_scale = _quantized(v_new, k.dtype)
+        k_kept, v_kept = k_new, v_new
+        k_own, v_own = k_new.to(tl.float32), v_new.to(tl.float32)
+        if FP8:  # the next step will read them as they are kept
+            k_kept, k_own_scale = _quantized(k_own, k.dtype)
+            v_kept, v_own_scale = _quantized(v_own, v.dtype)
+            k_own, v_own = k_kept.to(tl.float32) * k_own_scale, v_kept.to(tl.float32) * v_own_scale
             if place >= 0:
                 at = (place // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + place % BLOCK_SIZE
-                tl.store(k_scales_ptr + at, new_k_scale)
-                tl.store(v_scales_ptr + at, new_v_scale)
+                tl.store(k_scales_ptr + at, k_own_scale)
+                tl.store(v_scales_ptr + at, v_own_scale)
         if place >= 0:
             place = place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token + head * stride_head
-            tl.store(k_ptr + place + rd, k_new, mask=d_ok)
-            tl.store(v_ptr + place + rd, v_new, mask=d_ok)
-        if FP8:  # read as the next step will
-            k_new, v_new = k_new.to(tl.float32) * new_k_scale, v_new.to(tl.float32) * new_v_scale
-        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
+            tl.store(k_ptr + place + rd, k_kept, mask=d_ok)
+            tl.store(v_ptr + place + rd, v_kept, mask=d_ok)
+        m = tl.sum(q.to(tl.float32) * k_own[None, :], 1) * scale
         if HAS_SOFTCAP:
             m = soft_cap(m, softcap)
         m = m * 1.4426950408889634
         l = l + 1.0
-        acc = acc + v_new.to(tl.float32)[None, :]
+        acc = acc + v_own[None, :]
     if lo < hi:
         m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP, FP8)
     for n0 in range(lo + BLOCK_N, hi, BLOCK_N):
@@ -331,7 +332,7 @@ def decode_attention_reference(
 
 
 def _with_new(data: Tensor, scales: Tensor | None, slots: Tensor, new: Tensor) -> Tensor:
-    """What the cache has at `slots` and, behind it, what it has or would have of `new`: [tokens, kv heads, head_dim] float32."""
+    """What the cache has at `slots` and, behind it, what it makes of `new`: [tokens, kv heads, head_dim] float32."""
     if scales is None:
         return torch.cat((data.flatten(0, 1)[slots], new)).float()
     out = torch.empty((len(slots), *new.shape[1:]), device=new.device)

@@ -193,15 +193,16 @@ def max_tokens(group: int) -> int:
 def split_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
     seq_lens: Tensor, space: SplitSpace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int, scale: float,
-    window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), chunk: int | None = None, tile: SplitTile | None = None,
+    window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), chunk: int | None = None,
+    tile: SplitTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs, each with at most `tokens` rows, into `out`.
 
     q [T, num_heads, head_dim] (rows may be strided); k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim], alike in
-    strides, in FP8 with their `scales`; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots [S] int32; query_start
-    [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and themselves, the last
-    `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0, nothing is read.
-    max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Writes nothing else but `space`.
+    strides, in FP8 with their `scales`; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots
+    [S] int32; query_start [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and
+    themselves, the last `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0,
+    nothing is read. max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Only `space` is written too.
     """
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]

@@ -119,8 +119,9 @@ def _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.
 
 @jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window"])
 def _varlen_attention(
-    q_ptr, k_src, v_src, k_scales, v_scales, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, num_seqs, skip,
-    scale, softcap, window, q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
+    q_ptr, k_src, v_src, k_scales, v_scales, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
+    first_seq, num_seqs, skip, scale, softcap, window,
+    q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,

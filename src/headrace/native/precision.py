@@ -61,6 +61,9 @@ def choose_precision(config: EngineConfig, encodings: Collection[str]) -> Precis
 
     By default a file runs as it is stored: floats of 32 bits exactly, everything else with keys and values in bfloat16.
     """
+    if config.kv_cache_dtype == "fp8":
+        others = "auto, float32, bfloat16 or int8 in the native CPU step: fp8 is for GPUs, and for torch (enforce_eager)"
+        raise ParameterError("kv_cache_dtype", config.kv_cache_dtype, others)
     quantized = sorted(set(encodings) - set(FLOATS))
     if config.quantization == "fp8":
         allowed = "none, int8, int4 or bf16 on a CPU; fp8 on a GPU, or in plain torch (enforce_eager)"

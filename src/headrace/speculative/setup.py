@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headrace.attention.select import select_attention
+from headrace.attention.select import choose_cache_dtype, select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.model.batch import ForwardBatch
@@ -89,8 +89,10 @@ def load_draft(
         layer, parts = load_eagle(checkpoint, model, target, dtype, device)
         if embedding_of is not None and not parts.own_embedding:
             layer.embedding, parts = load_embedding(embedding_of, target, dtype, device), parts._replace(own_embedding=True)
-        attention, _ = select_attention(config.attention_backend, model, device)
+        cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, device)
+        attention, _ = select_attention(config.attention_backend, model, device, cache_dtype)
         decoder = Decoder(model, layer, attention, max_model_len=limits.max_model_len)
+        decoder.cache_dtype = cache_dtype
         return Draft(model, decoder, layer.num_bytes + parts.num_bytes, len(layer.lm_head.data), parts)
     forward, num_bytes = load_forward(config, checkpoint, model, limits, device, draft=True)
     return Draft(model, forward, num_bytes, min(model.vocab_size, target.vocab_size))
