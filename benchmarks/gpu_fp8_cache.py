@@ -23,10 +23,10 @@ from torch import Tensor
 from gpu_kernels import BF16, BLOCK, DEVICE, DIM, KV_HEADS, ceilings, graph_micros, rotation
 from headrace.cache import fp8
 from headrace.fast_decode.attention import AttentionTile, HeadShape, decode_attention
-from headrace.kernels.attention_decode import SplitTile, split_attention, split_space
+from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.qkv import qkv_rope_write
-from headrace.kernels.split import SplitSpace
+from headrace.kernels.split import SplitSpace, split_space
 
 HEADS = 32
 Launches = list[Callable[[], object]]

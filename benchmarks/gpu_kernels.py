@@ -26,13 +26,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.attention.flash import find_flash_attention_3
 from headrace.kernels.activation import ActTile, act_mul, act_mul_triton
-from headrace.kernels.attention_decode import SplitTile, split_attention, split_space
+from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import NormTile, add_rms_norm, add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.norm import default_tile as norm_tile
 from headrace.kernels.qkv import QkvTile, qkv_rope_write, qkv_rope_write_triton
 from headrace.kernels.qkv import default_tile as qkv_tile
+from headrace.kernels.split import split_space
 from headrace.model.decoder import embed
 from headrace.model.linear import MatrixLinear
 

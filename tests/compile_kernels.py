@@ -28,13 +28,14 @@ from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
-from headrace.kernels.attention_decode import split_attention, split_space
+from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.sample_ranks import WORDS, sample_parts
+from headrace.kernels.split import split_space
 from headrace.model.shard import Shard
 
 META = torch.device("meta")

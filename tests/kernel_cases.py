@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from headrace.cache import fp8
-from headrace.kernels.attention_decode import split_attention, split_space
+from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import varlen_attention
 from headrace.kernels.qkv import qkv_rope_write_reference
-from headrace.kernels.split import SplitSpace
+from headrace.kernels.split import SplitSpace, split_space
 from headrace.model.batch import ForwardBatch
 
 

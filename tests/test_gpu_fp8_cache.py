@@ -12,9 +12,9 @@ from fast_decode_cases import decode_batch, moved, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache import fp8
 from headrace.fast_decode.forward import FastDecode
-from headrace.kernels.attention_decode import split_space
 from headrace.kernels.attention_prefill import VarlenTile
 from headrace.kernels.qkv import qkv_rope_write
+from headrace.kernels.split import split_space
 from headrace.model.decoder import Decoder
 from kernel_cases import attention_reference, check_qkv_fp8, in_fp8, paged_case, run_split, run_varlen
 from test_fp8_cache import NEAR, SCHEDULES

@@ -11,11 +11,11 @@ from headrace.attention import flash
 from headrace.attention.flash import CudnnAttention, FlashAttention3, find_flash_attention_3
 from headrace.attention.triton_backend import TritonAttention
 from headrace.kernels.activation import act_mul, act_mul_reference
-from headrace.kernels.attention_decode import split_space
 from headrace.kernels.attention_prefill import VarlenTile, default_tile
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from headrace.kernels.qkv import qkv_rope_write
+from headrace.kernels.split import split_space
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.vocabulary import embed
 from kernel_cases import PagedCase, attention_reference, batch_of, cache_of, check_qkv, paged_case, run_split, run_varlen

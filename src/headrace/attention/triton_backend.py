@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.attention_decode import max_tokens, num_slots, split_attention, split_space
+from headrace.kernels.attention_decode import max_tokens, split_attention
 from headrace.kernels.attention_prefill import varlen_attention
-from headrace.kernels.split import SplitSpace
+from headrace.kernels.split import SplitSpace, num_slots, split_space
 from headrace.model.attention import AttentionBackend, KeyValues
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig

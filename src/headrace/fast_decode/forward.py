@@ -21,10 +21,10 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.tiles import StepTiles, TileTable, default_table, with_attention_in_two
-from headrace.kernels.attention_decode import SplitTile, num_slots, split_attention
+from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.launch import capability
 from headrace.kernels.qkv import qkv_rope_write_triton
-from headrace.kernels.split import SplitSpace
+from headrace.kernels.split import SplitSpace, num_slots
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig

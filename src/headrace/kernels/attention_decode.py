@@ -161,18 +161,6 @@ def default_tile(dim: int, itemsize: int, rows: int, hopper: bool) -> SplitTile:
     return SplitTile(keys, 4 if rows * dim <= 4096 else 8, 3 if hopper else 2)
 
 
-def num_slots(max_num_seqs: int) -> int:
-    """(sequence row, chunk) pairs for which there is place: a launch picks its chunk size so that sequences * tokens * chunks
-    fit."""
-    return max(4096, 4 * max_num_seqs)
-
-
-def split_space(max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> SplitSpace:
-    """For `split_attention` of up to that many sequences."""
-    sums = num_slots(max_num_seqs) * num_heads
-    return SplitSpace(sums * head_dim, max_num_seqs * num_kv_heads, device, lse=sums)
-
-
 def choose_chunk(num_seqs: int, tokens: int, kv_heads: int, context: int, multiprocessors: int, slots: int) -> int:
     """Context tokens per program, a power of two.
 

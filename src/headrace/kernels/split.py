@@ -30,6 +30,18 @@ class SplitSpace:
         return [self.partials, self.lse, self.tickets]
 
 
+def num_slots(max_num_seqs: int) -> int:
+    """(sequence row, chunk) pairs for which there is place: a launch picks its chunk size so that sequences * tokens * chunks
+    fit."""
+    return max(4096, 4 * max_num_seqs)
+
+
+def split_space(max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> SplitSpace:
+    """For attention_decode.split_attention of up to that many sequences."""
+    sums = num_slots(max_num_seqs) * num_heads
+    return SplitSpace(sums * head_dim, max_num_seqs * num_kv_heads, device, lse=sums)
+
+
 @jit
 def count_part(ticket_ptr):
     """How many parts were there before this one, which has just been stored."""
