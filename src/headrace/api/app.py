@@ -22,10 +22,10 @@ from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
-from headrace.api.glass import GlassRoutes
 from headrace.api.glass_hub import Glass
 from headrace.api.limits import Limits
 from headrace.api.middleware import Gate
+from headrace.api.page_api import KillCore, page_api
 from headrace.api.page_files import page_routes
 from headrace.api.rerank import rerank, score
 from headrace.api.responses import responses
@@ -69,11 +69,12 @@ class Application(Starlette):
 
 def create_app(
     engine: AsyncEngine, config: ServerConfig | None = None, metrics: HttpMetrics | None = None, limits: Limits | None = None,
-    glass: Glass | None = None,
+    glass: Glass | None = None, kill_core: KillCore | None = None,
 ) -> Starlette:
     """The server's application around a running (or still loading) engine. It does not own the engine.
 
-    `metrics` and `limits`: where something else counts than this application. `glass`: what the page's engine is drawn from.
+    `metrics` and `limits`: where something else counts than this application. `glass`: what the page's engine is drawn from;
+    `kill_core` ends a core for it.
     """
     ctx = ApiContext(engine, config or ServerConfig(), metrics, limits)
 
@@ -100,10 +101,7 @@ def create_app(
                 allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-headrace-ignored"],
             ),
         )  # fmt: skip
-    glass_routes = []
-    if glass is not None and ctx.config.page:
-        shown = GlassRoutes(glass)
-        glass_routes = [route("/glass/events", shown.events, "GET"), route("/glass/text", shown.text, "GET")]
+    page = [*page_routes(), *(route(*asked) for asked in page_api(glass, kill_core))] if ctx.config.page else []
     app = Application(
         routes=[
             route("/v1/models", service.models, "GET"),
@@ -138,8 +136,7 @@ def create_app(
             route("/ready", service.ready, "GET"),
             route("/version", service.server_version, "GET"),
             route("/metrics", service.metrics_page, "GET"),
-            *(page_routes() if ctx.config.page else ()),
-            *glass_routes,
+            *page,
         ],
         middleware=middleware,
         exception_handlers={HTTPException: _http_error},

@@ -68,6 +68,9 @@ class ServerConfig:
     )
     page: bool = _server(True, "the page for browsers at /: chat and engine")
     glass_text: bool = _server(False, "the page may show whoever has a key the texts of all requests")
+    allow_kill_core: bool = _server(
+        False, "the page's scene of a killed core may kill one; only with a loopback --host and one HTTP process"
+    )
     otlp_traces_endpoint: str | None = option(
         None, "an OpenTelemetry collector for spans of requests, by OTLP over HTTP", unit="URL", group="operation"
     )

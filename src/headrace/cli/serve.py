@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import ipaddress
 import json
 import logging
 import os
@@ -189,16 +190,26 @@ class Server:
         from headrace.api_processes.parent import ApiProcesses
         from headrace.api_processes.wire import Start
         from headrace.distributed.remote_wire import EngineState
+        from headrace.engine.kill import kill_core
 
         options, glass = self.options, GlassHub(client) if config.page else None
+        killer = partial(kill_core, client) if self._may_kill(config) else None
         if options.api_processes == 1:
-            return http_server(create_app(client, config, metrics, glass=glass), options.log_level, self.tls)
+            return http_server(create_app(client, config, metrics, glass=glass, kill_core=killer), options.log_level, self.tls)
         start = Start(
             client.config, config, EngineState.of(client), client.model_name, client.generation_defaults, int(time.time()),
             options.log_level, client.supervision.heartbeat_timeout, options.ssl_certfile, options.ssl_keyfile,
         )  # fmt: skip
         restarts = client.supervision.max_restarts
         return ApiProcesses(client, metrics, start, options.log_format, restarts, self._give_up, glass)
+
+    def _may_kill(self, config: ServerConfig) -> bool:
+        """Whether the page may kill a core. Raises ParameterError where others than this machine's user could have it do so."""
+        host = self.listeners[0].getsockname()[0]
+        if config.allow_kill_core and not (ipaddress.ip_address(host).is_loopback and self.options.api_processes == 1):
+            allowed = "off, unless --host is this machine's loopback address and --api-processes is 1"
+            raise ParameterError("--allow-kill-core", "on", allowed)
+        return config.allow_kill_core
 
     async def _end(self, serving: asyncio.Task[Any], background: list[asyncio.Task[Any]]) -> None:
         """Let what runs finish, as far as the time goes; who is cut off is told so."""
