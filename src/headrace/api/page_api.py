@@ -42,13 +42,14 @@ class SceneRoutes:
         """GET /glass/server: the sizes and switches that explain what a scene shows, and counters to read before and after."""
         ctx.limits.check_ready()
         engine, info, config = ctx.engine, ctx.engine.info, ctx.engine.config
-        stats = engine.counters()
+        stats, model = engine.counters(), engine.model_config
         about: dict[str, Any] = {
             "version": package_version(), "cores": len(engine.cores()), "max_model_len": engine.max_model_len,
             "max_num_seqs": config.max_num_seqs, "prefix_caching": config.enable_prefix_caching,
             "speculative_method": config.speculative_method, "structured_output": engine.supports_structured,
             "kill_core": self._kill_core is not None,
             "num_blocks": None if info is None else info.num_blocks, "block_size": None if info is None else info.block_size,
+            "kv_token_bytes": 4 * model.num_layers * model.num_kv_heads * model.head_dim,  # keys and values of 16 bits
             "budget": config.max_num_batched_tokens or (16384 if info is not None and info.device.startswith("cuda") else 2048),
             "counters": {
                 "steps": stats.steps, "preemptions": stats.preemptions, "drafts": stats.drafts,

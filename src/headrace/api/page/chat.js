@@ -4,7 +4,8 @@ import { html, render, useEffect, useRef, useState } from "./vendor/htm-preact.j
 import { Conversation } from "./conversation.js";
 import { Icon, IconButton } from "./icons.js";
 import { Message } from "./message.js";
-import { History, Sampling } from "./panels.js";
+import { History, Panel, Sampling } from "./panels.js";
+import { Scene, SceneList } from "./scene_view.js";
 
 const NEAR = 60; // pixels from the end at which the view follows what is written
 const IDEAS = ["Explain in three sentences how a water mill works.", "Write a Python function that finds the longest common prefix of a list of strings.", "Compare tea and coffee in a small table."];
@@ -37,27 +38,34 @@ export function mountChat(element, show) {
 }
 
 function Chat({ talk, model, show }) {
-  const [panel, setPanel] = useState(null);
+  const [panel, setPanel] = useState(null), [scene, setScene] = useState(null);
   const { messages, system, title } = talk.chat;
   const close = () => setPanel(null);
   const box = useRef();
+  if (scene) {
+    return html`<div class="messages scene-box" tabindex="0" aria-label="Scene"><div class="column">
+      <${Scene} key=${scene.id} scene=${scene} model=${model} show=${show} close=${() => setScene(null)} pick=${setScene} />
+    </div></div>`;
+  }
   return html`
     <header class="chat-bar">
       <h2 title=${title}>${title}</h2>
       <span class="space"></span>
+      ${messages.length > 0 && html`<${IconButton} name="scenes" label="Guided scenes" aria-expanded=${String(panel === "scenes")} onClick=${() => setPanel("scenes")} />`}
       <${IconButton} name="new" label="New chat" onClick=${() => { talk.begin(); box.current?.focus(); }} />
       <${IconButton} name="history" label="Earlier chats and export" aria-expanded=${String(panel === "history")} onClick=${() => setPanel("history")} />
       <${IconButton} name="sliders" label="System message and sampling" aria-expanded=${String(panel === "sampling")} onClick=${() => setPanel("sampling")} />
     </header>
     <${Messages} talk=${talk} show=${show}>
       ${system.trim() && html`<details class="system"><summary>System message</summary><div class="said">${system}</div></details>`}
-      ${!messages.length && html`<${Welcome} model=${model} ask=${(text) => talk.send(text)} />`}
+      ${!messages.length && html`<${Welcome} model=${model} ask=${(text) => talk.send(text)} pick=${setScene} />`}
       ${messages.map(
         (message, index) => html`<${Message} key=${`${talk.chat.id}-${index}`} message=${message} version=${message.version} index=${index}
           last=${index === messages.length - 1} talk=${talk} show=${show} showTokens=${talk.settings.showTokens} />`,
       )}
     </${Messages}>
     <${Composer} talk=${talk} model=${model} box=${box} />
+    ${panel === "scenes" && html`<${Panel} title="Guided scenes" close=${close}><${SceneList} pick=${(picked) => { close(); setScene(picked); }} /></${Panel}>`}
     ${panel === "history" && html`<${History} talk=${talk} close=${close} />`}
     ${panel === "sampling" && html`<${Sampling} talk=${talk} close=${close} />`}
   `;
@@ -68,7 +76,7 @@ function Messages({ talk, children }) {
   const element = useRef(), follows = useRef(true), before = useRef(false);
   const [said, setSaid] = useState("");
   useEffect(() => {
-    if (follows.current) element.current.scrollTop = element.current.scrollHeight;
+    if (follows.current && talk.chat.messages.length) element.current.scrollTop = element.current.scrollHeight;
     if (before.current && !talk.writing) setSaid("The answer is there.");
     else if (!before.current && talk.writing) [follows.current] = [true, setSaid("An answer is being written.")];
     before.current = talk.writing;
@@ -82,13 +90,13 @@ function Messages({ talk, children }) {
   `;
 }
 
-function Welcome({ model, ask }) {
+function Welcome({ model, ask, pick }) {
   return html`<div class="welcome">
     <h2>${model ? "Ask the model something." : "The model is being loaded."}</h2>
     <p class="quiet">${model
       ? "What it does to answer is shown beside this: every step, every block of its cache, as it happens."
       : "The page goes on by itself as soon as the server is ready."}</p>
-    ${model && html`<ul class="ideas">${IDEAS.map((idea) => html`<li><button onClick=${() => ask(idea)}>${idea}</button></li>`)}</ul>`}
+    ${model && html`<ul class="ideas">${IDEAS.map((idea) => html`<li><button onClick=${() => ask(idea)}>${idea}</button></li>`)}</ul><${SceneList} pick=${pick} />`}
   </div>`;
 }
 
