@@ -212,7 +212,7 @@ FORMATS: dict[str, Format] = {
         {"quant_algo": "NVFP4", "config_groups": {}, "ignore": ["lm_head"], "quant_method": "modelopt"}, nvfp4(True), ("fp4", "int8")
     ),
     "awq": Format(_AWQ, awq(), ("int4", "int8")),
-    "awq-old": Format({"w_bit": 4, "q_group_size": 48, "zero_point": True, "version": "GEMM"}, awq(48), ("int4", "int8"), beside="quant_config.json"),
+    "awq-old": Format({"w_bit": 4, "q_group_size": 48, "zero_point": False, "version": "GEMM"}, awq(48), ("int4", "int8"), beside="quant_config.json"),
     "gptq": Format(_GPTQ, gptq(), ("int4", "int8")),
     "gptq-old": Format({"bits": 4, "group_size": -1, "desc_act": True}, gptq(group=-1), ("int4", "int8"), beside="quantize_config.json"),
     "gptq-v2": Format({**_GPTQ, "checkpoint_format": "gptq_v2", "desc_act": True}, gptq(v2=True), ("int4", "int8")),

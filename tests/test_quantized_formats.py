@@ -194,7 +194,7 @@ GPTQ, AWQ = FORMATS["gptq"].config, FORMATS["awq"].config
     ({**GPTQ, "bits": True}, "bits is True"), ({**GPTQ, "bits": None}, "bits is None"), ({**GPTQ, "group_size": 0}, "group_size is 0"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"), ({**GPTQ, "is_marlin_format": True}, "is_marlin_format"),
     ({**AWQ, "version": "gemv"}, "version is 'gemv', wanted gemm"), ({**AWQ, "bits": 8}, "bits is 8, wanted 4"),
-    ({**AWQ, "zero_point": False}, "zero_point is False"), ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
+    ({**AWQ, "zero_point": 1}, "zero_point is 1"), ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
     ({**FORMATS["fp8-block"].config, "weight_block_size": [128]}, "weight_block_size is .128., wanted .rows, columns."),
     ({**FORMATS["fp8-block"].config, "fmt": "e5m2"}, "fmt is 'e5m2'"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', wanted fp8 or nvfp4"),

@@ -52,7 +52,7 @@ def load_forward(
             return Loaded(native, native.num_bytes)
     else:
         refuse_native_options(config, "this runs on a GPU", MADE)
-    dtype = choose_dtype(config.dtype, model, device)
+    dtype = choose_dtype(config.dtype, model, device, narrow=bool(checkpoint.quantized_to()))
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, device)
     if device.type == "cpu":
         rows = limits.max_num_batched_tokens
@@ -127,11 +127,12 @@ def make_decoder(
     )  # fmt: skip
 
 
-def choose_dtype(wanted: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Torch's: on a CPU auto is float32, exact and the same tokens on every machine; on a GPU the checkpoint's 16 bits."""
+def choose_dtype(wanted: str, model: ModelConfig, device: torch.device, narrow: bool = False) -> torch.dtype:
+    """Torch's: on a CPU auto is float32, exact and the same tokens on every machine; on a GPU the checkpoint's 16 bits. A file of
+    `narrow` weights says float16 by custom, whatever its model was trained in: it runs in bfloat16, as all fast paths do."""
     if wanted == "auto" and device.type == "cpu":
         return torch.float32
-    name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" else "bfloat16")
+    name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" and not narrow else "bfloat16")
     if name == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         if wanted != "auto":
             raise ParameterError("dtype", wanted, "float16 or float32: this GPU has no bfloat16")

@@ -17,6 +17,8 @@ def draft_checkpoint(config: EngineConfig, target: ModelConfig) -> tuple[Checkpo
     """The draft model or head that the options name, with its configuration. Raises ParameterError for another vocabulary."""
     found = resolve_checkpoint(replace(config, model=config.speculative_model, revision=None, tokenizer=None))
     if config.speculative_method == "eagle3":
+        if found.quantized_to():
+            raise ParameterError("speculative_model", config.speculative_model, "a head of floats: this one is quantized")
         # the head's layer is Llama's, whatever it is called
         like_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
         return found, model_config_from_hf(found.config | like_llama)

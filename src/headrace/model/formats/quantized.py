@@ -169,7 +169,7 @@ def _awq(fields: _Fields) -> Quantization:
     fields.one_of(version, "gemm", "gemm")
     bits = "w_bit" if "w_bit" in fields.given else "bits"
     fields.one_of(bits, None, 4)
-    fields.one_of("zero_point", True, True)
+    fields.one_of("zero_point", True, True, False)  # the file has them either way
     group = fields.count("q_group_size" if "q_group_size" in fields.given else "group_size", -1)
     return _everywhere(fields, Scheme("awq", 4, (1, group), zeros=True), "modules_to_not_convert")
 
