@@ -18,7 +18,10 @@ from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.gguf import _ENCODINGS
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.loader import load_model
-from headrace.model.weight import Weight
+from headrace.model.narrow import quantized
+from headrace.model.weight import Weight, dequantized
+from quantized_checkpoints import FORMATS, write_quantized
+from test_quantized_formats import load, weights_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +38,29 @@ def test_a_gpu_gets_the_same_weights(dtype: torch.dtype, tmp_path: Path, monkeyp
         for field in fields(a):
             ours, theirs = (w.data if isinstance(w, Weight) else w for w in (getattr(a, field.name), getattr(b, field.name)))
             assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours.cpu(), theirs)), field.name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gpu_gets_the_same_narrow_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Repacked on the card, in many pieces."""
+    monkeypatch.setattr("headrace.model.narrow_loader._DEVICE_PIECE", 4096)
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    on_cpu, on_gpu = (weights_of(load(tiny.path, True, device=torch.device(d))) for d in ("cpu", "cuda"))
+    for target, ours in on_gpu.items():
+        theirs = on_cpu[target]
+        assert (ours.kind, ours.group, ours.scale_rows) == (theirs.kind, theirs.group, theirs.scale_rows)
+        torch.testing.assert_close(dequantized(ours, torch.float32).cpu(), dequantized(theirs, torch.float32), rtol=3e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_gpu_quantizes_as_a_cpu_does(kind: str):
+    """Up to a step of a few numbers, where a division is rounded otherwise."""
+    rows = torch.randn(64, 384)
+    here, there = quantized(rows, kind), quantized(rows.cuda(), kind)
+    assert here.scales is not None and there.scales is not None
+    torch.testing.assert_close(there.scales.cpu(), here.scales, rtol=1e-3, atol=0)
+    apart, step = (dequantized(there, torch.float32).cpu() - dequantized(here, torch.float32)).abs(), float(here.scales.amax())
+    assert apart.max() <= step * (32 if kind == "fp8" else 1.01) and (apart < step / 100).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("kind", _ENCODINGS, ids=lambda k: _ENCODINGS[k].name)

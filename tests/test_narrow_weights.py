@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -16,7 +17,7 @@ from torch import Tensor
 import loader_files as files
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ParameterError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.formats.quantized_gguf import gguf_source
@@ -27,8 +28,9 @@ from headrace.model.narrow_loader import load_matrices
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized, pack_int4, unpack_int4
 from headrace.model.weight_names import WeightSpec
+from quantized_checkpoints import FORMATS, write_quantized
 from test_quantized_formats import check_equal, floats_of, load, weights_of
-from tiny_models import write_shape, write_tiny
+from tiny_models import write_eagle, write_shape, write_tiny
 
 CPU = torch.device("cpu")
 
@@ -191,19 +193,30 @@ def test_an_engine_quantizes_in_plain_torch(tmp_path: Path, caplog):
     assert abs(said["int8"][0] - said[None][0]) < abs(said["int4"][0] - said[None][0]) < 1
 
 
-def test_a_draft_model_that_is_quantized_stays_so_beside_a_target_that_is_made_so(tmp_path: Path):
-    """What is asked of the target's weights cannot be asked of the draft's, and is not."""
-    from quantized_checkpoints import FORMATS, write_quantized
+def test_quantized_targets_and_drafts(tmp_path: Path):
+    """What is asked of the target's weights cannot be asked of a draft's that are narrow, and is not; a head of floats reads the
+    hidden states of any target, and a quantized one is refused."""
+    floats_, awq = write_tiny("llama", tmp_path / "floats"), write_quantized(tmp_path / "awq", FORMATS["awq"], "llama", num_hidden_layers=3).path
+    draft = write_quantized(tmp_path / "draft", FORMATS["gptq"], "llama", intermediate_size=64).path
+    (tmp_path / "head").mkdir()
+    head, params = write_eagle(tmp_path / "head", str(awq)), SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    by_model = {"speculative_method": "draft_model", "speculative_model": str(draft)}
+    by_head = {"speculative_method": "eagle3", "speculative_model": head}
 
-    target = write_tiny("llama", tmp_path / "target")
-    draft = write_quantized(tmp_path / "draft", FORMATS["gptq"], "llama", intermediate_size=64)
-    options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 32, "enforce_eager": True, "quantization": "int8"}
-    drafted = {"speculative_method": "draft_model", "speculative_model": str(draft.path)}
-    params, answers = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), []
-    for more in ({}, drafted):
-        with LLM(str(target), **options, **more) as llm:
-            answers.append(llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs[0].token_ids)
-    assert answers[0] == answers[1]
+    def answer(target: Path, **options) -> list[int]:
+        with LLM(str(target), device="cpu", max_model_len=64, num_kv_blocks=32, **options) as llm:
+            assert options.get("speculative_model") is None or llm.engine.core.runner.drafter is not None
+            return llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    int8 = {"quantization": "int8", "enforce_eager": True}
+    assert answer(floats_, **int8, **by_model) == answer(floats_, **int8)
+    assert answer(floats_, **by_model) == answer(floats_)  # in the native step, where there is one; the draft in torch
+    alone = answer(awq)
+    assert answer(awq, **by_model) == answer(awq, **by_head) == alone
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS["awq"].config}))
+    with pytest.raises(ParameterError, match=r"speculative_model: got .*a head of floats"):
+        answer(awq, **by_head)
 
 
 # ------------------------------------------------------------------------------------------------------------------- GGUF

@@ -34,10 +34,10 @@ EVEN = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, 
 ODD = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 24}
 
 
-def load(path: Path, narrow: bool = False, shard: Shard = WHOLE, **options) -> DecoderWeights:
+def load(path: Path, narrow: bool = False, shard: Shard = WHOLE, device: torch.device = CPU, **options) -> DecoderWeights:
     checkpoint = resolve_checkpoint(EngineConfig(model=str(path)))
     config = model_config_from_hf(checkpoint.config)
-    return load_model(checkpoint, config, torch.float32, CPU, shard=shard, narrow=narrow, **options)
+    return load_model(checkpoint, config, torch.float32, device, shard=shard, narrow=narrow, **options)
 
 
 def weights_of(weights: DecoderWeights) -> dict[str, Weight]:

@@ -20,6 +20,7 @@ from headrace.model.vocabulary import TokenlessIds
 from headrace.sampling.sampler import SampleInputs, choose
 from headrace.worker.split_sampling import choose_split
 from model_harness import Sequences
+from quantized_checkpoints import FORMATS, write_quantized
 from rank_threads import ThreadGroup, run_ranks
 from test_model_families import tokens
 from tiny_models import TINY, write_tiny
@@ -59,6 +60,24 @@ def test_the_logits_are_those_of_one_rank(variant: str, size: int, tmp_path: Pat
     whole = logits(None)
     for found in run_ranks(size, logits):
         assert found.shape == whole.shape
+        assert (found - whole).abs().max() <= 1e-5 * max(1.0, float(whole.abs().max()))
+
+
+def test_narrow_weights_of_ranks_are_parts_of_those_of_one(tmp_path: Path):
+    """int4 that ranks cut at 128 columns (o) and in the middle of them (down)."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(write_quantized(tmp_path / "model", FORMATS["awq"], **sizes).path)))
+    config, ids = model_config_from_hf(checkpoint.config), tokens(25)
+
+    def logits(group: ThreadGroup) -> torch.Tensor:
+        weights = load_model(checkpoint, config, torch.float32, CPU, shard=group.shard, narrow=True)
+        assert (weights.layers[0].o.kind, weights.layers[0].down.kind) == ("int4", "int8")
+        run = Sequences(group.shard.config(config), weights, max_len=32, group=group)
+        assert run.decoder.vocab is not None
+        return run.decoder.vocab.whole(run.step([(0, ids)])[0])
+
+    (whole,) = Sequences(config, load_model(checkpoint, config, torch.float32, CPU), max_len=32).step([(0, ids)])
+    for found in run_ranks(2, logits):
         assert (found - whole).abs().max() <= 1e-5 * max(1.0, float(whole.abs().max()))
 
 

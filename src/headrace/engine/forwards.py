@@ -82,7 +82,8 @@ def _native(
         except NativeUnavailable as error:
             reason = str(error)
     if reason is not None:
-        refuse_native_options(config, reason, MADE if config.enforce_eager else ())
+        if not draft:  # what is asked of the target need not be possible for it
+            refuse_native_options(config, reason, MADE if config.enforce_eager else ())
         log = logger.info if config.enforce_eager or shard.rank else logger.warning
         log("the native CPU step does not run %s: %s; torch does", checkpoint.name, reason)
         return None
@@ -128,8 +129,8 @@ def make_decoder(
 
 
 def choose_dtype(wanted: str, model: ModelConfig, device: torch.device, narrow: bool = False) -> torch.dtype:
-    """Torch's: on a CPU auto is float32, exact and the same tokens on every machine; on a GPU the checkpoint's 16 bits. A file of
-    `narrow` weights says float16 by custom, whatever its model was trained in: it runs in bfloat16, as all fast paths do."""
+    """Torch's: on a CPU auto is float32, exact and the same tokens on every machine; on a GPU the checkpoint's 16 bits. A file
+    of `narrow` weights says float16 by custom, whatever its model was trained in, and runs in bfloat16, as fast paths do."""
     if wanted == "auto" and device.type == "cpu":
         return torch.float32
     name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" and not narrow else "bfloat16")
