@@ -20,6 +20,7 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.split import SplitSpace
+from headrace.model.weight import Weight
 from headrace.model.config import ModelConfig, RopeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +56,7 @@ def fits(tile, rows: int) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_project(tile, rows, columns, width, dtype):
     fits(tile, rows)
-    x, w, bias = random(rows, width, dtype=dtype), random(columns, width, dtype=dtype, seed=1), random(columns, seed=2)
+    x, w, bias = random(rows, width, dtype=dtype), Weight(random(columns, width, dtype=dtype, seed=1)), random(columns, seed=2)
     sumsq = random(rows, 5, seed=3).square() * width
     splits = products.num_splits(tile)
     out, cap = torch.full((splits, rows, columns), NAN, device=DEVICE), 3.0 if splits == 1 else 0.0
@@ -68,7 +69,7 @@ def test_project(tile, rows, columns, width, dtype):
 @pytest.mark.parametrize("tile", [tile for tile in TILES if products.num_splits(tile) == 1], ids=str)
 def test_glu(tile, rows, columns, width, kind):
     fits(tile, rows)
-    x, w = random(rows, width), random(2 * columns, width, seed=1)
+    x, w = random(rows, width), Weight(random(2 * columns, width, seed=1))
     sumsq = random(rows, 7, seed=3).square() * width
     out = torch.full((rows, columns), NAN, device=DEVICE)
     products.glu(x, w, out, tile, sumsq=sumsq, eps=1e-5, activation=kind)
@@ -76,7 +77,7 @@ def test_glu(tile, rows, columns, width, kind):
 
 
 def check_residual(tile, rows: int, columns: int, width: int, bias: Tensor | None) -> None:
-    x, w = random(rows, width), random(columns, width, seed=1)
+    x, w = random(rows, width), Weight(random(columns, width, seed=1))
     norm, total = random(columns, seed=3), random(rows, columns, seed=4)
     expected = residual_reference(x, w, total, norm, 0.5, 0.3, bias)
     tiles = -(-columns // tile.block_n)
@@ -105,14 +106,14 @@ def test_residual(tile, rows, columns, width):
 def test_many_rows(tile, rows):
     """Several tiles of rows: each has partial sums and tickets of its own, and the last one's missing rows are not stored."""
     columns, width = 100, 96
-    x, w = random(rows, width), random(columns, width, seed=1)
+    x, w = random(rows, width), Weight(random(columns, width, seed=1))
     sumsq = random(rows, 70, seed=5).square() * width  # more than are added at a time
     out = torch.full((tile.splits + 1, rows, columns), NAN, device=DEVICE)
     products.project(x, w, out[:-1], tile, sumsq=sumsq, eps=1e-5)
     close(out[:-1].sum(0), project_reference(x, w, sumsq, 1e-5, None, 1.0, 0.0), 1e-5)
     assert out[-1].isnan().all()
     if tile.splits == 1:
-        gated, wg = torch.full((rows + 1, columns), NAN, device=DEVICE), random(2 * columns, width, seed=6)
+        gated, wg = torch.full((rows + 1, columns), NAN, device=DEVICE), Weight(random(2 * columns, width, seed=6))
         products.glu(x, wg, gated[:-1], tile, sumsq=sumsq, eps=1e-5)
         close(gated[:-1], glu_reference(x, wg, sumsq, 1e-5, "silu"), 1e-5)
         assert gated[-1].isnan().all()
@@ -135,7 +136,7 @@ def test_padded_rows_stay_alone():
     """Rows past M, which the tensor-core kernel computes and drops, reach neither the output nor its neighbours."""
     tile = GemmTile(16, 32, 1, 4, 2)
     out = torch.full((1, 5, 32), 7.0, device=DEVICE)
-    products.project(random(3, 64), random(32, 64, seed=1), out.view(-1)[: 3 * 32].view(1, 3, 32), tile)
+    products.project(random(3, 64), Weight(random(32, 64, seed=1)), out.view(-1)[: 3 * 32].view(1, 3, 32), tile)
     assert (out[:, 3:] == 7.0).all()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.launch import jit, next_power_of_2, tl
 from headrace.kernels.split import count_part
+from headrace.model.weight import Weight, dequantized
 
 
 class Plan(NamedTuple):
@@ -114,19 +115,19 @@ def rms_factor_reference(sumsq: Tensor | None, width: int, eps: float) -> Tensor
 
 
 def project_reference(
-    x: Tensor, weight: Tensor, sumsq: Tensor | None, eps: float, bias: Tensor | None, scale: float, softcap: float
+    x: Tensor, weight: Weight, sumsq: Tensor | None, eps: float, bias: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
     """x [M, K], weight [N, K] -> softcap(scale * (norm factor * x @ weight.T + bias)) [M, N] float32."""
-    y = F.linear(x.float(), weight.float()) * rms_factor_reference(sumsq, x.shape[1], eps)
+    y = F.linear(x.float(), dequantized(weight, torch.float32)) * rms_factor_reference(sumsq, x.shape[1], eps)
     if bias is not None:
         y = y + bias.float()
     y = y * scale
     return softcap * torch.tanh(y / softcap) if softcap else y
 
 
-def glu_reference(x: Tensor, weight: Tensor, sumsq: Tensor | None, eps: float, kind: str) -> Tensor:
+def glu_reference(x: Tensor, weight: Weight, sumsq: Tensor | None, eps: float, kind: str) -> Tensor:
     """x [M, K], weight [2 I, K] (gate rows, then up rows) -> activation(gate) * up [M, I] float32."""
-    gate, up = (F.linear(x.float(), weight.float()) * rms_factor_reference(sumsq, x.shape[1], eps)).chunk(2, 1)
+    gate, up = (F.linear(x.float(), dequantized(weight, torch.float32)) * rms_factor_reference(sumsq, x.shape[1], eps)).chunk(2, 1)
     if kind == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
@@ -134,7 +135,7 @@ def glu_reference(x: Tensor, weight: Tensor, sumsq: Tensor | None, eps: float, k
 
 def residual_reference(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     residual: Tensor,
     next_norm: Tensor,
     norm_offset: float,
@@ -142,7 +143,7 @@ def residual_reference(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(r = residual + scale * (x @ weight.T + bias), r * (next_norm + offset), sum of r^2 [M, 1]), all float32."""
-    y = F.linear(x.float(), weight.float())
+    y = F.linear(x.float(), dequantized(weight, torch.float32))
     if bias is not None:
         y = y + bias.float()
     r = residual + scale * y

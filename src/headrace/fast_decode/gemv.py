@@ -3,8 +3,8 @@
 At this size a step is the time to stream the weights. A program owns BLOCK_N output columns over the whole of K, so no sum is
 split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
 loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
-With BLOCK_K = 256 every warp has columns of its own (a sum is shuffles only); with 256 * num_warps the warps share columns.
-products.py says what is computed.
+With rows of 512 bytes in a tile every warp has columns of its own (a sum is shuffles only); with 512 * num_warps the warps share
+columns. products.py says what is computed, narrow_row.py how narrow weights are.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
+from headrace.fast_decode.narrow_row import load_scales, multiply_add_narrow
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.all_reduce import PushSpace, as_sent, empty_mark
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, tl
+from headrace.kernels.narrow import arguments, step_columns
+from headrace.model.weight import Weight
 
 MAX_ROWS = 1  # with a few more, tensor cores are faster, and tiles would spill registers
 
@@ -38,7 +41,7 @@ class GemvTile:
 def _load_weights(pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr):
     if EVEN_N and k + BLOCK_K <= K:
         return tl.load(pointers + k)
-    return tl.load(pointers + k, mask=rows_ok[:, None] & (k + rk < K)[None, :], other=0.0)
+    return tl.load(pointers + k, mask=rows_ok[:, None] & (k + rk < K)[None, :], other=0)
 
 
 @jit
@@ -51,29 +54,83 @@ def _multiply_add(acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLO
     return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
+@jit
+def _add_step(
+    acc, step, x_ptr, rk, k: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    weights, scales, zeros = step
+    if KIND == "float":
+        acc = _multiply_add(acc, weights.to(tl.float32), x_ptr, rk, k, WIDTH, BLOCK_N, BLOCK)
+    else:
+        acc = multiply_add_narrow(acc, weights, scales, zeros, x_ptr, k, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+    return acc
+
+
+@jit
+def _load_step(
+    pointers, scales_ptr, zeros_ptr, rk, k: tl.constexpr, rn, first, last, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """A step's weights of rows `first` to `last`, and of narrow ones scales and zeros for both halves of the bytes."""
+    FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
+    weights = _load_weights(pointers, rk, k, rn < last, WIDTH, BLOCK, EVEN_N)
+    scales = (1.0, 1.0)
+    zeros = (8.0, 8.0)
+    if GROUP > 0:
+        scales = load_scales(scales_ptr, first, last, k, WIDTH, BLOCK_N, BLOCK, GROUP, GROUPS, SCALE_ROWS, FOUR, EVEN_N)
+    if ZEROS:
+        zeros = load_scales(zeros_ptr, first, last, k, WIDTH, BLOCK_N, BLOCK, GROUP, GROUPS, SCALE_ROWS, FOUR, EVEN_N)
+    return weights, scales, zeros
+
+
 @jit(do_not_specialize=["sumsq_tiles", "rank"])
 def _gemv_kernel(
-    x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, peers_ptr, turns_ptr,
-    N, sumsq_tiles, eps, scale, softcap, norm_offset, rank, rank_stride,
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, peers_ptr,
+    turns_ptr, N, sumsq_tiles, eps, scale, softcap, norm_offset, rank, rank_stride,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    ASM: tl.constexpr,
     MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, RANKS: tl.constexpr, EMPTY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # at once: the next kernel's weights stream while this one still waits for its input
         gdc_launch_dependents()
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    PACK: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    WIDTH: tl.constexpr = K // PACK  # of a row as it is held
+    BLOCK: tl.constexpr = BLOCK_K // PACK
+    STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    SUMS: tl.constexpr = BLOCK // 8 if KIND == "float" else BLOCK // 16
+    first = tl.program_id(0) * BLOCK_N
+    rn = first + tl.arange(0, BLOCK_N)
     ok = rn < N
-    rk = tl.arange(0, BLOCK_K)
-    pointers = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
-    up_pointers = pointers + N.to(tl.int64) * K  # the up rows of a gate-up weight
+    rk = tl.arange(0, BLOCK)
+    pointers = w_ptr + rn[:, None].to(tl.int64) * WIDTH + rk[None, :]
+    up_pointers = pointers + N.to(tl.int64) * WIDTH  # the up rows of a gate-up weight
     early = ()
     early_up = ()
     for i in tl.static_range(PREFETCH):
-        early = early + (_load_weights(pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N),)
+        early = early + (
+            _load_step(
+                pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
+                GROUPS, SCALE_ROWS, ZEROS,
+            ),
+        )
         if MODE == "glu":
-            early_up = early_up + (_load_weights(up_pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N),)
+            early_up = early_up + (
+                _load_step(
+                    up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND,
+                    GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                ),
+            )
+    row_scale = 1.0
+    up_row_scale = 1.0
+    if KIND != "float" and GROUP == 0:
+        row_scale = tl.load(scales_ptr + rn // SCALE_ROWS, mask=ok, other=0.0).to(tl.float32)
+        if MODE == "glu":
+            up_row_scale = tl.load(scales_ptr + (N + rn) // SCALE_ROWS, mask=ok, other=0.0).to(tl.float32)
     if MODE == "residual":
         norm = tl.load(norm_ptr + rn, mask=ok, other=0.0).to(tl.float32) + norm_offset
     if HAS_BIAS:
@@ -86,24 +143,30 @@ def _gemv_kernel(
         sumsq = tl.load(sumsq_ptr + rs, mask=rs < sumsq_tiles, other=0.0)
     if MODE == "residual":
         before = tl.load(residual_ptr + rn, mask=ok, other=0.0)
-    acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
-    up_acc = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
+    acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
     for i in tl.static_range(STEPS):
         if i < PREFETCH:
-            w = early[i].to(tl.float32)
+            step = early[i]
         else:
-            w = _load_weights(pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N).to(tl.float32)
-        acc = _multiply_add(acc, w, x_ptr, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K)
+            step = _load_step(
+                pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
+                GROUPS, SCALE_ROWS, ZEROS,
+            )
+        acc = _add_step(acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
         if MODE == "glu":
             if i < PREFETCH:
-                u = early_up[i].to(tl.float32)
+                step = early_up[i]
             else:
-                u = _load_weights(up_pointers, rk, i * BLOCK_K, ok, K, BLOCK_K, EVEN_N).to(tl.float32)
-            up_acc = _multiply_add(up_acc, u, x_ptr, rk, i * BLOCK_K, K, BLOCK_N, BLOCK_K)
+                step = _load_step(
+                    up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND,
+                    GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                )
+            up_acc = _add_step(up_acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
     factor = 1.0
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 0) / K + eps)
-    y = tl.sum(acc, 1) * factor
+    y = tl.sum(acc, 1) * (factor * row_scale)
     if HAS_BIAS:
         y += bias
     if MODE == "residual":
@@ -119,7 +182,7 @@ def _gemv_kernel(
             tl.store(tl.multiple_of(peer, 16) + place, part, mask=ok)
     else:
         if MODE == "glu":
-            y = activate(y, ACTIVATION) * (tl.sum(up_acc, 1) * factor)
+            y = activate(y, ACTIVATION) * (tl.sum(up_acc, 1) * (factor * up_row_scale))
         else:
             y = y * scale
             if HAS_SOFTCAP:
@@ -127,12 +190,14 @@ def _gemv_kernel(
         tl.store(out_ptr + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def plan(tile: GemvTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None, push: PushSpace | None = None) -> Plan:
+def plan(tile: GemvTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None, push: PushSpace | None = None) -> Plan:
     width = x.shape[1]
+    block_k = step_columns(weight.kind, tile.block_k)
     own = {
-        "x_ptr": x, "w_ptr": weight, "K": width, "PREFETCH": min(tile.prefetch, -(-width // tile.block_k)),
+        "x_ptr": x, "K": width, "BLOCK_K": block_k, "PREFETCH": min(tile.prefetch, -(-width // block_k)),
         "SUMSQ_BLOCK": sumsq_block(sumsq, 256), "EVEN_N": columns % tile.block_n == 0,
         "peers_ptr": None, "turns_ptr": None, "rank": 0, "rank_stride": 0, "RANKS": 1, "EMPTY": 0,
+        **arguments(weight, x),
     }  # fmt: skip
     if push is not None:
         own |= {

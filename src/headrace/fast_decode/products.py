@@ -4,6 +4,8 @@
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
 
+With narrow weights both kinds of tensor-core tiles are of narrow_gemm.py.
+
 `sumsq` [M, tiles] float32 are partial sums of squares of the residual that x is made of: the product of RMSNorm(residual) and
 the weight is norm factor * x @ weight.T (see epilogues.py). Products of many programs to a column add up by `space`.
 """
@@ -14,14 +16,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from headrace.fast_decode import gemv, skinny_gemm, wide_gemm
+from headrace.fast_decode import gemv, narrow_gemm, skinny_gemm, wide_gemm
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
     project_reference,
     residual_reference,
     runs_triton,
-    split_width,
 )
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
@@ -29,6 +30,7 @@ from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.all_reduce import PushSpace
 from headrace.kernels.launch import pdl
 from headrace.kernels.split import SplitSpace
+from headrace.model.weight import Weight
 
 Tile = GemvTile | GemmTile | WideTile
 MAX_ROWS: dict[type, int] = {GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS}
@@ -40,7 +42,7 @@ def num_splits(tile: Tile) -> int:
 
 
 def _launch(
-    mode: str, x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, columns: int, sumsq: Tensor | None = None,
+    mode: str, x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, columns: int, sumsq: Tensor | None = None,
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
     sumsq_out: Tensor | None = None, space: SplitSpace | None = None, push: PushSpace | None = None,
@@ -48,10 +50,11 @@ def _launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
-    kernel, grid, own = PLAN[type(tile)](tile, x, weight, columns, sumsq, *([] if push is None else [push]))
+    plan = PLAN[type(tile)] if isinstance(tile, GemvTile) or weight.kind == "float" else narrow_gemm.plan
+    kernel, grid, own = plan(tile, x, weight, columns, sumsq, *([] if push is None else [push]))
     if not isinstance(tile, GemvTile):
         own |= {
-            "M": rows, "K": width, "k_split": split_width(width, tile.splits, tile.block_k), "SPLITS": tile.splits,
+            "M": rows, "K": width, "SPLITS": tile.splits,
             "sumsq_out_tiles": 0 if sumsq_out is None else sumsq_out.shape[1], "num_stages": tile.num_stages,
             "partials_ptr": None if space is None else space.partials,
             "tickets_ptr": None if space is None else space.tickets,
@@ -59,13 +62,13 @@ def _launch(
     kernel[grid](
         bias_ptr=bias, sumsq_ptr=sumsq, out_ptr=out, residual_ptr=residual, norm_ptr=norm, sumsq_out_ptr=sumsq_out, N=columns,
         sumsq_tiles=0 if sumsq is None else sumsq.shape[1], eps=eps, scale=scale, softcap=softcap, norm_offset=norm_offset,
-        BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MODE=mode, ACTIVATION=activation, HAS_BIAS=bias is not None,
+        BLOCK_N=tile.block_n, MODE=mode, ACTIVATION=activation, HAS_BIAS=bias is not None,
         HAS_SOFTCAP=softcap != 0.0, num_warps=tile.num_warps, **own, **pdl(x),
     )  # fmt: skip
 
 
 def project(
-    x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, sumsq: Tensor | None = None, eps: float = 0.0,
+    x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, sumsq: Tensor | None = None, eps: float = 0.0,
     bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias [N]).
@@ -83,13 +86,13 @@ def project(
         out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
 
 
-def send(x: Tensor, weight: Tensor, tile: GemvTile, space: PushSpace, bias: Tensor | None = None) -> None:
+def send(x: Tensor, weight: Weight, tile: GemvTile, space: PushSpace, bias: Tensor | None = None) -> None:
     """x [1, K] @ weight [N, K].T + bias [N], a part of a sum, into the slots of all ranks: see kernels/all_reduce.py."""
     _launch("push", x, weight, space.slots, tile, columns=weight.shape[0], bias=bias, push=space)
 
 
 def glu(
-    x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
+    x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
 ) -> None:  # fmt: skip
     """out [M, I] = activation(gate) * up, where gate, up [M, I] are the halves of norm factor * x @ weight [2 I, K].T."""
     if num_splits(tile) > 1:
@@ -103,7 +106,7 @@ def glu(
 
 
 def residual(
-    x: Tensor, weight: Tensor, total: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: Tile,
+    x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: Tile,
     space: SplitSpace | None = None, *, norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """total [M, N] float32 += scale * (x [M, K] @ weight [N, K].T + bias), in place.

@@ -17,6 +17,7 @@ from headrace.fast_decode.products import Tile, num_splits, project, send
 from headrace.kernels.all_reduce import all_reduce_norm
 from headrace.kernels.norm import rms_norm_reference
 from headrace.model.shard import Group
+from headrace.model.weight import Weight
 
 
 class RankParts:
@@ -41,7 +42,7 @@ class RankParts:
         self._close(part[None], total, normed, norm, None, 1.0)
 
     def residual(
-        self, x: Tensor, weight: Tensor, total: Tensor, normed: Tensor, norm: Tensor, tile: Tile, *, scale: float,
+        self, x: Tensor, weight: Weight, total: Tensor, normed: Tensor, norm: Tensor, tile: Tile, *, scale: float,
         bias: Tensor | None,
     ) -> None:  # fmt: skip
         """total [M, N] float32 += scale * the sum of all ranks' (x @ weight.T + bias), in place; normed = RMSNorm(total)."""

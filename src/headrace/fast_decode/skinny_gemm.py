@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
+from headrace.model.weight import Weight
 
 MAX_ROWS = 64
 EARLY_ELEMENTS = 2048  # of a tile of the residual that is loaded before the sums
@@ -142,13 +143,15 @@ def _skinny_kernel(
     )  # fmt: skip
 
 
-def plan(tile: GemmTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None) -> Plan:
+def plan(tile: GemmTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
     rows, width = x.shape
-    steps = split_width(width, tile.splits, tile.block_k) // tile.block_k
+    k_split = split_width(width, tile.splits, tile.block_k)
+    steps = k_split // tile.block_k
     prefetch = min(tile.prefetch, steps)
     touched = min(tile.touch, steps - prefetch) * tile.block_k // 64
     own = {
-        "x_ptr": x, "w_ptr": weight, "BLOCK_M": row_block(rows), "PREFETCH": prefetch, "LOOP": prefetch < steps,
+        "x_ptr": x, "w_ptr": weight.data, "BLOCK_M": row_block(rows), "BLOCK_K": tile.block_k,
+        "k_split": k_split, "PREFETCH": prefetch, "LOOP": prefetch < steps,
         "SUMSQ_BLOCK": sumsq_block(sumsq, 64), "LINES": next_power_of_2(touched) if touched else 0,
         "EARLY": row_block(rows) * tile.block_n <= EARLY_ELEMENTS,
         "EVEN": columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,

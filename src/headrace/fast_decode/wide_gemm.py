@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headrace.fast_decode.epilogues import Plan, column_parameters, finish
+from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
 from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, tl
+from headrace.model.weight import Weight
 
 MAX_ROWS = 256
 SUMSQ_BLOCK = 64  # partial sums of squares that are added at a time
@@ -90,11 +91,12 @@ def _wide_kernel(
     )  # fmt: skip
 
 
-def plan(tile: WideTile, x: Tensor, weight: Tensor, columns: int, sumsq: Tensor | None) -> Plan:
+def plan(tile: WideTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
     own = {
         "x_tiles": TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
-        "w_tiles": TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
-        "BLOCK_M": tile.block_m, "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK,
+        "w_tiles": TensorDescriptor.from_tensor(weight.data, [tile.block_n, tile.block_k]),
+        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "k_split": split_width(x.shape[1], tile.splits, tile.block_k),
+        "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK,
         "EARLY": tile.block_m * tile.block_n <= EARLY_ELEMENTS,
     }  # fmt: skip
     return Plan(_wide_kernel, (-(-columns // tile.block_n), tile.splits, tile.row_tiles(x.shape[0])), own)

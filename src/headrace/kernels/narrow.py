@@ -1,0 +1,271 @@
+"""Narrow weights inside a kernel: bytes to numbers in registers, and the sums of their products with scales and zeros.
+
+`NarrowMatrix` says what a kernel reads. What the numbers stand for is in headrace.model.weight: w = (data - zero) * scale.
+
+Tensor cores multiply the numbers as bfloat16, which holds every code exactly; scales join the float32 sums of a group, or of the
+whole row at the end. So a product is as exact as one by the float32 weights themselves. With `ASM` the conversion takes about
+two instructions a weight; without it (Triton's interpreter, float32 models) it is plain arithmetic.
+
+A 4-bit byte holds column j of a run of 128 low and column 64 + j high. A tile of bytes thus makes two tiles of weights, which
+multiply two tiles of x. A `span` is as many bytes of a row as have one scale (for each half, of 4 bits).
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# (kernels grow tuples of tiles in loops that the compiler unrolls)
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.launch import capability, jit, tl
+
+RUN = 128  # columns whose 4-bit numbers lie together
+
+
+class NarrowMatrix(Protocol):
+    """The part of a `Weight` that kernels read; see there."""
+
+    @property
+    def data(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor | None: ...
+    @property
+    def zeros(self) -> Tensor | None: ...
+    @property
+    def kind(self) -> Any: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def scale_rows(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+
+def packed(kind: str) -> int:
+    """Numbers in a byte."""
+    return 2 if kind in ("int4", "fp4") else 1
+
+
+def span_bytes(weight: NarrowMatrix, block_k: int) -> int:
+    """Bytes of a row in a span, of a step of `block_k` columns."""
+    if packed(weight.kind) == 2:
+        return min(weight.group or RUN // 2, RUN // 2)
+    return min(weight.group or block_k, block_k)
+
+
+def assembly(x: Tensor) -> int:
+    """Which instructions convert in kernels on `x`: 80, those of Ampere; 89, that know FP8 too; 0, plain arithmetic."""
+    major, minor = capability(x.device)
+    if x.dtype != torch.bfloat16 or major < 8:
+        return 0
+    return 89 if (major, minor) >= (8, 9) else 80
+
+
+def arguments(weight: NarrowMatrix, x: Tensor) -> dict[str, Any]:
+    """What every kernel that multiplies x by `weight` takes, by name; also of kind "float"."""
+    scales = weight.scales
+    return {
+        "w_ptr": weight.data if scales is None else weight.data.view(torch.uint8), "scales_ptr": scales,
+        "zeros_ptr": weight.zeros, "KIND": weight.kind, "GROUP": weight.group, "GROUPS": 0 if scales is None else scales.shape[1],
+        "SCALE_ROWS": weight.scale_rows, "ZEROS": weight.zeros is not None, "ASM": 0 if scales is None else assembly(x),
+    }  # fmt: skip
+
+
+def step_columns(kind: str, block_k: int) -> int:
+    """Of a step of a kernel that is asked for `block_k` columns: packed numbers come in whole runs."""
+    return max(block_k, RUN) if packed(kind) == 2 else block_k
+
+
+# Two bytes in a register -> bfloat16: two at a time are what a thread of a wgmma has side by side. A byte is put beside 0x43:
+# 0x4300 | n is 128 + n, for n below 128.
+INT4 = """{
+.reg .b32 both, a, b, one, less;
+mov.b32 one, 0x3f803f80;
+mov.b32 less, BIAS;
+prmt.b32 both, $2, 0, 0x4140;
+lop3.b32 a, both, 0x000f000f, 0x43004300, 0xea;
+shr.u32 both, both, 4;
+lop3.b32 b, both, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 $0, a, one, less;
+fma.rn.bf16x2 $1, b, one, less;
+}"""
+INT4_LESS_8 = tl and tl.constexpr(INT4.replace("BIAS", "0xc308c308"))  # -136
+INT4_AS_IS = tl and tl.constexpr(INT4.replace("BIAS", "0xc300c300"))  # -128
+# 128 + the low seven bits, less 128 + the eighth
+INT8 = tl and tl.constexpr("""{
+.reg .b32 both, low, top, minus;
+mov.b32 minus, 0xbf80bf80;
+prmt.b32 both, $1, 0, 0x4140;
+lop3.b32 low, both, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 top, both, 0x00800080, 0x43004300, 0xea;
+fma.rn.bf16x2 $0, top, minus, low;
+}""")
+# sign, exponent and fraction where bfloat16 has them, times the difference of the exponents' biases: 2^120
+FP8 = tl and tl.constexpr("""{
+.reg .b32 both, sign, up, zero;
+mov.b32 up, 0x7b807b80;
+mov.b32 zero, 0x80008000;
+prmt.b32 both, $1, 0, 0x1404;
+and.b32 sign, both, 0x80008000;
+shr.u32 both, both, 4;
+lop3.b32 both, both, 0x07f007f0, sign, 0xea;
+fma.rn.bf16x2 $0, both, up, zero;
+}""")
+FP4 = tl and tl.constexpr("""{
+.reg .b32 both, sign, rest, up, zero;
+mov.b32 up, 0x7e807e80;
+mov.b32 zero, 0x80008000;
+prmt.b32 both, $2, 0, 0x4140;
+shl.b32 sign, both, 12;
+and.b32 sign, sign, 0x80008000;
+shl.b32 rest, both, 6;
+lop3.b32 rest, rest, 0x01c001c0, sign, 0xea;
+fma.rn.bf16x2 $0, rest, up, zero;
+shl.b32 sign, both, 8;
+and.b32 sign, sign, 0x80008000;
+shl.b32 rest, both, 2;
+lop3.b32 rest, rest, 0x01c001c0, sign, 0xea;
+fma.rn.bf16x2 $1, rest, up, zero;
+}""")  # 2^126
+# For CUDA cores: the number in the top of the fraction of 16 and 256, four shifts for eight numbers.
+INT4_FLOAT = tl and tl.constexpr("{ .reg .b32 t, w;\nmov.b32 w, $8;\n" + "".join(f"""{shift};
+lop3.b32 ${low}, t, 0x00078000, 0x43800000, 0xea;
+lop3.b32 ${low + 4}, t, 0x00780000, 0x41800000, 0xea;
+""" for low, shift in enumerate(
+    ("shl.b32 t, w, 15", "shl.b32 t, w, 7", "shr.u32 t, w, 1", "shr.u32 t, w, 9"))) + "}")
+INT8_FLOAT = tl and tl.constexpr("""{ .reg .b32 t;
+xor.b32 t, $4, 0x80808080;
+""" + "".join(f"""prmt.b32 $0, t, 0x4b000000, 0x744{byte};
+add.rn.f32 $0, $0, 0fCB000080;
+""".replace("$0", f"${byte}") for byte in range(4)) + "}")
+
+
+@jit
+def sign_and_rest(code, BITS: tl.constexpr, FRACTION: tl.constexpr):
+    """A small float's code (uint8: sign, exponent, FRACTION bits) -> float32, short of the exponent's bias."""
+    code = code.to(tl.uint32)
+    bits = ((code >> (BITS - 1)) << 31) | ((code & ((1 << (BITS - 1)) - 1)) << (23 - FRACTION))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def widen(raw, KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """A tile of bytes -> the numbers in them, exactly, in DTYPE: low halves and high ones; of 8 bits twice the same.
+
+    int4 without zeros: less 8.
+    """
+    if KIND == "int4":
+        if ASM > 0:
+            if ZEROS:
+                low, high = tl.inline_asm_elementwise(
+                    INT4_AS_IS, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                )
+            else:
+                low, high = tl.inline_asm_elementwise(
+                    INT4_LESS_8, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                )
+        else:
+            less: tl.constexpr = 0.0 if ZEROS else 8.0
+            low = ((raw & 15).to(tl.float32) - less).to(DTYPE)
+            high = ((raw >> 4).to(tl.float32) - less).to(DTYPE)
+    elif KIND == "fp4":
+        if ASM > 0:
+            low, high = tl.inline_asm_elementwise(
+                FP4, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            )
+        else:
+            low = (sign_and_rest(raw & 15, 4, 1) * 2.0**126).to(DTYPE)
+            high = (sign_and_rest(raw >> 4, 4, 1) * 2.0**126).to(DTYPE)
+    elif KIND == "int8":
+        if ASM > 0:
+            low = tl.inline_asm_elementwise(INT8, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            low = ((raw ^ 128).to(tl.float32) - 128.0).to(DTYPE)
+        high = low
+    else:
+        if ASM > 0:
+            low = tl.inline_asm_elementwise(FP8, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+        else:
+            low = (sign_and_rest(raw, 8, 3) * 2.0**120).to(DTYPE)
+        high = low
+    return low, high
+
+
+@jit
+def widen_one_row(raw, KIND: tl.constexpr, ASM: tl.constexpr):
+    """As `widen`, in float32 for the CUDA cores; but int4 is 256 + n in the low halves and 16 + n in the high ones, from which
+    the products' sums have to be freed: that costs an instruction a weight less."""
+    if KIND == "int4":
+        if ASM > 0:
+            low, high = tl.inline_asm_elementwise(
+                INT4_FLOAT, "=r,=r,=r,=r,=r,=r,=r,=r,r", [raw], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
+            )
+        else:
+            low, high = (raw & 15).to(tl.float32) + 256.0, (raw >> 4).to(tl.float32) + 16.0
+    elif KIND == "fp8" and ASM >= 89:
+        low = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        high = low
+    elif KIND == "int8" and ASM > 0:
+        low = tl.inline_asm_elementwise(INT8_FLOAT, "=r,=r,=r,=r,r", [raw], dtype=tl.float32, is_pure=True, pack=4)
+        high = low
+    else:
+        low, high = widen(raw, KIND, True, tl.bfloat16 if ASM > 0 else tl.float32, ASM)
+        low, high = low.to(tl.float32), high.to(tl.float32)
+    return low, high
+
+
+@jit
+def step_scales(
+    pointers, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FOUR: tl.constexpr
+):  # fmt: skip
+    """Scales, or zeros, of the spans of a step that begins at column k: [BLOCK_N] each, in float32; where halves have different
+    ones, the high one's after the low one's. `pointers`: at the rows' first."""
+    HALVES: tl.constexpr = 2 if FOUR and GROUP < 128 else 1
+    IN_RUN: tl.constexpr = 64 // WIDTH if FOUR else 1
+    found = ()
+    for part in tl.static_range(PARTS):
+        for half in tl.static_range(HALVES):
+            if FOUR:
+                column = k + part // IN_RUN * 128 + part % IN_RUN * WIDTH + half * 64
+            else:
+                column = k + part * WIDTH
+            found = found + (tl.load(pointers + tl.minimum(column // GROUP, GROUPS - 1)).to(tl.float32),)
+    return found
+
+
+@jit
+def add_products(
+    acc, raw, low_x, high_x, scale, high_scale, zero, high_zero,
+    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc [BLOCK_N, BLOCK_M] += the products of a span: raw [BLOCK_N, WIDTH] bytes, x [WIDTH, BLOCK_M] for each half.
+
+    A group's sums are freed of the zero and scaled as float32; of whole rows the caller applies the scale.
+    """
+    FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
+    low, high = widen(raw, KIND, ZEROS, DTYPE, ASM)
+    if GROUP == 0 and not ZEROS:
+        acc = tl.dot(low, low_x, acc, input_precision="ieee")
+        if FOUR:
+            acc = tl.dot(high, high_x, acc, input_precision="ieee")
+    else:
+        APART: tl.constexpr = FOUR and GROUP > 0 and GROUP < 128
+        sums = tl.dot(low, low_x, input_precision="ieee")
+        if FOUR and not APART:
+            sums = tl.dot(high, high_x, sums, input_precision="ieee")
+        if ZEROS:
+            ones = tl.full(low.shape, 1.0, DTYPE)
+            of_x = tl.dot(ones, low_x, input_precision="ieee")
+            if FOUR and not APART:
+                of_x = tl.dot(ones, high_x, of_x, input_precision="ieee")
+            sums -= zero[:, None] * of_x
+        acc += sums * scale[:, None] if GROUP > 0 else sums
+        if APART:
+            sums = tl.dot(high, high_x, input_precision="ieee")
+            if ZEROS:
+                sums -= high_zero[:, None] * tl.dot(tl.full(low.shape, 1.0, DTYPE), high_x, input_precision="ieee")
+            acc += sums * high_scale[:, None]
+    return acc

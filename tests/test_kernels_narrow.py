@@ -1,0 +1,103 @@
+"""Products with narrow weights against the matrices that these stand for, in Triton's interpreter or on the card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.fast_decode import products
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels.split import SplitSpace
+from headrace.model.weight import Weight, dequantized
+from narrow_cases import FORMS, narrow
+from test_kernels_fused_decode import DEVICE, NAN, close, random
+from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
+
+pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
+
+GEMV = GemvTile(16, 512, 2, 1)
+GEMM = GemmTile(32, 128, 2, 4, 2, touch=2)
+WIDE = WideTile(16, 64, 64, 1, 4, 2)
+TOLERANCE = 1e-4  # sums of n - z and of n less z times those of x round differently
+# the card's instructions convert for bfloat16 only
+DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
+
+
+def check_project(form: str, tile, rows: int, columns: int, width: int, dtype: torch.dtype) -> None:
+    x, w = random(rows, width, dtype=dtype), narrow(form, columns, width, DEVICE, seed=1)
+    sumsq = random(rows, 70, seed=3).square() * width
+    splits = products.num_splits(tile)
+    out = torch.full((splits, rows, columns), NAN, device=DEVICE)
+    products.project(x, w, out, tile, sumsq=sumsq, eps=1e-5, bias=random(columns, seed=2), scale=0.5)
+    close(out.sum(0), project_reference(x, w, sumsq, 1e-5, random(columns, seed=2), 0.5, 0.0), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "rows"), [(GEMV, 1), (GEMM, 3), (WIDE, 20)], ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form: str, tile, rows: int, dtype: torch.dtype) -> None:
+    check_project(form, tile, rows, 50, 384, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "rows"), [(GEMV, 1), (GEMM, 3)], ids=["one row", "few rows"])
+@pytest.mark.parametrize(("form", "width"), [("fp8 row", 80), ("int8 by 16", 112), ("fp8 blocks", 200), ("int4 by 32", 128)])
+def test_widths_of_no_whole_step(form: str, width: int, tile, rows: int, dtype: torch.dtype) -> None:
+    check_project(form, tile, rows, 32, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "rows"), [(GEMV, 1), (GemmTile(16, 128, 1, 4, 2), 3), (WIDE, 20)], ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("form", ["fp8 row", "fp8 blocks", "int8 row, zeros", "int4 by 128, zeros", "int4 by 64"])
+def test_gate_and_up(form: str, tile, rows: int, dtype: torch.dtype) -> None:
+    """Rows of the two halves have scales of their own, also where a block of rows shares one."""
+    columns, width = 128, 256
+    x, w = random(rows, width, dtype=dtype), narrow(form, 2 * columns, width, DEVICE, seed=1)
+    sumsq = random(rows, 3, seed=3).square() * width
+    out = torch.full((rows, columns), NAN, device=DEVICE)
+    products.glu(x, w, out, tile, sumsq=sumsq, eps=1e-5)
+    close(out, glu_reference(x, w, sumsq, 1e-5, "silu"), TOLERANCE)
+
+
+@pytest.mark.parametrize(("tile", "rows"), [(GEMV, 1), (GEMM, 3), (WideTile(16, 64, 64, 3, 4, 2), 40)], ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("form", ["fp8 row", "int8 by 32, minima", "int4 by 128, zeros"])
+def test_joining_the_residual(form: str, tile, rows: int) -> None:
+    columns, width = 90, 384
+    x, w = random(rows, width, dtype=DTYPES[-1]), narrow(form, columns, width, DEVICE, seed=1)
+    norm, total = random(columns, seed=3), random(rows, columns, seed=4)
+    expected = residual_reference(x, w, total, norm, 0.5, 0.3, None)
+    tiles = -(-columns // tile.block_n)
+    normed, sumsq = (torch.full((rows, n), NAN, device=DEVICE) for n in (columns, tiles))
+    space = None
+    if not isinstance(tile, GemvTile):
+        space = SplitSpace(tile.partial_elements(rows, columns), tiles * tile.row_tiles(rows), torch.device(DEVICE))
+        space.partials.fill_(NAN)
+    products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3)
+    assert space is None or not space.tickets.any()
+    close(total, expected[0], TOLERANCE)
+    close(normed, expected[1], TOLERANCE)
+    close(sumsq.sum(1, keepdim=True), expected[2], TOLERANCE)
+
+
+@pytest.mark.parametrize("form", ["fp8 row", "int8 row", "int4 by 128", "fp4 by 32"])
+@pytest.mark.parametrize(("tile", "rows"), [(GEMV, 1), (WIDE, 16)], ids=["one row", "many rows"])
+def test_every_code_is_what_it_stands_for(form: str, tile, rows: int) -> None:
+    """Products with unit vectors give the weights themselves, also those below the smallest normal number."""
+    width = 256
+    w = narrow(form, 64, width, DEVICE)
+    if w.kind in ("fp8", "int8"):  # each row has all codes
+        codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(64, 1)
+        codes = torch.where(codes % 128 == 127, 0, codes) if w.kind == "fp8" else codes
+        w = Weight(codes.view(w.data.dtype), torch.ones(64, 1, device=DEVICE), None, w.kind)
+    else:
+        w.scales = torch.ones_like(w.scales)
+    expected = dequantized(w, torch.float32)
+    for first in (0, 48, 112, 240):
+        x = torch.zeros(rows, width, dtype=DTYPES[-1], device=DEVICE)
+        x[range(rows), range(first, first + rows)] = 1.0
+        out = torch.full((1, rows, 64), NAN, device=DEVICE)
+        products.project(x, w, out, tile)
+        assert torch.equal(out[0], expected[:, first : first + rows].T)
