@@ -1,9 +1,10 @@
 """One decode step on the card: right against float32, the same bits in all replays, timed beside the limit, tiles searched.
 
-    python benchmarks/gpu_decode.py [--models 0.6b,8b] [--batches 1,2,4,8,16,32,64] [--contexts 384,1024]
+    python benchmarks/gpu_decode.py [--models 0.6b,8b,8b-fp8,8b-int8,8b-int4] [--batches 1,2,4,8,16,32,64] [--contexts 384,1024]
         [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32] [--ranks 2]
 
-Random weights and cache of a Qwen3 shape, bfloat16, CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with
+Random weights and cache of a Qwen3 shape, bfloat16 or, but for the head, narrow; CUDA-graph replays. The paths: `cublas` is
+Decoder; FastDecode runs with
 GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), wide GEMMs
 only (`wide`, and `two` with attention in two kernels), and with the table in use (`table`): the shipped one or the defaults,
 what --tune found, or DIR/<card>-<model>.json. The limit of a step is (weights + keys and values read once) / the copy bandwidth
@@ -38,16 +39,18 @@ from echo_group import EchoGroup
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode, has_copy_engine
-from headrace.fast_decode.tiles import ROW_STEPS, SHIPPED, StepTiles, tile_file_name
+from headrace.fast_decode.tiles import ROW_STEPS, SHIPPED, Kinds, StepTiles, tile_file_name
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.narrow import quantized
 from headrace.model.shard import Shard
-from headrace.model.weight import Weight
+from headrace.model.weight import Weight, dequantized, smallest_exact
 from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16
+SCALES = {"fp8": torch.float32, "int8": torch.float32, "int4": torch.float16}  # as `smallest_exact` has them of random weights
 BLOCK = 64
 DEVICE = torch.device("cuda", 0)
 MAX_LEN = 4096  # of the rope and block tables; contexts are at most that
@@ -63,7 +66,13 @@ def qwen3(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
 
 
 MODELS = {"0.6b": qwen3(1024, 28, 16, 3072), "8b": qwen3(4096, 36, 32, 12288), "32b": qwen3(5120, 64, 64, 25600)}
-TIED = {"0.6b"}
+MODELS |= {f"{name}-{kind}": config for name, config in MODELS.items() for kind in ("fp8", "int8", "int4")}
+TIED = {name for name in MODELS if name.startswith("0.6b")}
+
+
+def kinds(name: str) -> Kinds:
+    kind = name.partition("-")[2] or "float"
+    return (kind, kind, kind, kind, "float")  # type: ignore[return-value]
 
 
 def say(*words: object) -> None:
@@ -73,8 +82,20 @@ def say(*words: object) -> None:
 # ------------------------------------------------------------------------------------------------ the model and its input
 
 
-def random_weights(config: ModelConfig, tied: bool, device: torch.device, ranks: int = 1) -> DecoderWeights:
-    """`config` is what one of `ranks` has."""
+def narrow_meta(rows: int, columns: int, kind: str) -> Weight:
+    """What `quantized` makes, without its numbers."""
+    data = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}[kind]
+    four = kind == "int4"
+    groups, dtypes = columns // 128 if four else 1, (SCALES[kind], torch.float16)
+    scales, zeros = (torch.empty(rows, groups, dtype=dtype, device="meta") for dtype in dtypes)
+    packed = torch.empty(rows, columns // (2 if four else 1), dtype=data, device="meta")
+    return Weight(packed, scales, zeros if four else None, kind, 128 if four else 0)  # type: ignore[arg-type]
+
+
+def random_weights(
+    config: ModelConfig, tied: bool, device: torch.device, ranks: int = 1, kind: str = "float"
+) -> DecoderWeights:  # fmt: skip
+    """`config` is what one of `ranks` has; `kind` is that of the layers' matrices."""
 
     def draw(*shape: int, mean: float = 0.0, std: float = 0.02) -> Tensor:
         tensor = torch.empty(shape, dtype=BF16, device=device)
@@ -82,13 +103,22 @@ def random_weights(config: ModelConfig, tied: bool, device: torch.device, ranks:
 
     hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
 
+    def matrix(rows: int, columns: int) -> Weight:
+        if kind == "float":
+            return Weight(draw(rows, columns))
+        if device.type == "meta":
+            return narrow_meta(rows, columns, kind)
+        weight = quantized(draw(rows, columns), kind)
+        weight.scales = smallest_exact(weight.scales)
+        weight.zeros = None if weight.zeros is None else smallest_exact(weight.zeros)
+        return weight
+
     def norm(width: int) -> Tensor:
         return draw(width, mean=1.0, std=0.1)
 
     def layer() -> LayerWeights:
         return LayerWeights(
-            qkv=Weight(draw(q + 2 * kv, hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
-            down=Weight(draw(hidden, inner)),
+            qkv=matrix(q + 2 * kv, hidden), o=matrix(hidden, q), gate_up=matrix(2 * inner, hidden), down=matrix(hidden, inner),
             input_norm=norm(hidden), mlp_norm=norm(hidden), q_norm=norm(config.head_dim), k_norm=norm(config.head_dim),
         )  # fmt: skip
 
@@ -163,7 +193,7 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
     hidden = weights.embedding[batch.token_ids.long()].float()
     keys = []
     for index, layer in enumerate(weights.layers):
-        x = F.linear(rms(hidden, layer.input_norm), layer.qkv.data.float()).view(rows, -1, dim)
+        x = F.linear(rms(hidden, layer.input_norm), dequantized(layer.qkv, torch.float32)).view(rows, -1, dim)
         q, k = rope(rms(x[:, :heads], layer.q_norm)), rope(rms(x[:, heads : heads + kv_heads], layer.k_norm))
         v = x[:, heads + kv_heads :]
         keys.append(k)
@@ -175,9 +205,9 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
                 all_k, all_v = torch.cat((old_k, k[b : b + 1])), torch.cat((old_v, v[b : b + 1]))
                 scores = torch.einsum("kgd,tkd->kgt", q[b].view(kv_heads, -1, dim), all_k) * config.attn_scale
                 out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), all_v).reshape(heads, dim)
-        hidden = hidden + F.linear(out.flatten(1), layer.o.data.float())
-        gate, up = F.linear(rms(hidden, layer.mlp_norm), layer.gate_up.data.float()).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, layer.down.data.float())
+        hidden = hidden + F.linear(out.flatten(1), dequantized(layer.o, torch.float32))
+        gate, up = F.linear(rms(hidden, layer.mlp_norm), dequantized(layer.gate_up, torch.float32)).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, dequantized(layer.down, torch.float32))
     final = rms(hidden, weights.final_norm)
     logits = torch.cat([F.linear(final, part.float()) for part in weights.lm_head.data.split(32768)], -1)
     return logits, keys
@@ -263,7 +293,7 @@ def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles], int]) -> str:
     try:
         device = torch.device("meta")
         config = replace(MODELS[name], num_layers=1)
-        weights = random_weights(config, name in TIED, device, ranks)
+        weights = random_weights(config, name in TIED, device, ranks, kinds(name)[0])
         group = None if ranks == 1 else EchoGroup(ranks, rows, config.hidden_size, BF16, device)
         fast = FastDecode(config, weights, rows, device, table, max_model_len=MAX_LEN, group=group)
         batch = Input(config, rows, context, rows * -(-context // BLOCK), device).batch([context] * rows)
@@ -274,10 +304,11 @@ def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles], int]) -> str:
 
 
 def tuning_jobs(name: str, rows: int, context: int, ranks: int) -> list[tuple[str, int, int, dict[int, StepTiles], int]]:
-    start, shapes = decode_tiles.default_tiles(MODELS[name], rows), decode_tiles.product_shapes(MODELS[name])
+    start, shapes = decode_tiles.default_tiles(MODELS[name], rows, kinds=kinds(name)), decode_tiles.product_shapes(MODELS[name])
     trials = [replace(start, attention=tile, attention_programs=n) for tile, n in tile_search.attention_candidates(rows)]
     for product, shape in shapes.items():
-        trials += [replace(start, **{product: tile}) for tile in tile_search.candidates(shape, rows)]
+        kind = dict(zip(decode_tiles.PRODUCTS, kinds(name), strict=True))[product]
+        trials += [replace(start, **{product: tile}) for tile in tile_search.candidates(shape, rows, kind)]
     return [(name, rows, context, {rows: trial}, ranks) for trial in trials]
 
 
@@ -289,13 +320,13 @@ class Bench:
         self.name, self.args, self.gbs, self.results = name, args, gbs, results
         self.config, self.device = MODELS[name], DEVICE
         torch.manual_seed(0)
-        self.weights = random_weights(self.config, name in TIED, self.device, args.ranks)
+        self.weights = random_weights(self.config, name in TIED, self.device, args.ranks, kinds(name)[0])
         rows, context = max(args.batches), max(args.contexts)
         blocks = rows * -(-context // BLOCK)
         self.kv = Cache(self.config, blocks + 8, self.device)
         self.input = Input(self.config, rows, context, blocks, self.device, args.ranks)
         self.copy_engine = has_copy_engine(self.config, BF16, DEVICE)
-        self.table = decode_tiles.default_table(self.config, self.copy_engine)
+        self.table = decode_tiles.default_table(self.config, self.copy_engine, kinds(name))
         for path in (table_file(SHIPPED, name), table_file(args.tables, name)):
             if path is not None and path.exists():
                 self.table.update(decode_tiles.from_json(path.read_text()))
@@ -321,6 +352,8 @@ class Bench:
             elif path == "table":
                 if rows <= max(self.table):
                     found[path] = self.fast(self.table, rows, group)
+            elif kinds(self.name) != decode_tiles.FLOAT:  # those tiles are made for bfloat16
+                continue
             elif min(KINDS[path][1]) <= rows <= max(KINDS[path][1]) and (self.copy_engine or path not in ("wide", "two")):
                 found[path] = self.fast(forced(self.config, path), rows, group)
         return found
@@ -388,7 +421,9 @@ class Bench:
         def progress(line: str) -> None:
             say(f"{self.name} tune {rows} rows: {line}")
 
-        self.table[rows], took = tile_search.tune(self.table[rows], self.config, rows, measure, seconds, progress)
+        self.table[rows], took = tile_search.tune(
+            self.table[rows], self.config, rows, measure, seconds, progress, kinds(self.name)
+        )
         self.results.append({"kind": "tune", "model": self.name, "rows": rows, "ms": took})
 
     def time(self, rows: int, context: int) -> None:
@@ -434,7 +469,7 @@ class Bench:
 
 def table_file(folder: str | Path | None, name: str) -> Path | None:
     """Where the engine looks for the table too, if `folder` is `tiles` in Headrace's cache directory."""
-    return None if folder is None else Path(folder) / tile_file_name(torch.cuda.get_device_name(0), MODELS[name])
+    return None if folder is None else Path(folder) / tile_file_name(torch.cuda.get_device_name(0), MODELS[name], kinds(name))
 
 
 def worthwhile(table: dict[int, StepTiles], times: list[dict]) -> dict[int, StepTiles]:
@@ -494,8 +529,8 @@ def compile_jobs(args: argparse.Namespace) -> list[tuple[tuple[str, bool], list]
     """((model, of the search), jobs) in the order in which they are needed."""
     groups: list[tuple[tuple[str, bool], list]] = []
     for name in args.models:
-        tables = [decode_tiles.default_table(MODELS[name])]
-        tables += [forced(MODELS[name], path) for path in KINDS if path in args.paths]
+        tables = [decode_tiles.default_table(MODELS[name], kinds=kinds(name))]
+        tables += [forced(MODELS[name], path) for path in KINDS if path in args.paths and kinds(name) == decode_tiles.FLOAT]
         sizes = dict.fromkeys([*args.batches, *check_rows(args.batches), *repeat_rows(args.batches)])
         needed = [
             (name, n, args.contexts[0], table, r)

@@ -19,9 +19,11 @@ from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import (
     ALL_ROWS,
     FILL,
+    FLOAT,
     KINDS,
     PRODUCTS,
     SHORT_ROWS,
+    Kinds,
     Shape,
     StepTiles,
     TileTable,
@@ -33,7 +35,9 @@ from headrace.fast_decode.tiles import (
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.launch import next_power_of_2
+from headrace.kernels.narrow import packed
 from headrace.model.config import ModelConfig
+from headrace.model.weight import Kind
 
 AHEAD_BYTES = 112 * 1024  # of shared memory that a program may fill before the wait: two to an SM
 ALONE_BYTES = 208 * 1024  # one to an SM
@@ -59,14 +63,47 @@ def _ahead(
     return GemmTile(block_n, 128, splits, warps, 2, prefetch=steps) if held <= most else None
 
 
-def _touched(shape: Shape, tile: GemmTile) -> int:
+def _touched(shape: Shape, tile: GemmTile, per_byte: float = 0.5) -> int:
     """Steps of a tile whose weights are TOUCH_BYTES at most."""
-    step = 2 * tile.block_k * tile.block_n * (2 if shape.gated else 1)
+    step = int(tile.block_k * tile.block_n / per_byte) * (2 if shape.gated else 1)
     return min(-(-shape.width // (tile.block_k * tile.splits)), TOUCH_BYTES // step)
 
 
-def candidates(shape: Shape, rows: int) -> list[Tile]:
+def narrow_candidates(shape: Shape, rows: int, per_byte: int) -> list[Tile]:
+    """Of weights of a byte or half of one: rows of 512 bytes for each warp, or as many steps in flight as fit."""
+    if rows == 1:
+        width, found = shape.width // per_byte, []
+        for block_n, warps in itertools.product((2, 4, 8, 16), (1, 2, 4, 8)):
+            registers = 4 * block_n * (2 if shape.gated else 1)
+            if -width % (512 * warps) <= width // 8 and shape.columns // block_n >= FILL and registers <= 64:
+                found += [GemvTile(block_n, 512 * warps * per_byte, warps, early) for early in {max(1, 64 // registers), 1}]
+        return found
+    found = []
+    for block_m, block_n, block_k in itertools.product((64, 128), (64, 128), (64, 128, 256)):
+        block_m = block_m if rows > 64 else max(16, next_power_of_2(rows))
+        step = block_k * (2 * block_m + block_n // per_byte * (2 if shape.gated else 1))
+        stages = min(6, ALONE_BYTES // step)
+        warps = 8 if block_n * block_m > 64 * 128 or block_n == 128 else 4
+        if stages < 3 or block_k < 128 * (per_byte - 1) or block_m * block_n * (2 if shape.gated else 1) > 128 * 128:
+            continue
+        for splits in (1, 2, 4, 8):
+            programs = -(-shape.columns // block_n) * splits * -(-rows // block_m)
+            if splits > 1 and (not shape.splittable or programs > 4 * FILL or shape.width < 2 * block_k * splits):
+                continue
+            if programs < 0.35 * FILL:
+                continue
+            if rows > 64:
+                found.append(WideTile(block_m, block_n, block_k, splits, warps, stages))
+                continue
+            tile = GemmTile(block_n, block_k, splits, warps, stages)
+            found += [tile, replace(tile, touch=_touched(shape, tile, per_byte))]
+    return list(dict.fromkeys(found))
+
+
+def candidates(shape: Shape, rows: int, kind: Kind = "float") -> list[Tile]:
     """What `tune` tries for one product: four to sixty tiles."""
+    if kind != "float":
+        return narrow_candidates(shape, rows, packed(kind))
     found = wide_candidates(shape, rows) if rows > ALL_ROWS else []
     if rows > GEMM_MAX_ROWS:
         return found
@@ -132,7 +169,7 @@ def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int
 
 def tune(
     start: StepTiles, config: ModelConfig, rows: int, measure: Callable[[StepTiles], float], seconds: float,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None, kinds: Kinds = FLOAT,
 ) -> tuple[StepTiles, float]:  # fmt: skip
     """Coordinate search: the best tile of each product in turn, the others held; -> (tiles, measured time).
 
@@ -141,17 +178,17 @@ def tune(
     deadline = time.monotonic() + seconds
     best, best_time = start, measure(start)
     say(f"start {best_time:.4f}")
-    shapes = product_shapes(config)
+    shapes, kind = product_shapes(config), dict(zip(PRODUCTS, kinds, strict=True))
 
     def trials() -> Iterable[tuple[str, dict]]:
         for name in ("gate_up", "down", "qkv", "o"):
-            yield from ((name, {name: tile}) for tile in candidates(shapes[name], rows))
+            yield from ((name, {name: tile}) for tile in candidates(shapes[name], rows, kind[name]))
         for tile, programs in attention_candidates(rows):
             change = {"attention": tile, "attention_programs": programs}
             yield "attention", change
             if isinstance(tile, SplitTile):  # which the best QKV tile may exclude
                 yield "attention", {**change, "qkv": replace(wide_tile(shapes["qkv"], rows), splits=1)}
-        yield from (("lm_head", {"lm_head": tile}) for tile in candidates(shapes["lm_head"], rows))
+        yield from (("lm_head", {"lm_head": tile}) for tile in candidates(shapes["lm_head"], rows, kind["lm_head"]))
 
     for name, change in trials():
         if time.monotonic() > deadline:

@@ -25,6 +25,7 @@ from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.split import SplitSpace
 from headrace.model.config import RopeConfig
 from headrace.model.decoder import Decoder
+from headrace.model.weight import Weight
 from tile_search import ahead_tile
 
 pytestmark = pytest.mark.gpu
@@ -168,7 +169,7 @@ def test_weights_beyond_2_31_elements(card) -> None:
     for tile in (GemvTile(8, 1024, 4, 2), GemmTile(64, 128, 1, 4, 4), WideTile(64, 64, 128, 1, 4, 4)):
         rows = min(3, MAX_ROWS[type(tile)])
         out = torch.empty(1, rows, columns, device=card)
-        project(x[:rows], weight, out, tile)
+        project(x[:rows], Weight(weight), out, tile)
         assert relative(out[0, :, -4096:], expected[:rows]) < 1e-3
 
 

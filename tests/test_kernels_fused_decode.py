@@ -20,8 +20,8 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.split import SplitSpace
-from headrace.model.weight import Weight
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.weight import Weight
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace.fast_decode import products
-from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
@@ -14,7 +14,6 @@ from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import FORMS, narrow
 from test_kernels_fused_decode import DEVICE, NAN, close, random
-from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
 

@@ -26,6 +26,7 @@ from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.model.weight import Weight
 from push_ranks import push_spaces
 from rank_threads import ThreadGroup, run_ranks
 from tiny_models import write_tiny
@@ -80,7 +81,7 @@ def test_a_product_sends_its_own_part() -> None:
         xs, weights = [torch.randn(1, 64) for _ in spaces], [torch.randn(40, 64) for _ in spaces]
         bias, norm, residual = torch.randn(40), torch.randn(40), torch.randn(1, 40)
         for x, weight, space in zip(xs, weights, spaces, strict=True):
-            send(x, weight, GemvTile(16, 32, 1, 1), space, bias if space.rank == 0 else None)
+            send(x, Weight(weight), GemvTile(16, 32, 1, 1), space, bias if space.rank == 0 else None)
         parts = [x @ weight.T for x, weight in zip(xs, weights, strict=True)]
         want_total, want = all_reduce_norm_reference(
             [parts[0] + bias, *parts[1:]], torch.float32, norm, residual=residual, eps=1e-6

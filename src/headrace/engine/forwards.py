@@ -106,7 +106,7 @@ def make_decoder(
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
         return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group)
-    from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder
+    from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder, usual_kinds
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype):
@@ -116,7 +116,8 @@ def make_decoder(
     if group is not None and space is None:
         logger.info("small batches: the general path; the fused one needs cards that see each other's memory")
         return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
-    tiles = load_tiles(model, device) if dtype == torch.bfloat16 else None  # that is what they were searched in
+    # bfloat16 is what they were searched in
+    tiles = load_tiles(model, device, usual_kinds(weights)) if dtype == torch.bfloat16 else None
     rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
     rows = rows if space is None else min(rows, space.max_rows)
     fast = FastDecode(

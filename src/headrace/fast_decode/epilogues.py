@@ -127,7 +127,8 @@ def project_reference(
 
 def glu_reference(x: Tensor, weight: Weight, sumsq: Tensor | None, eps: float, kind: str) -> Tensor:
     """x [M, K], weight [2 I, K] (gate rows, then up rows) -> activation(gate) * up [M, I] float32."""
-    gate, up = (F.linear(x.float(), dequantized(weight, torch.float32)) * rms_factor_reference(sumsq, x.shape[1], eps)).chunk(2, 1)
+    factor = rms_factor_reference(sumsq, x.shape[1], eps)
+    gate, up = (F.linear(x.float(), dequantized(weight, torch.float32)) * factor).chunk(2, 1)
     if kind == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up

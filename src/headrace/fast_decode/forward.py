@@ -10,6 +10,8 @@ the host, so a step can be captured in a CUDA graph. Other steps run through `De
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
-from headrace.fast_decode.tiles import StepTiles, TileTable, default_table, with_attention_in_two
+from headrace.fast_decode.tiles import Kinds, StepTiles, TileTable, default_table, with_attention_in_two
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.launch import capability
 from headrace.kernels.qkv import qkv_rope_write_triton
@@ -48,17 +50,21 @@ def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
 
 
-def matrix_of(weight: Weight) -> Tensor:
-    """Its rows as they are multiplied. Raises ValueError for a kind that the products cannot read."""
-    if weight.kind != "float":
-        raise ValueError(f"no fused product for weights of kind {weight.kind!r}")
-    return weight.data
+def kinds_of(weights: DecoderWeights) -> list[Kinds]:
+    """Of each layer's matrices, and of the head."""
+    return [(*(getattr(layer, name).kind for name in MATRICES), weights.lm_head.kind) for layer in weights.layers]
+
+
+def usual_kinds(weights: DecoderWeights) -> Kinds:
+    """Those of most layers, for which there may be a table of tiles."""
+    return Counter(kinds_of(weights)).most_common(1)[0][0]
 
 
 class FastDecode:
     """Runs decode steps of up to `max_rows` sequences (256; 64 without a copy engine) of a model that `supports` accepts.
 
-    `tiles`: a table (see tiles.py); None: the defaults. Workspaces are sized for the tables' tiles and
+    `tiles`: a table (see tiles.py) for the kinds of weights that most layers have; None, and for other layers: the defaults.
+    Workspaces are sized for the tables' tiles and
     `max_model_len` tokens a sequence. With a `group`, `config` and `weights` are the part of one of its ranks, and logits those
     of its part of the vocabulary.
     """
@@ -69,13 +75,14 @@ class FastDecode:
         group: Group | None = None,
     ):  # fmt: skip
         dtype = weights.embedding.dtype
-        self.tiles = dict(default_table(config, has_copy_engine(config, dtype, device)) if tiles is None else tiles)
+        kinds, usual, copy_engine = kinds_of(weights), usual_kinds(weights), has_copy_engine(config, dtype, device)
+        self.tables = {of: dict(default_table(config, copy_engine, of)) for of in dict.fromkeys([usual, *kinds])}
+        if tiles is not None:
+            self.tables[usual] = dict(tiles)
+        self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in kinds]
         if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
         self.config, self.weights, self.max_rows = config, weights, max_rows
-        # what the products stream, and the only place where they open a Weight
-        self.matrices = [[matrix_of(getattr(layer, name)) for name in MATRICES] for layer in weights.layers]
-        self.lm_head = matrix_of(weights.lm_head)
         self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # as Decoder rounds it
         length = max_model_len or config.max_position
         self.layer_rope = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -108,8 +115,8 @@ class FastDecode:
 
     def _allocate(self, dtype: torch.dtype, logits_dtype: torch.dtype, device: torch.device, max_context: int) -> None:
         config, rows = self.config, self.max_rows
-        hidden, steps = config.hidden_size, {n: self.tiles_for(n) for n in range(1, rows + 1)}
-        residuals = [(n, tile) for n, step in steps.items() for tile in (step.o, step.down)]
+        hidden, steps = config.hidden_size, self._all_steps()
+        residuals = [(n, tile) for n, step in steps for tile in (step.o, step.down)]
         column_tiles = max(-(-hidden // tile.block_n) for _, tile in residuals)
 
         def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -119,11 +126,11 @@ class FastDecode:
         self.residual = empty(rows, config.hidden_size, dtype=f32)
         self.normed = empty(rows, config.hidden_size)
         self.sumsq_o, self.sumsq_down = (empty(rows * column_tiles, dtype=f32) for _ in range(2))
-        slabs = max(num_splits(step.qkv) for step in steps.values())
+        slabs = max(num_splits(step.qkv) for _, step in steps)
         self.qkv = empty(slabs * rows * (config.q_size + 2 * config.kv_size), dtype=f32)
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
-        self.logits = empty(rows, self.lm_head.shape[0], dtype=logits_dtype)
+        self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
         row_splits = max(n * self._num_splits(n, max_context) for n in range(1, rows + 1))
         sums = max(num_slots(rows), row_splits) * config.num_heads
@@ -134,8 +141,7 @@ class FastDecode:
         )  # fmt: skip
 
     def _rank_parts(self, group: Group, dtype: torch.dtype, device: torch.device) -> RankParts:
-        steps = [self.tiles_for(n) for n in range(1, self.max_rows + 1)]
-        splits = max(num_splits(tile) for step in steps for tile in (step.o, step.down))
+        splits = max(num_splits(tile) for _, step in self._all_steps() for tile in (step.o, step.down))
         return RankParts(
             group, self.max_rows, splits, self.config.hidden_size, dtype, device, eps=self.config.norm_eps,
             norm_offset=self.weights.norm_offset,
@@ -149,8 +155,19 @@ class FastDecode:
         tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
-    def tiles_for(self, rows: int) -> StepTiles:
-        return self.tiles[min(n for n in self.tiles if n >= rows)]
+    def tiles_for(self, rows: int, table: TileTable | None = None) -> StepTiles:
+        """`table`: of a layer; None: of most layers, whose attention all have."""
+        table = self.tiles if table is None else table
+        return table[min(n for n in table if n >= rows)]
+
+    def _all_steps(self) -> list[tuple[int, StepTiles]]:
+        """(rows, tiles) of every step and kind of layer."""
+        return [(n, self.tiles_for(n, table)) for table in self.tables.values() for n in range(1, self.max_rows + 1)]
+
+    def _layer_steps(self, rows: int, in_two: bool) -> list[StepTiles]:
+        """The tiles of each layer; `in_two`: its attention takes no partial sums."""
+        steps = [self.tiles_for(rows, table) for table in self.layer_tables]
+        return [with_attention_in_two(step) for step in steps] if in_two else steps
 
     def _num_splits(self, rows: int, context: int) -> int:
         """Programs that share a sequence of up to `context` tokens, so that the card is filled and none has too much."""
@@ -175,11 +192,8 @@ class FastDecode:
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
-        sumsq_o, sumsq_down = (
-            buffer[: rows * n].view(rows, n)
-            for buffer, tile in ((self.sumsq_o, tiles.o), (self.sumsq_down, tiles.down))
-            for n in (-(-config.hidden_size // tile.block_n),)
-        )
+        steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
+        sumsq_down = self._squares(self.sumsq_down, rows, steps[0].down)
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
@@ -191,18 +205,25 @@ class FastDecode:
         for index, layer in enumerate(weights.layers):
             if hook is not None:
                 hook(index, total, batch)
-            qkv_weight, o, gate_up, down = self.matrices[index]
-            qkv = self._project(normed, qkv_weight, qkv_buffer, tiles.qkv, sumsq_down, layer.qkv_bias)
+            step = steps[index]
+            sumsq_o = self._squares(self.sumsq_o, rows, step.o)
+            qkv = self._project(normed, layer.qkv, qkv_buffer, step.qkv, sumsq_down, layer.qkv_bias)
             self._attend(qkv, batch, kv, index, layer, splits, attention)
             after, following = norms[2 * index + 1 : 2 * index + 3]
-            self._add(self.attended[:rows], o, total, normed, sumsq_o, after, tiles.o, layer.o_bias)
+            self._add(self.attended[:rows], layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias)
             squares = sumsq_o if self.ranks is None else None
-            glu(normed, gate_up, inner, tiles.gate_up, sumsq=squares, eps=eps, activation=config.activation)
-            self._add(inner, down, total, normed, sumsq_down, following, tiles.down, layer.down_bias)
+            glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=config.activation)
+            sumsq_down = self._squares(self.sumsq_down, rows, step.down)
+            self._add(inner, layer.down, total, normed, sumsq_down, following, step.down, layer.down_bias)
         return self._project(
-            normed, self.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
+            normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
+
+    def _squares(self, buffer: Tensor, rows: int, tile: Tile) -> Tensor:
+        """Where a product with that tile leaves the sums of squares of the residual."""
+        tiles = -(-self.config.hidden_size // tile.block_n)
+        return buffer[: rows * tiles].view(rows, tiles)
 
     def _embed(self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor) -> None:
         table, norm, scale = self.weights.embedding, self.norms[0], self.embed_scale
@@ -213,7 +234,7 @@ class FastDecode:
             self.ranks.embed(token_ids, table, total, normed, norm, scale)
 
     def _add(
-        self, x: Tensor, weight: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor, norm: Tensor, tile: Tile,
+        self, x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq: Tensor, norm: Tensor, tile: Tile,
         bias: Tensor | None,
     ) -> None:  # fmt: skip
         """The product joins the residual, `total`; `normed`, and of one rank `sumsq`, are what the next product needs of it."""
@@ -225,7 +246,7 @@ class FastDecode:
             self.ranks.residual(x, weight, total, normed, norm, tile, scale=scale, bias=bias)
 
     def _project(
-        self, x: Tensor, weight: Tensor, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float
+        self, x: Tensor, weight: Weight, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float
     ) -> Tensor:
         """RMSNorm(residual) @ weight.T as [splits, rows, columns] in `buffer`."""
         rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)

@@ -3,8 +3,8 @@
 At this size a step is the time to stream the weights. A program owns BLOCK_N output columns over the whole of K, so no sum is
 split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
 loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
-With rows of 512 bytes in a tile every warp has columns of its own (a sum is shuffles only); with 512 * num_warps the warps share
-columns. products.py says what is computed, narrow_row.py how narrow weights are.
+With rows of 512 bytes in a tile every warp has columns of its own (a sum is shuffles only); with 512 * num_warps the warps
+share columns. products.py says what is computed, narrow_row.py how narrow weights are.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -121,8 +121,8 @@ def _gemv_kernel(
         if MODE == "glu":
             early_up = early_up + (
                 _load_step(
-                    up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND,
-                    GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                    up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
+                    KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
                 ),
             )
     row_scale = 1.0
@@ -159,8 +159,8 @@ def _gemv_kernel(
                 step = early_up[i]
             else:
                 step = _load_step(
-                    up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND,
-                    GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                    up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
+                    KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
                 )
             up_acc = _add_step(up_acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
     factor = 1.0

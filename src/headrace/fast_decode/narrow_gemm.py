@@ -168,7 +168,8 @@ def plan(tile: GemmTile | WideTile, x: Tensor, weight: Weight, columns: int, sum
     steps = split_width(width, tile.splits, block_k) // block_k
     touched = min(getattr(tile, "touch", 0), steps) * block_k // packed(weight.kind) // LINE
     own = {
-        "x_ptr": x, "k_split": steps * block_k, **arguments(weight, x), "WIDTH": span_bytes(weight, block_k), "BLOCK_M": block_m, "BLOCK_K": block_k,
+        "x_ptr": x, "k_split": steps * block_k, **arguments(weight, x), "WIDTH": span_bytes(weight, block_k),
+        "BLOCK_M": block_m, "BLOCK_K": block_k,
         "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK, "LINES": next_power_of_2(touched) if touched else 0,
         "EARLY": block_m * tile.block_n <= EARLY_ELEMENTS,
         "EVEN": columns % tile.block_n == 0 and width % (tile.splits * block_k) == 0,

@@ -35,6 +35,7 @@ from headrace.model.weight import Weight
 Tile = GemvTile | GemmTile | WideTile
 MAX_ROWS: dict[type, int] = {GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS}
 PLAN: dict[type, Callable[..., Plan]] = {GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan}
+NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
 
 def num_splits(tile: Tile) -> int:
@@ -50,7 +51,7 @@ def _launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
-    plan = PLAN[type(tile)] if isinstance(tile, GemvTile) or weight.kind == "float" else narrow_gemm.plan
+    plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile) else NARROW_PLAN
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, *([] if push is None else [push]))
     if not isinstance(tile, GemvTile):
         own |= {

@@ -23,7 +23,9 @@ from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
+from headrace.kernels.narrow import packed
 from headrace.model.config import ModelConfig
+from headrace.model.weight import Kind
 
 logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tables"  # that come with the package
@@ -89,10 +91,18 @@ def product_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True) -> StepTiles:
-    """Good guesses for H100 and H200 from the shapes alone."""
-    kind = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
-    products = {name: kind(shape, rows) for name, shape in product_shapes(config).items()}
+Kinds = tuple[Kind, ...]  # of the matrices of PRODUCTS
+FLOAT: Kinds = ("float", "float", "float", "float", "float")
+
+
+def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT) -> StepTiles:
+    """Good guesses for H100 and H200 from the shapes alone, and the bytes of a weight."""
+    guess = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
+    shapes = product_shapes(config)
+    products = {
+        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, packed(kind))
+        for name, kind in zip(PRODUCTS, kinds, strict=True)
+    }
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
         short_attention=None,
@@ -112,10 +122,10 @@ def default_programs(rows: int) -> int:
     return FILL if rows <= 2 else 2 * FILL if rows <= 4 else 4 * FILL
 
 
-def default_table(config: ModelConfig, copy_engine: bool = True) -> dict[int, StepTiles]:
+def default_table(config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT) -> dict[int, StepTiles]:
     """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine."""
     steps = [rows for rows in ROW_STEPS if copy_engine or rows <= GEMM_MAX_ROWS]
-    return {rows: default_tiles(config, rows, copy_engine) for rows in steps}
+    return {rows: default_tiles(config, rows, copy_engine, kinds) for rows in steps}
 
 
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:
@@ -160,6 +170,30 @@ def wide_tile(shape: Shape, rows: int) -> WideTile:
         splits *= 2
 
 
+def narrow_tile(shape: Shape, rows: int, per_byte: int) -> Tile:
+    """Of weights of a byte or half of one: rows of a tile have as many bytes as those of the other tiles."""
+    if rows == 1:
+        return narrow_gemv_tile(shape, per_byte)
+    if rows > GEMM_MAX_ROWS:
+        tile = wide_tile(shape, rows)
+        return WideTile(tile.block_m, max(64, tile.block_n), 128, tile.splits, 4 * max(1, tile.block_n // 64), 4)
+    splits, block_k = 1, 256 if rows <= 16 else 128
+    block_n = 64 if shape.splittable or shape.columns >= 40 * FILL else 32
+    while shape.splittable and shape.columns // block_n * splits < FILL and splits < 8 and shape.width // splits >= 2 * block_k:
+        splits *= 2
+    return GemmTile(block_n, block_k, splits, 4, 4)
+
+
+def narrow_gemv_tile(shape: Shape, per_byte: int) -> GemvTile:
+    """A thread loads 16 bytes of a row; as many warps side by side as leave few of their bytes past the row's end."""
+    width = shape.width // per_byte
+    warps = next((n for n in (4, 2) if -width % (512 * n) <= width // 8), 1)
+    widest = 4 if shape.gated else 8
+    block_n = widest if shape.columns >= 1.4 * FILL * widest else 4
+    registers = 4 * block_n * (2 if shape.gated else 1)  # of a step
+    return GemvTile(block_n, 512 * warps * per_byte, warps, max(1, min(-(-width // (512 * warps)), 64 // registers)))
+
+
 def from_json(text: str) -> dict[int, StepTiles]:
     """Inverse of `to_json`. Raises ValueError, KeyError or TypeError on anything else."""
     table = {}
@@ -182,15 +216,16 @@ def from_json(text: str) -> dict[int, StepTiles]:
     return table
 
 
-def tile_file_name(card: str, config: ModelConfig) -> str:
+def tile_file_name(card: str, config: ModelConfig, kinds: Kinds = FLOAT) -> str:
     shape = (config.hidden_size, config.intermediate_size, config.q_size, config.kv_size, config.head_dim, config.vocab_size)
-    return "-".join([card.lower().replace(" ", "-"), *map(str, shape)]) + ".json"
+    narrow = [] if kinds == FLOAT else [kinds[0]] if len(set(kinds[:-1])) == 1 and kinds[-1] == "float" else kinds
+    return "-".join([card.lower().replace(" ", "-"), *map(str, shape), *narrow]) + ".json"
 
 
-def load_tiles(config: ModelConfig, device: torch.device) -> TileTable | None:
-    """The table of this card and the shapes of this model's matrices, from the user's cache directory or else the package; None
-    if there is none. A file that cannot be read is reported and passed over."""
-    name = tile_file_name(torch.cuda.get_device_name(device), config)
+def load_tiles(config: ModelConfig, device: torch.device, kinds: Kinds = FLOAT) -> TileTable | None:
+    """The table of this card and the shapes and kinds of this model's matrices, from the user's cache directory or else the
+    package; None if there is none. A file that cannot be read is reported and passed over."""
+    name = tile_file_name(torch.cuda.get_device_name(device), config, kinds)
     for path in (cache_dir() / "tiles" / name, SHIPPED / name):
         try:
             table = from_json(path.read_text())

@@ -2,9 +2,9 @@
 
 `NarrowMatrix` says what a kernel reads. What the numbers stand for is in headrace.model.weight: w = (data - zero) * scale.
 
-Tensor cores multiply the numbers as bfloat16, which holds every code exactly; scales join the float32 sums of a group, or of the
-whole row at the end. So a product is as exact as one by the float32 weights themselves. With `ASM` the conversion takes about
-two instructions a weight; without it (Triton's interpreter, float32 models) it is plain arithmetic.
+Tensor cores multiply the numbers as bfloat16, which holds every code exactly; scales join the float32 sums of a group, or of
+the whole row at the end. So a product is as exact as one by the float32 weights themselves. With `ASM` the conversion takes
+about two instructions a weight; without it (Triton's interpreter, float32 models) it is plain arithmetic.
 
 A 4-bit byte holds column j of a run of 128 low and column 64 + j high. A tile of bytes thus makes two tiles of weights, which
 multiply two tiles of x. A `span` is as many bytes of a row as have one scale (for each half, of 4 bits).
@@ -69,8 +69,9 @@ def arguments(weight: NarrowMatrix, x: Tensor) -> dict[str, Any]:
     scales = weight.scales
     return {
         "w_ptr": weight.data if scales is None else weight.data.view(torch.uint8), "scales_ptr": scales,
-        "zeros_ptr": weight.zeros, "KIND": weight.kind, "GROUP": weight.group, "GROUPS": 0 if scales is None else scales.shape[1],
-        "SCALE_ROWS": weight.scale_rows, "ZEROS": weight.zeros is not None, "ASM": 0 if scales is None else assembly(x),
+        "zeros_ptr": weight.zeros, "KIND": weight.kind, "GROUP": weight.group,
+        "GROUPS": 0 if scales is None else scales.shape[1], "SCALE_ROWS": weight.scale_rows, "ZEROS": weight.zeros is not None,
+        "ASM": 0 if scales is None else assembly(x),
     }  # fmt: skip
 
 
