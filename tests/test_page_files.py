@@ -7,10 +7,15 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 
+from fake_engine import FakeEngine
+from headrace.api.app import create_app
+from headrace.api.config import ServerConfig
 from headrace.api.page_files import FOLDER
-from server_driver import Api
+from headrace.cli import main
+from server_driver import LOOP, Api
 
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.is_file())
@@ -93,3 +98,53 @@ def test_the_files_are_in_the_wheel():
     """scikit-build-core takes all files of its packages but those that git or pyproject leaves out."""
     ignored = (Path(__file__).parents[1] / ".gitignore").read_text().split()
     assert not [name for name in FILES if any(part.strip("/") in name.split("/") for part in ignored)]
+
+
+def test_what_the_server_tells_its_scenes():
+    api = Api(api_keys=("k",))
+    assert api.request("GET", "/glass/server").status_code == 401
+    found = api.request("GET", "/glass/server", headers={"authorization": "Bearer k"}).json()
+    assert found["max_model_len"] == 4096 and found["max_num_seqs"] == 8 and found["kill_core"] is False
+    assert found["counters"]["preemptions"] == 0 and found["num_blocks"] is None
+    api.engine.state.loaded = False
+    assert api.request("GET", "/glass/server", headers={"authorization": "Bearer k"}).status_code == 503
+    assert Api(page=False).request("GET", "/glass/server").status_code == 404
+
+
+def killing(answer: bool, **options):
+    """An application that may kill, what it killed, and how it is asked to."""
+    killed: list[int] = []
+    app = create_app(FakeEngine(), ServerConfig(**options), kill_core=lambda core: killed.append(core) or answer)  # type: ignore
+
+    def ask(client: str = "127.0.0.1", base: str = "http://127.0.0.1:8000", **headers: str) -> httpx.Response:
+        async def call() -> httpx.Response:
+            transport = httpx.ASGITransport(app, client=(client, 5))
+            async with httpx.AsyncClient(transport=transport, base_url=base) as http:
+                return await http.post("/glass/kill-core", headers=headers)
+
+        return LOOP.run(call())
+
+    return killed, ask
+
+
+def test_a_core_is_killed_only_by_this_servers_page_on_this_machine():
+    killed, ask = killing(True)
+    for refused in (
+        ask(client="10.0.0.7"), ask(origin="http://evil.example"), ask(origin="http://127.0.0.1:9000"), ask(origin="null"),
+        ask(base="http://evil.example:8000"), ask(base="http://evil.example", origin="http://evil.example"), ask(client="::2"),
+    ):  # fmt: skip
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "kill_core_not_allowed"
+    assert killed == []
+    assert ask(origin="http://127.0.0.1:8000").json() == {"killed": 0}
+    assert ask(base="http://localhost:8000", origin="http://localhost:8000").status_code == 200
+    assert ask(client="::1", base="http://[::1]:8000", origin="http://[::1]:8000").status_code == 200
+    assert killed == [0, 0, 0]
+    assert killing(False)[1]().status_code == 503  # it is being started anew
+    assert killing(True, api_keys=("k",))[1]().status_code == 401
+    assert Api().request("POST", "/glass/kill-core").status_code == 403
+
+
+@pytest.mark.parametrize("options", [["--host", "0.0.0.0"], ["--api-processes", "2"]])
+def test_whoever_may_reach_the_server_may_not_kill_its_cores(options, model, capsys):
+    code = main(["serve", str(model), "--port", "0", "--device", "cpu", "--allow-kill-core", *options])
+    assert code == 1 and "allow-kill-core" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""The page's guided scenes, run through in a real browser: on a server where all can be shown, and on one where it explains."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from browser import expect, opened
+from fake_engine import FakeEngine
+from server_driver import ServerProcess, serving
+from tiny_models import write_tiny
+
+PREFIX, CHUNKS, PREEMPTION = "A prefix that is there already", "A long prompt beside a running answer", "When the cache is full"
+SPECULATION, KILLED = "Several tokens in a step", "A core is killed"
+SAME = "the same, to the last character"
+
+
+async def begun(page: Any, title: str) -> None:
+    await page.get_by_role("button", name=title).click()
+    await expect(page.get_by_role("region", name=f"Scene: {title}")).to_be_visible()
+
+
+async def step(page: Any) -> dict[str, str]:
+    """What the next step measured."""
+    outcomes = page.locator(".outcome")
+    before = await outcomes.count()
+    await page.locator(".scene .row button.primary").click()
+    await expect(outcomes).to_have_count(before + 1, timeout=90_000)
+    last = outcomes.nth(before)
+    names, values = await last.locator("dt").all_inner_texts(), await last.locator("dd").all_inner_texts()
+    return dict(zip(names, values, strict=True))
+
+
+def count(text: str) -> int:
+    return int(text.split()[0].replace(",", ""))
+
+
+async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempPathFactory):
+    model = write_tiny("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=2048)
+    options = (
+        "--allow-kill-core", "--max-model-len", "1024", "--kv-cache-bytes", str(2_560 * 768), "--speculative-method", "ngram",
+        "--max-num-batched-tokens", "128",
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(ServerProcess(model, *options, checks=False)).wait_ready()
+        page = await stack.enter_async_context(opened(browser, server.url))
+        await begun(page, PREFIX)
+        assert (await step(page))["found in the cache"] == "0"
+        second = await step(page)
+        assert count(second["found in the cache"]) > 500, second
+        assert count((await step(page))["found in the cache"]) == 0
+        await page.get_by_role("button", name=f"Next scene: {CHUNKS}").click()
+        await step(page)
+        chunks = await step(page)
+        assert count(chunks["pieces, at least"]) >= 4 and count(chunks["tokens of the answer meanwhile"]) >= 2, chunks
+        await page.get_by_role("button", name=f"Next scene: {PREEMPTION}").click()
+        crowd = await step(page)
+        assert count(crowd["answers that are whole"]) == count(crowd["requests at once"]), crowd
+        assert crowd["preempted"] != "0 times", crowd
+        assert (await step(page))["the text"] == SAME
+        await page.get_by_role("button", name=f"Next scene: {SPECULATION}").click()
+        forced = await step(page)
+        assert "100 %" in forced["drafts that were right"] and "name_of_the_river" in forced["the answer"], forced
+        assert (await step(page))["drafts that were right"] != "none were made"
+        await page.get_by_role("button", name=f"Next scene: {KILLED}").click()
+        whole, cut = await step(page), await step(page)
+        assert cut["tokens"] == whole["tokens"] == "200" and cut["the text"] == SAME and cut["cores started anew"] == "1", cut
+        await page.get_by_role("button", name="Back to the chat").click()
+        await expect(page.get_by_label("Message", exact=True)).to_be_visible()
+
+
+async def test_what_cannot_be_shown_is_explained(browser):
+    engine = FakeEngine(num_cached=0, bursts=1)
+    async with serving(engine) as here, opened(browser, f"http://127.0.0.1:{here.port}", expected=("status of 404",)) as page:
+        for title, words in ((PREEMPTION, "--kv-cache-bytes"), (KILLED, "--allow-kill-core")):
+            await begun(page, title)
+            await step(page)
+            await expect(page.locator(".outcome code")).to_contain_text(words)
+            await expect(page.get_by_role("button", name="Go on", exact=True)).to_have_count(0)
+            await page.get_by_role("button", name="Leave the scene").click()
+        await begun(page, PREFIX)
+        await step(page)
+        await step(page)
+        await expect(page.locator(".outcome").last).to_contain_text("Nothing was found.")
+        await page.get_by_role("button", name="Leave the scene").click()
+        await begun(page, CHUNKS)  # left in the middle: its requests end with it
+        engine.gate.clear()
+        await page.locator(".scene .row button.primary").click()
+        await expect(page.get_by_role("button", name="Running")).to_be_visible()
+        await page.get_by_role("button", name="Leave the scene").click()
+        engine.gate.set()
+        await here.idle()
+        assert engine.aborted
