@@ -95,8 +95,8 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Served]:
-    app = create_app(engine, ServerConfig(**options))  # type: ignore[arg-type]
+async def serving(engine: Any, glass: Any = None, **options: Any) -> AsyncIterator[Served]:
+    app = create_app(engine, ServerConfig(**options), glass=glass)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve())

@@ -315,9 +315,8 @@ def glass() -> StillGlass:
     return StillGlass()
 
 
-async def test_the_route_has_keys_limits_and_an_end(glass, monkeypatch):
-    monkeypatch.setattr("server_driver.create_app", lambda engine, config: create_app(engine, config, glass=glass))
-    async with serving(FakeEngine(), api_keys=("secret-key-1",)) as here:
+async def test_the_route_has_keys_limits_and_an_end(glass):
+    async with serving(FakeEngine(), glass, api_keys=("secret-key-1",)) as here:
         key = {"authorization": "Bearer secret-key-1"}
         assert (await here.client.get("/glass/events")).status_code == 401
         for core in ("1", "-1", "x", "²"):
@@ -337,9 +336,8 @@ async def test_the_route_has_keys_limits_and_an_end(glass, monkeypatch):
         assert hidden.status_code == 403 and "--glass-text" in hidden.json()["error"]["message"]
 
 
-async def test_texts_are_shown_where_they_are_allowed(glass, monkeypatch):
-    monkeypatch.setattr("server_driver.create_app", lambda engine, config: create_app(engine, config, glass=glass))
-    async with serving(FakeEngine(), glass_text=True) as here:
+async def test_texts_are_shown_where_they_are_allowed(glass):
+    async with serving(FakeEngine(), glass, glass_text=True) as here:
         shown = await here.client.get("/glass/text", params={"id": "a", "start": 6, "stop": 9})
         assert shown.json() == {"text": "wor", "tokens": 3}
         assert (await here.client.get("/glass/text", params={"id": "b"})).status_code == 404

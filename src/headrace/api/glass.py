@@ -28,7 +28,8 @@ step        {now, steps, entered, gone, head}: up to 1/20 second of steps
         verified          [n, slot, tokens, ...]: what the rows with drafts of an earlier step have brought: 1 + right drafts
                           A step with the number of the one before it and no rows only tells of what has left since
     entered, gone         blocks that entered the prefix index, as in `nodes`, after those that left it
-stats       each half second: gauges and counters (engine/stats.py) of all cores together, and in `cores` of each
+stats       each half second: gauges and counters (engine/stats.py) of all cores together, and in `cores` of each;
+            `texts`: whether /glass/text answers
 core        {core, state: died | loaded, why}
 
 Nothing of this is computed while nobody looks. Four may at a time, and the fifth gets a 429. Ids and counts only: texts are for

@@ -95,8 +95,9 @@ class Viewer:
 class GlassHub:
     """All viewers of an engine's client, whose `spectator` it is. Belongs to the client's event loop."""
 
-    def __init__(self, client: EngineClient):
-        self._client = client
+    def __init__(self, client: EngineClient, texts: bool = False):
+        """`texts`: they may be asked for, which is said and not decided here."""
+        self._client, self._texts = client, texts
         self.viewers: set[Viewer] = set()
         self._asked: dict[int, float] = {}  # when a core was last asked for a snapshot
         self._stats: asyncio.Task[None] | None = None
@@ -115,7 +116,7 @@ class GlassHub:
             raise TooManyViewersError(f"{MOST_VIEWERS} look at this engine already, and no more may at a time")
         viewer = Viewer(self, core)
         self.viewers.add(viewer)
-        viewer.put(_event("stats", stats_of(self._client)))
+        viewer.put(_event("stats", {"texts": self._texts, **stats_of(self._client)}))
         self._asked.pop(core, None)
         self.want(core)
         if self._stats is None or self._stats.done():
@@ -170,7 +171,7 @@ class GlassHub:
     async def _tell_stats(self) -> None:
         while self.viewers:
             await asyncio.sleep(STATS_SECONDS)
-            data = _event("stats", stats_of(self._client))
+            data = _event("stats", {"texts": self._texts, **stats_of(self._client)})
             over = self._client.draining and not self._client.num_requests
             for viewer in self.viewers:
                 viewer.put(data)

@@ -192,7 +192,7 @@ class Server:
         from headrace.distributed.remote_wire import EngineState
         from headrace.engine.kill import kill_core
 
-        options, glass = self.options, GlassHub(client) if config.page else None
+        options, glass = self.options, GlassHub(client, config.glass_text) if config.page else None
         killer = partial(kill_core, client) if self._may_kill(config) else None
         if options.api_processes == 1:
             return http_server(create_app(client, config, metrics, glass=glass, kill_core=killer), options.log_level, self.tls)

@@ -76,6 +76,7 @@ export class Feed {
 
   /** What a request in flight says at these positions; null where the server hides texts, or the request has ended. */
   async text(id, start, stop) {
+    if (!this.stats?.texts) return null;
     const query = new URLSearchParams({ id, start, stop });
     try {
       const response = await fetch(new URL(`../glass/text?${query}`, import.meta.url), { headers: this.#headers });
