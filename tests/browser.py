@@ -6,6 +6,7 @@ HEADRACE_BROWSER names a Chromium. Where there is none the tests are skipped, un
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -20,7 +21,7 @@ try:
 except ImportError:
     async_playwright = expect = None  # type: ignore
 
-__all__ = ["browser_path", "expect", "opened", "started"]
+__all__ = ["QuietGlass", "browser_path", "expect", "opened", "started"]
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PATIENCE = 20_000  # ms for anything to appear: machines are busy
 
@@ -50,6 +51,18 @@ async def started() -> AsyncIterator[Any]:
         browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         await browser.close()
+
+
+class QuietGlass:
+    """A `Glass` of an engine in which nothing happens."""
+
+    @contextlib.asynccontextmanager
+    async def look(self, core: int) -> AsyncIterator[QuietGlass]:
+        yield self
+
+    async def next(self) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
 
 
 class Watched:

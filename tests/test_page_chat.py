@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from browser import expect, opened
+from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
 from server_driver import Served, ServerProcess, serving, soon
 
@@ -66,7 +66,7 @@ class Chat:
 async def chat(browser: Any, script: Any = lambda *_: "A short answer.", *, engine: FakeEngine | None = None,
                expected: tuple[str, ...] = (), context: dict[str, Any] | None = None, **options: Any):  # fmt: skip
     engine = engine or FakeEngine(script=script if callable(script) else lambda *_: script)
-    async with serving(engine, **options) as here:
+    async with serving(engine, QuietGlass(), **options) as here:
         origin = f"http://127.0.0.1:{here.port}"
         async with opened(browser, origin, expected=expected, **(context or {})) as page:
             yield Chat(page, here, engine)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from browser import expect, opened
+from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
 from server_driver import ServerProcess, serving
 from tiny_models import write_tiny
@@ -73,7 +73,7 @@ async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempP
 
 async def test_what_cannot_be_shown_is_explained(browser):
     engine = FakeEngine(num_cached=0, bursts=1)
-    async with serving(engine) as here, opened(browser, f"http://127.0.0.1:{here.port}", expected=("status of 404",)) as page:
+    async with serving(engine, QuietGlass()) as here, opened(browser, f"http://127.0.0.1:{here.port}") as page:
         for title, words in ((PREEMPTION, "--kv-cache-bytes"), (KILLED, "--allow-kill-core")):
             await begun(page, title)
             await step(page)
