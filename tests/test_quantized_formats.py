@@ -179,6 +179,15 @@ def test_old_gptq_files_have_biases_of_nothing(tmp_path: Path):
         load(tiny.path)
 
 
+def test_what_a_file_says_of_the_cache_is_accepted(tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-fp8-static"], **EVEN)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    tiny.configure({**FORMATS["ct-fp8-static"].config, "kv_cache_scheme": scheme})
+    names = [f"model.layers.0.self_attn.{name}" for name in ("k_scale", "v_scale", "k_proj.output_scale", "q_scale")]
+    tiny.change(lambda tensors: tensors.update({name: torch.tensor(0.25) for name in names}))
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+
+
 # ---------------------------------------------------------------------------------------------------------------- what is refused
 
 
