@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import re
 from dataclasses import fields
@@ -20,12 +22,14 @@ from headrace.errors import CheckpointError, ParameterError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
+from headrace.model.formats.quantized import quantization_of
 from headrace.model.loader import load_model
 from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
 from model_harness import Sequences
 from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, packed, write_quantized
+from test_model_config import NASTY
 from test_model_families import assert_close, reference, tokens
 
 CPU = torch.device("cpu")
@@ -220,6 +224,37 @@ def test_what_is_not_supported_says_why_and_what_instead(quantization, message: 
     model_config_from_hf(config)
     with pytest.raises(CheckpointError, match=message):
         model_config_from_hf({**config, "quantization_config": quantization})
+
+
+def places(config: Any, at: tuple = ()):
+    """All paths into nested objects and lists."""
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not FORMATS[name].beside])
+def test_any_value_anywhere_in_a_config_is_taken_or_refused_by_name(name: str):
+    for place in places(FORMATS[name].config):
+        for value in NASTY:
+            changed = json.loads(json.dumps(FORMATS[name].config))
+            inside = changed
+            for key in place[:-1]:
+                inside = inside[key]
+            inside[place[-1]] = value
+            with contextlib.suppress(CheckpointError):
+                found = quantization_of({"quantization_config": changed})
+                if found is not None:
+                    hash((found.scheme_of(DOWN), found.ignores(DOWN)))
+
+
+@pytest.mark.parametrize(("file", "content"), [("quantize_config.json", {"fp16": True}), ("hf_quant_config.json", {"quantization": {"quant_algo": None}}), ("quant_config.json", {})])
+def test_a_file_of_another_tool_says_nothing(file: str, content: dict, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["gptq"], packer_of=lambda module: None, **ODD)
+    (tiny.path / "config.json").write_text(json.dumps(tiny.config))
+    (tiny.path / file).write_text(json.dumps(content))
+    check_equal(floats_of(load(tiny.path, narrow=True)), expected_of(tiny))
 
 
 DOWN = "model.layers.0.mlp.down_proj"

@@ -18,8 +18,9 @@ from headrace.errors import CheckpointError
 from headrace.model.formats.safetensors_file import read_json
 
 _INSTEAD = "use the unquantized checkpoint with --quantization int4, int8 or fp8, or one of FP8, AWQ, GPTQ, compressed-tensors"
-_BESIDE = (  # where older tools wrote what config.json does not say, and of which method it then is
-    ("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt"),
+_BESIDE = (  # where older tools wrote what config.json does not say, what is in it for sure, and of which method it then is
+    ("quantize_config.json", "bits", "gptq"), ("quant_config.json", "w_bit", "awq"),
+    ("hf_quant_config.json", "quant_algo", "modelopt"),
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = MappingProxyType({
     "bitsandbytes": "bitsandbytes weights are slow everywhere and made for training",
@@ -80,11 +81,12 @@ def quantization_beside(path: Path, config: Mapping[str, Any]) -> dict[str, Any]
     """`config` with the quantization_config that a file beside a checkpoint's config.json holds."""
     if "quantization_config" in config or "compression_config" in config:
         return dict(config)
-    for name, method in _BESIDE:
+    for name, key, method in _BESIDE:
         if (path / name).exists():
             found = read_json(path / name)
             inner = found.get("quantization", found)
-            return {**config, "quantization_config": {"quant_method": method, **(inner if isinstance(inner, dict) else {})}}
+            if isinstance(inner, dict) and inner.get(key) is not None:
+                return {**config, "quantization_config": {"quant_method": method, **inner}}
     return dict(config)
 
 
@@ -115,13 +117,11 @@ class _Fields:
             self.refuse(name, " or ".join(map(str, allowed)))
         return value
 
-    def count(self, name: str, *others: Any) -> int:
-        """A number of columns, or one of `others`."""
+    def count(self, name: str) -> int:
+        """A number of columns; 0: of the whole row, which is written as -1."""
         value = self.given.get(name)
-        if any(value is each for each in others):
-            return 0
-        if type(value) is not int or not (0 < value < 1 << 24 or value in others):
-            self.refuse(name, "a positive number")
+        if type(value) is not int or not (value == -1 or 0 < value < 1 << 24):
+            self.refuse(name, "a positive number, or -1 for the whole row")
         return max(value, 0)
 
     def names(self, name: str) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _awq(fields: _Fields) -> Quantization:
     bits = "w_bit" if "w_bit" in fields.given else "bits"
     fields.one_of(bits, None, 4)
     fields.one_of("zero_point", True, True, False)  # the file has them either way
-    group = fields.count("q_group_size" if "q_group_size" in fields.given else "group_size", -1)
+    group = fields.count("q_group_size" if "q_group_size" in fields.given else "group_size")
     return _everywhere(fields, Scheme("awq", 4, (1, group), zeros=True), "modules_to_not_convert")
 
 
@@ -180,7 +180,7 @@ def _gptq(fields: _Fields) -> Quantization:
     version = fields.one_of(layout, "gptq", "gptq", "gptq_v2")
     fields.one_of("is_marlin_format", False, False)
     fields.one_of("pack_dtype", "int32", "int32")
-    bits, group = fields.one_of("bits", None, 4, 8), fields.count("group_size", -1)
+    bits, group = fields.one_of("bits", None, 4, 8), fields.count("group_size")
     scheme = Scheme("gptq", bits, (1, group), zeros=True, zero_offset=1 if version == "gptq" else 0)
     if fields.given.get("dynamic"):  # other bits and groups here and there: by the shapes in the file
         scheme = replace(scheme, bits=0)
