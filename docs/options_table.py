@@ -26,15 +26,6 @@ an error.
 """
 
 
-def leaves(parser: CommandParser) -> list[CommandParser]:
-    """The commands, each with its options."""
-    if parser._subparsers is None:
-        parser.fill()
-        return [parser]
-    below = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return [leaf for child in below.choices.values() for leaf in leaves(child)]
-
-
 def row(parser: CommandParser, action: argparse.Action) -> str:
     flags = ", ".join(f"`{o}`" for o in action.option_strings) or f"`{action.metavar or action.dest}`"
     words, _, default = parser._get_formatter()._expand_help(action).rpartition("default: ")  # type: ignore[attr-defined]
@@ -50,7 +41,7 @@ def row(parser: CommandParser, action: argparse.Action) -> str:
 def main() -> None:
     print(HEAD, end="")
     seen: set[str] = set()
-    for parser in sorted(leaves(make_parser()), key=lambda p: p.prog != "headrace serve"):
+    for parser in sorted(make_parser().leaves(), key=lambda p: p.prog != "headrace serve"):
         print(f"\n## {parser.prog}\n\n{parser.description}")
         for group in parser._action_groups[1:]:
             first = parser._positionals._group_actions if group is parser._optionals else []

@@ -15,6 +15,10 @@ from headrace.extras import missing_package
 from headrace.logs import configure
 
 COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the commands below it
+    "run": ("headrace.cli.run", "fetch a model, serve it and talk to it"),
+    "pull": ("headrace.cli.pull", "fetch a model from the Hugging Face Hub"),
+    "list": ("headrace.cli.cached", "list the models that have been fetched"),
+    "rm": ("headrace.cli.remove", "remove fetched models"),
     "generate": ("headrace.cli.generate", "generate text from prompts"),
     "chat": ("headrace.cli.chat", "talk to a model in the terminal"),
     "serve": ("headrace.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
@@ -34,6 +38,7 @@ COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the comm
             "serve": ("headrace_bench.serve", "a server: latencies and throughput under load"),
         },
     ),
+    "completion": ("headrace.cli.completion", "print the completion script of a shell"),
     "simulate": ("headrace_bench.simulate", "what a fleet would do under load, in virtual time: latencies, throughput, costs"),
 }
 

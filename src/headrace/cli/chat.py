@@ -7,8 +7,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.chat_backends import SAMPLING, Backend, EngineBackend, Messages, ServerBackend, ServerError
 from headrace.cli.chat_screen import PlainScreen, RichScreen
@@ -18,6 +18,9 @@ from headrace.cli.parser import text
 from headrace.cli.sources import add_config_file
 from headrace.cli.streams import StreamError, holds_unicode, read_line
 from headrace.errors import CapacityError, ParameterError
+
+if TYPE_CHECKING:
+    from headrace.sampling.params import SamplingParams
 
 HELP = """\
 /system TEXT  begin anew with this system message (without TEXT: none)
@@ -38,36 +41,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat.add_argument(
         "--timeout", type=float, metavar="SECONDS", default=600.0, help="of silence after which a server is given up"
     )
-    chat.add_argument("--system", metavar="TEXT", help="system message")
-    chat.add_argument("--plain", action="store_true", help="bare text even on a terminal")
-    chat.add_argument("--hide-reasoning", action="store_true", help="do not show what a model thinks before it answers")
-    chat.add_argument("--show-stats", action="store_true", help="after each answer: tokens and tokens per second")
+    add_screen_arguments(chat)
     add_sampling_arguments(parser, max_tokens="as many as fit")
     add_engine_arguments(parser)
 
 
+def add_screen_arguments(chat: argparse._ArgumentGroup) -> None:
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument("--plain", action="store_true", help="bare text even on a terminal")
+    chat.add_argument("--hide-reasoning", action="store_true", help="do not show what a model thinks before it answers")
+    chat.add_argument("--show-stats", action="store_true", help="after each answer: tokens and tokens per second")
+
+
 def run(args: argparse.Namespace) -> int:
-    if args.n != 1:
-        raise ParameterError("--n", args.n, "1: a conversation has one answer")
-    params = sampling_params(args)  # a bad value is reported before anything is loaded
-    sampling = {k: getattr(args, k) for k in SAMPLING}
+    check(args)
+    options = engine_options(args)
     if not 0 < args.timeout <= 1e7:
         raise ParameterError("--timeout", args.timeout, "seconds in (0, 1e7]")
+    if not args.url:
+        return talk(args, lambda: EngineBackend(options, progress=sys.stderr.isatty()))
+    own = {name for name in options.keys() - {"model", "seed"} if not args.sources[name].startswith("HEADRACE_")}
+    if own:  # variables may be there for another command
+        raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(own)))
+    return talk(args, lambda: ServerBackend(args.url, client_key(args), args.model, args.timeout))
+
+
+def check(args: argparse.Namespace) -> SamplingParams:
+    """A bad value is reported before anything is loaded."""
+    if args.n != 1:
+        raise ParameterError("--n", args.n, "1: a conversation has one answer")
     if sys.stdin is None:
         raise StreamError("standard input: it is closed")
+    return sampling_params(args)
+
+
+def talk(args: argparse.Namespace, connect: Callable[[], Backend]) -> int:
+    """The conversation, until its end; then the backend is closed."""
+    params, sampling = check(args), {k: getattr(args, k) for k in SAMPLING}
     interactive = sys.stdin.isatty()
     show_reasoning = not args.hide_reasoning
     rich = sys.stdout.isatty() and holds_unicode(sys.stdout) and not args.plain  # Markdown is drawn with more than ASCII
     screen = RichScreen(show_reasoning) if rich else PlainScreen(show_reasoning=show_reasoning)
-    backend: Backend
-    options = engine_options(args)
-    if args.url:
-        own = {name for name in options.keys() - {"model", "seed"} if not args.sources[name].startswith("HEADRACE_")}
-        if own:  # variables may be there for another command
-            raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(own)))
-        backend = ServerBackend(args.url, client_key(args), args.model, args.timeout)
-    else:
-        backend = EngineBackend(options, progress=sys.stderr.isatty())
+    backend = connect()
     try:
         if interactive:
             screen.note(f"{backend.name}. /help lists the commands, Ctrl-D ends.")

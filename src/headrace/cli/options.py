@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from headrace.cli.parser import text
 from headrace.config import EngineConfig
+from headrace.errors import ParameterError
 from headrace.files import read_text
 from headrace.options import Option, option, options_of
 
@@ -56,6 +57,14 @@ def given(cls: type, args: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, wherever, by the names of the fields of `cls`."""
     values = {o.name: getattr(args, o.name) for o in options_of(cls) if o.name in args.sources}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def named_model(args: argparse.Namespace) -> None:
+    """MODEL is as good as --model, and comes before variables and files as that does."""
+    if args.model_tag is not None:
+        if args.sources.get("model") == "--model":
+            raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
+        args.model, args.sources["model"] = args.model_tag, "MODEL"
 
 
 def server_options(args: argparse.Namespace) -> dict[str, Any]:

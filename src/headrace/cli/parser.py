@@ -48,6 +48,14 @@ class CommandParser(argparse.ArgumentParser):
         if fill is not None:
             fill(self)
 
+    def leaves(self) -> list[CommandParser]:
+        """The commands below, each with its options; this one, if there is none."""
+        self.fill()
+        if self._subparsers is None:
+            return [self]
+        below = next(a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        return [leaf for child in below.choices.values() for leaf in child.leaves()]
+
     def parse_known_args(self, args=None, namespace=None):
         self.fill()
         if self._subparsers is not None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.api.tls import tls_context
 from headrace.cli.fleet import ray_fleet
 from headrace.cli.keys import server_keys
-from headrace.cli.options import engine_options, given, server_options
+from headrace.cli.options import engine_options, given, named_model, server_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import ServeOptions
@@ -52,10 +52,7 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     options = ServeOptions(**given(ServeOptions, args))
     configure("server", options.log_level, options.log_format)
     logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
-    if args.model_tag is not None:
-        if args.sources.get("model") == "--model":
-            raise ParameterError("MODEL", args.model_tag, "one model, as MODEL or as --model")
-        args.model, args.sources["model"] = args.model_tag, "MODEL"
+    named_model(args)
     listeners = bind(options.host, options.port, options.api_processes)
     server = Server(options, args, listeners, began, builder)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
 from headrace.errors import CheckpointError, ParameterError
+from headrace.model import hub
 from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
 from headrace.model.formats.gguf import GgufFile, read_gguf
 from headrace.model.formats.gguf_model import end_token_ids, hf_config, hf_tensors
@@ -19,9 +21,6 @@ from headrace.model.formats.quantized import quantization_beside, quantization_o
 from headrace.model.formats.safetensors_file import find_tensors, read_json
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 
-# Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
-_HUB_IGNORED = ["original/*", "consolidated*", "*/*"]
 _GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -74,7 +73,7 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
     name = config.model
     if config.revision is not None and (name is None or Path(name).expanduser().exists()):
         raise ParameterError("revision", config.revision, "nothing for a local model: only the Hub has revisions")
-    path = embedded_model_path() if name is None else _locate(name, config, _HUB_FILES)
+    path = embedded_model_path() if name is None else _locate(name, config, hub.FILES)
     gguf_path = _gguf_file(path, config.load_format)
     if gguf_path is not None:
         checkpoint = _from_gguf(name or NAME, gguf_path, config)
@@ -173,13 +172,29 @@ def _snapshot_of_cache_root(path: Path, revision: str | None = None) -> Path:
     return found[-1]
 
 
+def _tagged(repo: str, tag: str, copied: Path, revision: str | None, offline: bool) -> Path:
+    """One .gguf file of a repository: the one that is in the cache, else that of the Hub."""
+    found: list[Path] = []
+    with contextlib.suppress(CheckpointError):  # there is another revision only
+        found = hub.tagged(_snapshot_of_cache_root(copied, revision), tag)
+    if not found:
+        if offline:
+            raise CheckpointError(f"{repo}:{tag} is not in the local cache, and offline nothing is downloaded")
+        pull = hub.find(f"{repo}:{tag}", revision)
+        found = hub.tagged(hub.download(pull, revision), tag)
+    return found[0]
+
+
 def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     """The Hub snapshot of `name`; without any network call if told so by the configuration or the environment."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     offline = config.local_files_only or hub_offline()
+    name, tag = hub.split_name(name)
     copied = Path(constants.HF_HUB_CACHE) / ("models--" + name.replace("/", "--"))
+    if tag is not None:
+        return _tagged(name, tag, copied, config.revision, offline)
     if offline and (copied / "snapshots").is_dir():  # read here: the Hub's client does not find caches copied by hand
         return _snapshot_of_cache_root(copied, config.revision)
     try:
@@ -187,7 +202,7 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
             name,
             revision=config.revision,
             allow_patterns=patterns,
-            ignore_patterns=_HUB_IGNORED,
+            ignore_patterns=hub.IGNORED,
             local_files_only=offline,
         )
     except HFValidationError as error:
@@ -198,4 +213,6 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     except Exception as error:  # the Hub client raises many kinds; all mean that there is no checkpoint
         reason = f"cannot be had: {type(error).__name__}: {error}"
         raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
+    if patterns is hub.FILES and not offline and not (Path(found) / "config.json").exists():  # .gguf files, if anything
+        return hub.download(hub.find(name, config.revision), config.revision)
     return Path(found)

@@ -1,0 +1,211 @@
+"""Models of the Hugging Face Hub: which files of a repository are wanted, what they weigh, how they come into the local cache.
+
+The cache is that of huggingface-hub, which other programs share. Its downloads begin anew when a process has ended in the
+middle; large files are fetched here first, beside their place in the cache, and go on where they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from headrace.errors import CapacityError, CheckpointError, HeadraceError
+
+# Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
+FILES = ["*.json", "*.safetensors", "*.jinja"]
+IGNORED = ["original/*", "consolidated*", "*/*"]
+LARGE = 16 * 2**20  # bytes from which a file is worth going on with
+SPARE = 256 * 2**20  # bytes of the disk that a download leaves free
+_TAG = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))$", re.IGNORECASE)
+
+
+class Pull(NamedTuple):
+    """What a model consists of. `files`: as huggingface-hub's dry run tells of them."""
+
+    name: str  # with the tag, where it is one .gguf file
+    files: list[Any]
+    cache: Path
+
+    @property
+    def repo(self) -> str:
+        return split_name(self.name)[0]
+
+    @property
+    def size(self) -> int:
+        return sum(file.file_size or 0 for file in self.files)
+
+    @property
+    def missing(self) -> int:
+        return sum(file.file_size or 0 for file in self.files if file.will_download)
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """org/repo:Q4_K_M names one .gguf file of a repository."""
+    repo, _, tag = name.partition(":")
+    return repo, tag or None
+
+
+def tag_of(file: str) -> str:
+    """What names a .gguf file among others of its repository: Q4_K_M, or all of its name."""
+    stem = Path(file).name.removesuffix(".gguf")
+    found = _TAG.search(stem)
+    return found[1] if found else stem
+
+
+def tagged(folder: Path, tag: str) -> list[Path]:
+    """The .gguf files there that a tag names: one or none."""
+    return [path for path in sorted(folder.glob("*.gguf")) if tag_of(path.name).lower() == tag.lower()]
+
+
+def find(name: str, revision: str | None) -> Pull:
+    """Asks the Hub what `name` is. Raises CheckpointError for a repository that is not there, or does not say which file."""
+    from huggingface_hub import constants, snapshot_download
+
+    repo, tag = split_name(name)
+    patterns: dict[str, Any] = {"allow_patterns": [*FILES, "*.gguf"], "ignore_patterns": IGNORED}
+    with told(repo):
+        found: list[Any] = snapshot_download(repo, revision=revision, dry_run=True, tqdm_class=_silent(), **patterns)
+    ggufs = {tag_of(f.filename): f for f in found if f.filename.endswith(".gguf") and "mmproj" not in f.filename}
+    rest = [f for f in found if not f.filename.endswith(".gguf")]
+    if tag is None and (not ggufs or any(f.filename.endswith(".safetensors") for f in rest)):
+        files = rest
+    elif tag is None and len(ggufs) == 1:
+        files = list(ggufs.values())
+    else:
+        files = [f for known, f in ggufs.items() if tag is not None and known.lower() == tag.lower()]
+        if not files:
+            names = ", ".join(f"{repo}:{known} ({in_bytes(f.file_size or 0)})" for known, f in sorted(ggufs.items()))
+            raise CheckpointError(f"{name}: name one of its .gguf files: {names or 'there is none'}")
+    if not any(f.filename.endswith((".gguf", ".safetensors")) for f in files):
+        raise CheckpointError(f"{name}: there are no weights in safetensors or GGUF in this repository")
+    known = [tag for tag, file in ggufs.items() if file in files]
+    return Pull(f"{repo}:{known[0]}" if known else repo, files, Path(constants.HF_HUB_CACHE))
+
+
+def is_cached(name: str) -> bool:
+    """Whether anything of it is there."""
+    from huggingface_hub import constants
+
+    repo, tag = split_name(name)
+    snapshots = Path(constants.HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
+    return any(tag is None or tagged(folder, tag) for folder in snapshots.glob("*"))
+
+
+def free_bytes(path: Path) -> int:
+    """Of the disk that `path` is or will be on."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_room(pull: Pull) -> None:
+    """Raises CapacityError if the disk cannot hold what is missing."""
+    need = pull.missing - sum(_partial_size(pull, file) for file in pull.files if file.will_download)
+    if (free := free_bytes(pull.cache)) < need + SPARE:
+        raise CapacityError(
+            f"{pull.repo}: {in_bytes(need)} to download, {in_bytes(free)} free in {pull.cache}; {in_bytes(SPARE)} stay free"
+        )
+
+
+def download(pull: Pull, revision: str | None) -> Path:
+    """Into the cache, with a progress bar on a terminal; the snapshot's directory. Raises CheckpointError."""
+    from huggingface_hub import snapshot_download
+
+    check_room(pull)
+    with told(pull.repo):
+        for file in pull.files:
+            if file.will_download and (file.file_size or 0) >= LARGE:
+                _fetch_large(pull, file)
+        names = [file.filename for file in pull.files]
+        return Path(snapshot_download(pull.repo, revision=revision, allow_patterns=names, tqdm_class=_silent()))
+
+
+def _fetch_large(pull: Pull, file: Any) -> None:
+    """One file's blob. What an earlier run has left of it is gone on with, and the whole is then held against its SHA-256."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    url, headers = hf_hub_url(pull.repo, file.filename, revision=file.commit_hash), build_hf_headers()
+    about = get_hf_file_metadata(url, headers=headers)
+    if urlsplit(about.location).netloc != urlsplit(url).netloc:
+        headers.pop("authorization", None)  # the place that it is redirected to has a signature of its own
+    etag = about.etag or ""
+    blob = _storage(pull) / "blobs" / etag
+    if not re.fullmatch(r"[0-9a-f]{40,64}", etag) or blob.exists():
+        return  # huggingface-hub knows what to do
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    partial = blob.with_name(f"{etag}.headrace")
+    with open(partial, "r+b" if partial.exists() else "w+b") as out:
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise HeadraceError(f"{pull.repo}: another process is downloading {file.filename}") from None
+        have = out.seek(0, os.SEEK_END)
+        if have < (about.size or 0):
+            name = file.filename
+            http_get(about.location, out, headers=headers, resume_size=have, expected_size=about.size, displayed_filename=name)
+        out.flush()
+        os.fsync(out.fileno())
+        if have and len(etag) == 64 and _sha256(partial) != etag:
+            partial.unlink()
+            raise HeadraceError(f"{pull.repo}: what was there of {file.filename} is damaged and was removed; pull it again")
+        os.replace(partial, blob)
+
+
+def _storage(pull: Pull) -> Path:
+    return pull.cache / ("models--" + pull.repo.replace("/", "--"))
+
+
+def _partial_size(pull: Pull, file: Any) -> int:
+    """How much of it an earlier run has left: the largest partial file that it may be."""
+    sizes = [p.stat().st_size for p in (_storage(pull) / "blobs").glob("*.headrace")]
+    return max((size for size in sizes if size <= (file.file_size or 0)), default=0)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _silent() -> type:
+    """huggingface-hub's bars say how many files it looks at: nothing for those who wait for bytes."""
+    from tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **options | {"disable": True})
+
+    return Silent
+
+
+@contextlib.contextmanager
+def told(repo: str) -> Iterator[None]:
+    """The Hub's client raises many kinds of errors; all mean that there is no checkpoint."""
+    from huggingface_hub.errors import DryRunError
+
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        hidden = error.__cause__ if isinstance(error, DryRunError) else None  # it has one for all that can be the matter
+        cause = hidden or error
+        said = " ".join(str(cause).split())
+        raise CheckpointError(f"the Hub model {repo!r} cannot be had: {type(cause).__name__}: {said[:500]}") from error
+
+
+def in_bytes(count: float) -> str:
+    """1.2 GB."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count, units = count / 1000, units[1:]
+    return f"{count:.0f} {units[0]}" if units[0] == "bytes" else f"{count:.1f} {units[0]}"

@@ -1,0 +1,151 @@
+"""`headrace pull | list | rm | run` with huggingface-hub's real client, and a Hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fake_hub import COMMIT, FakeHub, etag_of
+from headrace.cli import main
+from headrace.config import EngineConfig
+from headrace.errors import CheckpointError
+from headrace.model import hub as hub_files
+from headrace.model.checkpoint import resolve_checkpoint
+from loader_files import write_llama_gguf
+from server_driver import SRC
+
+WEIGHTS = os.urandom(300_000)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Large files are those of 100 kB here."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    files = {
+        "org/tensors": {"config.json": b"{}", "model.safetensors": WEIGHTS, "tokenizer.json": b"{}", "evil.py": b"x", "pytorch_model.bin": b"x" * 9},
+        "org/many-GGUF": {"README.md": b"x", "many-Q4_K_M.gguf": WEIGHTS[:200_000], "many-Q8_0.gguf": WEIGHTS, "mmproj-F16.gguf": b"x" * 9},
+        "org/one-GGUF": {"one.IQ4_XS.gguf": WEIGHTS}, "org/none": {"README.md": b"x"},
+    }  # fmt: skip
+    with FakeHub(files) as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub_files, "LARGE", 100_000)
+        server.cache = tmp_path / "hub"
+        yield server
+
+
+def test_a_model_is_pulled_listed_used_and_removed(hub, capsys):
+    assert main(["pull", "org/tensors"]) == 0
+    out, err = capsys.readouterr()
+    folder = Path(out.strip())
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert re.search(r"org/tensors: 300\.0 kB in 3 files, 300\.0 kB to download, [\d.]+ [GT]B free in ", err)
+    assert main(["pull", "org/tensors"]) == 0
+    assert "all of it is there" in capsys.readouterr().err
+    assert [r for r in hub.ranges if r[0] == "model.safetensors"] == [("model.safetensors", None)]  # fetched once
+    assert main(["pull", "org/many-GGUF:q8_0"]) == main(["pull", "org/many-GGUF:Q4_K_M"]) == main(["pull", "org/one-GGUF"]) == 0
+    out, err = capsys.readouterr()
+    assert [Path(line).name for line in out.split()] == ["many-Q8_0.gguf", "many-Q4_K_M.gguf", "one.IQ4_XS.gguf"] and "headrace run org/one-GGUF:IQ4_XS" in err
+    assert main(["list"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert rows.keys() == {"NAME", "org/tensors", "org/many-GGUF:Q4_K_M", "org/many-GGUF:Q8_0", "org/one-GGUF:IQ4_XS"}
+    assert re.search(r"200\.0 kB +now +gguf", rows["org/many-GGUF:Q4_K_M"]) and re.search(r"300\.0 kB +now +safetensors", rows["org/tensors"])
+    assert main(["rm", "org/many-GGUF:Q4_K_M", "org/tensor"]) == 1  # nothing is removed if not all are there
+    assert "did you mean org/tensors?" in capsys.readouterr().err
+    assert main(["rm", "org/many-GGUF:q4_k_m", "org/tensors"]) == 0
+    assert "200.0 kB freed" in capsys.readouterr().out
+    assert main(["list"]) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} == {"NAME", "org/many-GGUF:Q8_0", "org/one-GGUF:IQ4_XS"}
+    assert main(["rm", "org/many-GGUF:Q8_0", "org/one-GGUF"]) == 0 and main(["list"]) == 0
+    assert "no model is in the cache" in capsys.readouterr().err and not list(hub.cache.glob("models--*"))
+
+
+def test_a_pull_goes_on_where_it_was_interrupted(hub, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**16)
+    hub.cut["model.safetensors"] = 131_072
+    assert main(["pull", "org/tensors"]) == 1
+    assert "org/tensors" in capsys.readouterr().err
+    partial = hub.cache / "models--org--tensors" / "blobs" / (etag_of("model.safetensors", WEIGHTS) + ".headrace")
+    assert partial.stat().st_size == 131_072
+    hub.ranges.clear()
+    hub.cut.clear()
+    assert main(["pull", "org/tensors"]) == 0
+    assert ("model.safetensors", "bytes=131072-") in hub.ranges and not partial.exists()
+    assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_what_was_left_damaged_is_not_taken(hub, capsys):
+    partial = hub.cache / "models--org--tensors" / "blobs" / (etag_of("model.safetensors", WEIGHTS) + ".headrace")
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"\0" * 1000)
+    assert main(["pull", "org/tensors"]) == 1
+    assert "damaged" in capsys.readouterr().err and not partial.exists()
+    assert main(["pull", "org/tensors"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("org/many-GGUF", "name one of its .gguf files: org/many-GGUF:Q4_K_M (200.0 kB), org/many-GGUF:Q8_0 (300.0 kB)"), ("org/many-GGUF:Q5_K_M", "org/many-GGUF:Q8_0"),
+        ("org/tensors:Q4_0", "there is none"), ("org/none", "there are no weights"), ("org/nothing", "'org/nothing' cannot be had: RepositoryNotFoundError"),
+        ("a b c", "cannot be had: HFValidationError"), (str(SRC), "a model of the Hub: this one is a local"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_pulled(hub, capsys, name, said):
+    assert main(["pull", name]) == 1
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_does_not_fit_is_not_begun(hub, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 300_000, hub_files.SPARE + 299_999))
+    assert main(["pull", "org/tensors"]) == 1
+    err = capsys.readouterr().err
+    assert "300.0 kB to download, 268.7 MB free" in err and not hub.ranges
+    assert main(["pull", "org/tensors", "--revision", "v9"]) == 1 and "RevisionNotFound" in capsys.readouterr().err
+
+
+def test_a_tag_names_a_file_wherever_a_model_is_named(hub, tmp_path):
+    data = write_llama_gguf(tmp_path / "x.gguf").read_bytes()
+    hub.files["org/smol-GGUF"] = {"smol-Q4_1.gguf": data, "smol-Q8_0.gguf": b"x"}
+    checkpoint = resolve_checkpoint(EngineConfig(model="org/smol-GGUF:q4_1"))
+    assert checkpoint.path.name == "smol-Q4_1.gguf" and checkpoint.path.parent.name == COMMIT
+    del hub.files["org/smol-GGUF"]
+    for offline in (False, True):  # the cache has it, and nobody is asked
+        assert resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q4_1", local_files_only=offline)).path == checkpoint.path
+    with pytest.raises(CheckpointError, match="org/smol-GGUF:Q8_0 is not in the local cache"):
+        resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0", local_files_only=True))
+    with pytest.raises(CheckpointError, match="cannot be had"):
+        resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0"))
+
+
+def test_run_serves_and_talks_and_leaves_nothing(model, tmp_path):
+    """In processes of its own, with the Hub named by HF_ENDPOINT."""
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "HEADRACE_STANDBY": "0", "HF_HUB_CACHE": str(tmp_path)}
+    words = ["run", str(model), "--port", "0", "--device", "cpu", "--max-model-len", "256", "--max-num-seqs", "2", "--max-tokens", "4", "--temperature", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", *words], input="Hello\nMore\n", env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+    port = int(re.search(r"serving at http://127\.0\.0\.1:(\d+) until this ends", done.stderr)[1])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    assert "listening" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_run_says_why_the_server_does_not_come_up(capfd, model):
+    assert main(["run", str(model), "--port", "0", "--max-model-len", "99999999"]) == 1
+    err = capfd.readouterr().err
+    assert "max-model-len: got 99999999" in err
