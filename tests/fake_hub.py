@@ -30,6 +30,7 @@ class FakeHub:
 
     def __enter__(self) -> FakeHub:
         self._socket = self._server.config.bind_socket()
+        self._socket.listen(64)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()

@@ -7,9 +7,7 @@ import importlib.util
 from headrace.errors import HeadraceError
 
 EXTRAS = {  # module -> the extra of pyproject.toml that brings it
-    "zmq": "serve", "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
-    "llguidance": "structured", "matplotlib": "plot", "ray": "ray",
-    "opentelemetry": "otel", "opentelemetry.exporter.otlp.proto.http": "otel",
+    "matplotlib": "plot", "ray": "ray", "opentelemetry": "otel", "opentelemetry.exporter.otlp.proto.http": "otel",
 }  # fmt: skip
 
 
@@ -25,8 +23,8 @@ def is_installed(module: str) -> bool:
 
 
 def install_command(module: str) -> str:
-    """Where Headrace is installed, this adds only what the extra brings."""
-    return f"pip install 'headrace[{EXTRAS[module]}]'"
+    """Where Headrace is installed, this adds only what is missing."""
+    return f"pip install 'headrace[{EXTRAS[module]}]'" if module in EXTRAS else f"pip install {module}"
 
 
 def without_grammars() -> str:

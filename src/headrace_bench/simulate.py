@@ -16,7 +16,6 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ParameterError
-from headrace.extras import require
 from headrace.machine import usable_cores
 from headrace_bench.load import Load, Run
 from headrace_bench.serve import parse_percentiles, save_result
@@ -32,7 +31,6 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    require("serve")
     from headrace_bench.report import check_plot, parse_goodput, plot
 
     loads = checked(args)

@@ -22,7 +22,6 @@ from headrace.cli.serve_options import ServeOptions
 from headrace.cli.sources import add_config_file
 from headrace.config import EngineConfig, environment_of_child, hub_offline
 from headrace.errors import CheckpointError, HeadraceError
-from headrace.extras import require
 from headrace.model.hub import is_cached
 from headrace.options import options_of
 
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    require("serve")
     named_model(args)
     if args.model is not None:
         args.model = fetched(args)

@@ -34,7 +34,6 @@ from headrace.cli.sources import add_config_file
 from headrace.cli.streams import StreamError
 from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
-from headrace.extras import require
 
 AHEAD = 64  # lines that are read before they are run
 ANSWERS = (  # options of a server that decide what an answer is
@@ -62,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require("serve")
     if args.concurrency is not None and not 1 <= args.concurrency <= 65536:
         raise ParameterError("--concurrency", args.concurrency, "an integer in [1, 65536]")
     with _input(args.input) as source, _output(args) as output:

@@ -46,7 +46,6 @@ BUILDER = "headrace.engine.build:build_engine"
 def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     """`builder`: module:function that makes the engine in the core's process."""
     began = time.perf_counter()
-    require("serve")
     if args.otlp_traces_endpoint is not None:
         require("otel")
     options = ServeOptions(**given(ServeOptions, args))
