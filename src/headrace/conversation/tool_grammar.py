@@ -13,9 +13,9 @@ from headrace.conversation.call_layouts import LAYOUTS, NUMBER, CallLayout
 from headrace.conversation.tool_formats import TOOL_PARSERS
 from headrace.structured_output.objects import JSON_OPTIONS
 
-FREE_FORMATS = ("hermes", "llama3_json", "llama4_json", "llama4_pythonic", "mistral")  # of free_calls()
-JSON_FORMATS = (*FREE_FORMATS, *LAYOUTS)
 LLAMA4 = ("llama4_json", "llama4_pythonic")  # which read the calls of llama3_json, too
+JSON_FORMATS = ("hermes", "llama3_json", *LLAMA4, "mistral", *LAYOUTS)
+FREE_FORMATS = tuple(form for form in JSON_FORMATS if form != "openai")  # of free_calls()
 DATA = ("const", "enum", "default", "examples")  # of a schema: no schemas in there
 Special = Callable[[str], str]  # a marker as Lark: a special token, or a text where the tokenizer has none
 
@@ -52,10 +52,11 @@ def free_calls(
 
     `reasoning`: markers that may stand in the text, special tokens or not.
     """
+    if form in LAYOUTS:
+        return _laid_out(LAYOUTS[form], TOOL_PARSERS[form].markers, tools, many, special, free=True, thinking=reasoning)
     form = "llama3_json" if form in LLAMA4 else form
     opening = special({"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}[form])
-    thinking = [mark for mark in map(special, reasoning) if mark.startswith("<")]
-    text = f"(TEXT ({' | '.join(thinking)}))* " if thinking else ""  # special tokens are no text
+    text = _thinking(reasoning, special)
     calls = _calls(form, tools, many, special, args_tags)
     rules = "TEXT: /(.|\\n)*/\n"
     if form == "hermes":
@@ -72,12 +73,21 @@ def free_calls(
     else:  # without the marker only the beginning of the output may be a call
         marked = f" ({opening} {calls})?" if opening.startswith("<") else ""
         start = f"{text}(({calls}) | FIRST{marked})"
-        rules = 'FIRST: /([^{\\s](.|\\n)*)?/\n' + (rules if thinking else "")
+        rules = 'FIRST: /([^{\\s](.|\\n)*)?/\n' + (rules if text else "")
     return f"%llguidance {{}}\nstart: {start}\n{rules}{_rules(form, tools, args_tags)}"
 
 
-def _laid_out(layout: CallLayout, markers: Sequence[str], tools: Sequence[Tool], many: bool, special: Special) -> str:
-    """Lark of forced calls in a layout."""
+def _thinking(reasoning: Sequence[str], special: Special) -> str:
+    """Text with markers in it that are special tokens, which are no text."""
+    marks = [mark for mark in map(special, reasoning) if mark.startswith("<")]
+    return f"(TEXT ({' | '.join(marks)}))* " if marks else ""
+
+
+def _laid_out(
+    layout: CallLayout, markers: Sequence[str], tools: Sequence[Tool], many: bool, special: Special, *,
+    free: bool = False, thinking: Sequence[str] = (),
+) -> str:  # fmt: skip
+    """Lark of calls in a layout; `free`: where there are any, beside text."""
 
     def text(written: str) -> str:
         parts = re.split(f"({'|'.join(map(re.escape, [*markers, NUMBER]))})", written)
@@ -85,12 +95,19 @@ def _laid_out(layout: CallLayout, markers: Sequence[str], tools: Sequence[Tool],
 
     before, between, after = map(text, (layout.before_name, layout.before_arguments, layout.after))
     calls = [f"{before} {json.dumps(tool.function.name)} {between} args_{i} {after}" for i, tool in enumerate(tools)]
-    more = f" ({text(layout.between)} call)*" if many and layout.between is not None else ""
-    rules = [f"start: {text(layout.begin)} call{more} {text(layout.end)}", f"call: {' | '.join(calls)}"]
+    section = f"call ({text(layout.between)} call)*" if many and layout.between is not None else "call"
+    begin, rules = text(layout.begin), []
+    if free and begin.startswith("<"):
+        begin, rules = f"TEXT {begin}", ["TEXT: /(.|\\n)*/"]
+    elif free:  # text up to the section, whose beginning is the end of that text
+        begin, rules = "text_and_tag", ["TEXT: /(.|\\n)*/", f"text_and_tag[lazy]: TEXT {begin}"]
+    section = f"{begin} {section} {text(layout.end)}"
+    start = f"{_thinking(thinking, special)}({section}){'*' if many else '?'} TEXT" if free else section
+    rules += [f"call: {' | '.join(calls)}"]
     for i, tool in enumerate(tools):
         schema = {**(tool.function.parameters or {"type": "object"}), "x-guidance": JSON_OPTIONS}
         rules.append(f"args_{i}: %json {json.dumps(schema)}")
-    return "\n".join(("%llguidance {}", *rules, ""))
+    return "\n".join(("%llguidance {}", f"start: {start}", *rules, ""))
 
 
 def _hermes(tools: Sequence[Tool], special: Special) -> str:

@@ -128,13 +128,14 @@ class ToolParser(PieceReader):
     def _bracketed(self, scanner: BracketScanner, pieces: list[str]) -> Reading[str]:
         """A bracketed value, of which `pieces` have been taken; the others are added to them. Raises NotACall."""
         scanner.push("".join(pieces))
-        ended = False
+        ended, size = False, sum(map(len, pieces))
         while not ended:
             yield from self._next()
-            if (self.constrained or self.streams) and (yield from self._given_out(pieces)):
+            if (self.constrained or self.streams) and size < _MAX_HEAD and (yield from self._given_out(pieces)):
                 return ""
             piece, ended = self._piece(scanner)
             pieces.append(piece)
+            size += len(piece)
             if scanner.too_deep:
                 raise NotACall
         return "".join(pieces)
@@ -168,8 +169,7 @@ class ToolParser(PieceReader):
 
     def _given_out(self, pieces: list[str]) -> Reading[bool]:
         """Whether a call begins with `pieces` and what is there, as nearly all do; then it is given out as it comes."""
-        if (taken := sum(map(len, pieces))) >= _MAX_HEAD:
-            return False
+        taken = sum(map(len, pieces))
         so_far = "".join(pieces) + self._text[self._at :]
         head = _HEAD.match(so_far, 0, _MAX_HEAD)
         if head is None:
