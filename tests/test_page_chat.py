@@ -366,8 +366,7 @@ async def test_a_killed_server_and_the_page_that_comes_back(browser, smollm2):
         server = stack.enter_context(ServerProcess(smollm2, "--max-model-len", "2048"))
         page = await stack.enter_async_context(opened(browser, server.url, expected=("ERR_",)))
         c = Chat(page, None, None)  # type: ignore
-        await expect(page.get_by_text("Ask the model something.")).to_be_visible(timeout=60_000)
-        server.wait_ready()
+        await expect(page.get_by_role("heading", name="Ask the model something.")).to_be_visible(timeout=60_000)  # it has loaded
         await c.say("Count from one to a hundred in words, separated by commas.")
         await expect(c.answers.locator(".figures")).to_contain_text("TPOT", timeout=60_000)
         server.kill()

@@ -90,6 +90,7 @@ function KeyDialog({ wrong, done }) {
 function App({ chat }) {
   const [models, setModels] = useState([]);
   const [model, setModel] = useState(null);
+  const [loading, setLoading] = useState(true);
   const [status, setStatus] = useState({ kind: "connecting", words: "connecting" });
   const [key, setKey] = useState({ needed: false, asking: false, wrong: false });
 
@@ -97,8 +98,11 @@ function App({ chat }) {
     let over = false, timer = null;
     const load = async () => {
       try {
-        const names = (await askJson("v1/models")).data.map((found) => found.id);
+        const served = (await askJson("v1/models")).data;
         if (over) return;
+        const names = served.map((found) => found.id), loaded = served.some((found) => found.max_model_len);
+        if (!loaded) timer = setTimeout(load, again);
+        setLoading(!loaded);
         setModels(names);
         setModel((now) => (names.includes(now) ? now : names[0]));
         setKey((now) => ({ ...now, needed: apiKey() !== null, asking: false, wrong: false }));
@@ -126,7 +130,7 @@ function App({ chat }) {
     return () => feed.close();
   }, [model !== null, key.asking]);
 
-  useEffect(() => chat.update(model), [model]);
+  useEffect(() => chat.update(model, loading), [model, loading]);
   const given = (text) => { setApiKey(text); bus.dispatchEvent(new Event("load")); };
   return html`
     <${Bar} ...${{ models, model, status, pick: setModel, needsKey: key.needed }} />

@@ -13,11 +13,11 @@ const IDEAS = ["Explain in three sentences how a water mill works.", "Write a Py
 /** Draws the chat into `element`; `update` gives it the model and says when that changes. `show(id)` opens the engine's view. */
 export function mountChat(element, show) {
   const talk = new Conversation();
-  let model = null, cost = 0, due = false;
+  let model = null, loading = true, cost = 0, due = false;
   const draw = () => {
     due = false;
     const began = performance.now();
-    render(html`<${Chat} talk=${talk} model=${model} show=${show} />`, element);
+    render(html`<${Chat} talk=${talk} model=${model} loading=${loading} show=${show} />`, element);
     cost = performance.now() - began;
   };
   // long answers cost more to draw: the page takes a quarter of the time at most
@@ -30,14 +30,15 @@ export function mountChat(element, show) {
   talk.addEventListener("change", later);
   draw();
   return {
-    update(name) {
+    update(name, isLoading) {
       model = talk.model = name;
+      loading = isLoading;
       later();
     },
   };
 }
 
-function Chat({ talk, model, show }) {
+function Chat({ talk, model, loading, show }) {
   const [panel, setPanel] = useState(null), [scene, setScene] = useState(null);
   const { messages, system, title } = talk.chat;
   const close = () => setPanel(null);
@@ -58,7 +59,7 @@ function Chat({ talk, model, show }) {
     </header>
     <${Messages} talk=${talk} show=${show}>
       ${system.trim() && html`<details class="system"><summary>System message</summary><div class="said">${system}</div></details>`}
-      ${!messages.length && html`<${Welcome} model=${model} ask=${(text) => talk.send(text)} pick=${setScene} />`}
+      ${!messages.length && html`<${Welcome} loading=${loading} ask=${(text) => talk.send(text)} pick=${setScene} />`}
       ${messages.map(
         (message, index) => html`<${Message} key=${`${talk.chat.id}-${index}`} message=${message} version=${message.version} index=${index}
           last=${index === messages.length - 1} talk=${talk} show=${show} showTokens=${talk.settings.showTokens} />`,
@@ -90,13 +91,14 @@ function Messages({ talk, children }) {
   `;
 }
 
-function Welcome({ model, ask, pick }) {
+function Welcome({ loading, ask, pick }) {
   return html`<div class="welcome">
-    <h2>${model ? "Ask the model something." : "The model is being loaded."}</h2>
-    <p class="quiet">${model
-      ? "What it does to answer is shown beside this: every step, every block of its cache, as it happens."
-      : "The page goes on by itself as soon as the server is ready."}</p>
-    ${model && html`<ul class="ideas">${IDEAS.map((idea) => html`<li><button onClick=${() => ask(idea)}>${idea}</button></li>`)}</ul><${SceneList} pick=${pick} />`}
+    <h2>${loading ? "The model is being loaded." : "Ask the model something."}</h2>
+    <p class="quiet">${loading
+      ? "The page goes on by itself as soon as the server is ready."
+      : "What it does to answer is shown beside this: every step, every block of its cache, as it happens."}</p>
+    ${!loading && html`<ul class="ideas">${IDEAS.map((idea) => html`<li><button onClick=${() => ask(idea)}>${idea}</button></li>`)}</ul>`}
+    ${!loading && html`<${SceneList} pick=${pick} />`}
   </div>`;
 }
 
