@@ -94,6 +94,13 @@ def test_every_import_is_a_file_and_nothing_is_asked_from_elsewhere():
         assert len(text.splitlines()) < 350, name
 
 
+def test_what_scenes_and_panels_name_of_the_tour_is_there():
+    titles = re.findall(r"^#+ (.+)$", (Path(__file__).parents[1] / "docs" / "tour.md").read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    named = set(re.findall(r'tour: "([^"]+)"', (FOLDER / "scenes.js").read_text()))
+    assert len(named) >= 4 and named <= anchors, named - anchors
+
+
 def test_the_files_are_in_the_wheel():
     """scikit-build-core takes all files of its packages but those that git or pyproject leaves out."""
     ignored = (Path(__file__).parents[1] / ".gitignore").read_text().split()

@@ -30,9 +30,9 @@ function Bar({ models, model, status, pick, needsKey }) {
     </h1>
     ${models.length > 1
       ? html`<select class="model" aria-label="Model" value=${model} onChange=${(e) => pick(e.target.value)}>
-          ${models.map((name) => html`<option value=${name}>${name}</option>`)}
+          ${models.map((name) => html`<option value=${name}>${shortName(name)}</option>`)}
         </select>`
-      : html`<span class="model">${model ?? ""}</span>`}
+      : html`<span class="model" title=${model}>${shortName(model ?? "")}</span>`}
     <div class="tabs" role="tablist" aria-label="View">
       ${["chat", "engine"].map(
         (name) => html`<button class="plain" role="tab" aria-controls=${name} aria-selected=${String(tab === name)} onClick=${() => showTab(name)}>
@@ -45,6 +45,11 @@ function Bar({ models, model, status, pick, needsKey }) {
     ${needsKey && html`<button class="plain wide" onClick=${() => bus.dispatchEvent(new Event("ask-key"))}>API key</button>`}
     <${ThemeButton} />
   `;
+}
+
+/** Of a model that is a path, its last part. */
+function shortName(model) {
+  return model.startsWith("/") ? model.split("/").at(-1) : model;
 }
 
 function ThemeButton() {

@@ -59,6 +59,7 @@ export class Scene extends Component {
         ${!over && html`<button class="primary" disabled=${running} onClick=${this.next}>${running ? "Running" : error ? "Try it again" : done.length ? "Go on" : "Begin"}</button>`}
         ${over && following && html`<button class="primary" onClick=${() => pick(following)}>Next scene: ${following.title}</button>`}
         ${over && html`<button onClick=${close}>Back to the chat</button>`}
+        ${over && html`<a href=${`page/tour.html#${scene.tour}`} target="_blank">how it is done, in the tour of the code</a>`}
       </p>
       <p class="hidden-words" role="status">${running ? "The step runs." : done.length ? `Step ${done.length} is done.` : ""}</p>
     </section>`;

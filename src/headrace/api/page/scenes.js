@@ -13,7 +13,7 @@ const instead = (words, command = null) => ({ words, command, stops: true });
 // ---------------------------------------------------------------- 1
 
 const prefix = {
-  id: "prefix", title: "A prefix that is there already",
+  id: "prefix", tour: "blocks", title: "A prefix that is there already",
   promise: "Two prompts begin alike. The second one's beginning is not computed again.",
   steps: [
     {
@@ -60,7 +60,7 @@ const prefix = {
 // ---------------------------------------------------------------- 2
 
 const chunks = {
-  id: "chunks", title: "A long prompt beside a running answer",
+  id: "chunks", tour: "4-a-step", title: "A long prompt beside a running answer",
   promise: "A step has a budget of tokens. Long prompts are cut to fit, so that those who are being answered go on.",
   steps: [
     {
@@ -121,7 +121,7 @@ export function crowd({ max_num_seqs, max_model_len }, capacity) {
 }
 
 const preemption = {
-  id: "preemption", title: "When the cache is full",
+  id: "preemption", tour: "4-a-step", title: "When the cache is full",
   promise: "Answers grow longer than was foreseen. One request gives its blocks back, waits, and goes on with the very same tokens.",
   steps: [
     {
@@ -174,7 +174,7 @@ const SCHEMA = {
 };
 
 const speculation = {
-  id: "speculation", title: "Several tokens in a step",
+  id: "speculation", tour: "10-speculation", title: "Several tokens in a step",
   promise: "What can be guessed is verified all at once; what is wrong costs nothing but the guess.",
   steps: [
     {
@@ -215,7 +215,7 @@ function drafted(before, after, result) {
 // ---------------------------------------------------------------- 5
 
 const killed = {
-  id: "killed", title: "A core is killed",
+  id: "killed", tour: "12-when-the-core-dies", title: "A core is killed",
   promise: "The process that computes is ended in the middle of an answer. The answer goes on in another, with the same tokens.",
   steps: [
     {
