@@ -52,7 +52,7 @@ def _nibbles(qs: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _fifth_bits(qh: Tensor) -> Tensor:
+def fifth_bits(qh: Tensor) -> Tensor:
     """[n, 4] bytes -> [n, 32] uint8: bit i, moved to bit 4."""
     bits = torch.arange(8, dtype=torch.uint8, device=qh.device)
     return ((qh.unsqueeze(-1) >> bits) & 1).view(qh.shape[0], 32) << 4
@@ -79,14 +79,14 @@ def _q4_1(raw: Tensor) -> Tensor:
 def _q5_0(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 22)
     low = _nibbles(blocks[:, 6:], raw.new_empty((blocks.shape[0], 32)))
-    return (low | _fifth_bits(blocks[:, 2:6])).float().sub_(16).mul_(half(blocks[:, :2]))
+    return (low | fifth_bits(blocks[:, 2:6])).float().sub_(16).mul_(half(blocks[:, :2]))
 
 
 def _q5_1(raw: Tensor) -> Tensor:
     blocks = raw.view(-1, 24)
     scale = half(blocks[:, :4])
     low = _nibbles(blocks[:, 8:], raw.new_empty((blocks.shape[0], 32)))
-    return (low | _fifth_bits(blocks[:, 4:8])).float().mul_(scale[:, :1]).add_(scale[:, 1:])
+    return (low | fifth_bits(blocks[:, 4:8])).float().mul_(scale[:, :1]).add_(scale[:, 1:])
 
 
 def k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:

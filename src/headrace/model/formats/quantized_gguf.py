@@ -12,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.model.formats.blocks import half, k_scales, q5_k_numbers, q6_k_numbers, q6_k_scales
+from headrace.model.formats.blocks import fifth_bits, half, k_scales, q5_k_numbers, q6_k_numbers, q6_k_scales
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.narrow import of_integers
 from headrace.model.weight import Weight
+
+_IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 class _Blocks(NamedTuple):
@@ -34,6 +36,20 @@ def _q4_0(blocks: Tensor) -> _Blocks:
 def _q4_1(blocks: Tensor) -> _Blocks:
     scales = half(blocks[:, :4])
     return _with_minima(_nibbles(blocks[:, 4:]), scales[:, :1], -scales[:, 1:])
+
+
+def _q5_0(blocks: Tensor) -> _Blocks:
+    return _Blocks((_nibbles(blocks[:, 6:]) | fifth_bits(blocks[:, 2:6])).view(torch.int8) - 16, half(blocks[:, :2]))
+
+
+def _q5_1(blocks: Tensor) -> _Blocks:
+    scales = half(blocks[:, :4])
+    return _with_minima(_nibbles(blocks[:, 8:]) | fifth_bits(blocks[:, 4:8]), scales[:, :1], -scales[:, 1:])
+
+
+def _iq4_nl(blocks: Tensor) -> _Blocks:
+    values = torch.tensor(_IQ4_NL_VALUES, dtype=torch.int8, device=blocks.device)
+    return _Blocks(values[_nibbles(blocks[:, 2:]).int()], half(blocks[:, :2]))
 
 
 def _q8_0(blocks: Tensor) -> _Blocks:
@@ -66,7 +82,8 @@ def _with_minima(numbers: Tensor, scales: Tensor, minima: Tensor) -> _Blocks:
 
 
 _DECODERS: Mapping[str, tuple[Callable[[Tensor], _Blocks], int]] = MappingProxyType({  # and the bits that hold the numbers
-    "Q4_0": (_q4_0, 4), "Q4_1": (_q4_1, 4), "Q8_0": (_q8_0, 8), "Q4_K": (_q4_k, 4), "Q5_K": (_q5_k, 8), "Q6_K": (_q6_k, 8),
+    "Q4_0": (_q4_0, 4), "Q4_1": (_q4_1, 4), "Q5_0": (_q5_0, 8), "Q5_1": (_q5_1, 8), "Q8_0": (_q8_0, 8),
+    "Q4_K": (_q4_k, 4), "Q5_K": (_q5_k, 8), "Q6_K": (_q6_k, 8), "IQ4_NL": (_iq4_nl, 8),
 })  # fmt: skip
 
 
