@@ -75,6 +75,7 @@ function describe(request) {
 }
 
 const STATES = { waiting: "waits", running: "runs", ended: "has ended" };
+const stateOf = (request) => STATES[request.state] + (request.reason ? `: ${request.reason}` : "");
 
 export function Chosen({ state, source, register, pick, picked }) {
   const request = state ? source.shown(state) : null;
@@ -87,7 +88,7 @@ export function Chosen({ state, source, register, pick, picked }) {
     ${picked !== null && !running.some((one) => one.id === picked) && html`<option value=${picked}>${short(picked)}</option>`}
     ${running.slice(-200).map((one) => html`<option value=${one.id}>${short(one.id)}${one.state === "waiting" ? " (waits)" : ""}</option>`)}
   </select>`;
-  return html`<${Panel} name="request" title="Two counters" figure=${request ? html`<code>${short(request.id)}</code> ${STATES[request.state]}` : ""} tools=${tools}>
+  return html`<${Panel} name="request" title="Two counters" figure=${request ? html`<code>${short(request.id)}</code> ${stateOf(request)}` : ""} tools=${tools}>
     ${picked !== null && !request && html`<p class="rest" role="status">This request is not here any more, or has not come yet.</p>`}
     <${Drawing} height=${HEIGHT} label=${`Two counters of a request: ${words}`} use=${(canvas) => register(canvas, (given) => new Counters(canvas, given))} />
     <ul class="legend" aria-hidden="true"><li><i class="cell"></i>computed</li><li><i class="cell exist"></i>exist</li><li><i class="cell found"></i>found in the cache</li></ul>
@@ -98,7 +99,6 @@ export function Chosen({ state, source, register, pick, picked }) {
       <div><dt>in the queue</dt><dd>${seconds((request.admitted || state.now) - request.arrived)}</dd></div>
       <div><dt>first token</dt><dd>${request.first ? seconds(request.first - request.arrived) : "–"}</dd></div>
       <div><dt>preempted</dt><dd>${count(request.preemptions)}</dd></div>
-      <div><dt>end</dt><dd>${request.reason ?? "–"}</dd></div>
     </dl>`}
   <//>`;
 }

@@ -6,9 +6,11 @@ import { Panel } from "./panel.js";
 import { DRAFTED, PREFILL } from "./state.js";
 import { count, plural, seconds } from "./words.js";
 
-const STRIP = 10, GAP = 2, LEFT = 86, TOP = 16, HEIGHT = 246, RIGHT = 14;
+const STRIP = 10, GAP = 2, LEFT = 90, TOP = 16, HEIGHT = 246, RIGHT = 14, BETWEEN = 10;
 const PITCH = STRIP + GAP;
 const ROWS = Math.floor((HEIGHT - TOP) / PITCH);
+const DECODES = 0.42; // of the width: a cell for each request that decodes; the rest is for prompts, by their tokens
+const WIDEST = 14;
 
 /** Draws the last steps of `source.state`; what is there already moves down, and only the new ones are drawn. */
 class Strips {
@@ -18,8 +20,17 @@ class Strips {
     this.last = null;
   }
 
-  x(tokens, state) {
-    return LEFT + (this.canvas.width - LEFT - RIGHT) * Math.sqrt(Math.min(1, tokens / state.budget));
+  get #middle() {
+    return LEFT + DECODES * (this.canvas.width - LEFT - RIGHT);
+  }
+
+  #cell(state) {
+    return Math.min(WIDEST, (this.#middle - BETWEEN - LEFT) / state.slotsMost);
+  }
+
+  /** Where the token of this number in a step is, on the scale of the prompts. */
+  #x(tokens, state) {
+    return this.#middle + ((this.canvas.width - RIGHT - this.#middle) * Math.min(tokens, state.budget)) / state.budget;
   }
 
   draw() {
@@ -46,54 +57,66 @@ class Strips {
   }
 
   #axis(state) {
-    const { canvas } = this, { context, height } = canvas, colour = colours();
-    const ticks = [state.budget];
-    for (let tick = state.budget; (tick = tick > 4 ? Math.floor(tick / 4) : 0) >= 1; ) ticks.push(tick);
-    for (const tick of ticks) {
-      const x = Math.round(this.x(tick, state)) + 0.5, budget = tick === state.budget;
+    const { canvas } = this, { context } = canvas, colour = colours();
+    const all = LEFT + this.#cell(state) * state.slotsMost;
+    canvas.text(`${count(state.slotsMost)} slots`, all, 6, { align: "right", size: 9.5 });
+    context.fillStyle = colour.line;
+    context.fillRect(all, TOP - 3, 1, HEIGHT);
+    for (const tick of [0, state.budget / 4, state.budget / 2, state.budget]) {
+      const x = Math.round(this.#x(tick, state)), budget = tick === state.budget;
       context.fillStyle = budget ? colour.warn : colour.line;
-      context.fillRect(x - 0.5, TOP - 3, 1, budget ? height : 3);
-      canvas.text(budget ? `budget ${count(tick)}` : count(tick), x + (budget ? 6 : 0), 6, { align: budget ? "right" : "center", colour: budget ? colour.warn : colour.muted, size: 9.5 });
+      context.fillRect(x, TOP - 3, 1, budget ? HEIGHT : 3);
+      if (budget) canvas.text(`budget ${count(tick)}`, x + 6, 6, { align: "right", colour: colour.warn, size: 9.5 });
+      else if (tick && x - this.#middle > 30) canvas.text(count(tick), x, 6, { align: "center", size: 9.5 });
     }
   }
 
   #strip(state, step, place) {
     const { canvas, source } = this, { context } = canvas, colour = colours();
-    const y = TOP + place * PITCH, edge = this.x(state.budget, state);
-    context.fillStyle = colour.raised;
-    context.fillRect(0, y - 1, edge, PITCH);
-    canvas.text(`${step.n}`, 44, y + STRIP / 2, { align: "right", size: 9.5 });
-    const [schedule = 0, launch = 0, wait = 0, settle = 0] = step.times;
-    canvas.text(seconds((schedule + launch + wait + settle) / 1e6), LEFT - 8, y + STRIP / 2, { align: "right", size: 9.5, colour: colour.fg });
+    const y = TOP + place * PITCH, cell = this.#cell(state);
+    for (const [from, to] of [[0, LEFT + cell * state.slotsMost], [this.#middle - 2, this.#x(state.budget, state)]]) {
+      context.fillStyle = colour.raised;
+      context.fillRect(from, y - 1, to - from, PITCH);
+    }
+    canvas.text(`${step.n}`, 38, y + STRIP / 2, { align: "right", size: 9.5 });
+    const took = step.times.slice(0, 4).reduce((sum, part) => sum + part, 0) / 1e6;
+    canvas.text(seconds(took), LEFT - 8, y + STRIP / 2, { align: "right", size: 9.5, colour: colour.fg });
     const faint = (request) => source.picked !== null && request?.id !== source.picked;
-    let tokens = 0, x = LEFT;
+    const tone = (request, hue) => (faint(request) ? colour.pale : colour.owners)[hue] ?? colour.muted;
+    let x = LEFT, drawn = LEFT;
     for (let i = 0; i < step.hues.length; i++) {
-      tokens += 1;
-      const end = this.x(tokens, state);
-      if (end - x < 1 && i < step.hues.length - 1) continue; // finer than can be seen
-      context.fillStyle = (faint(step.seats[i]) ? colour.pale : colour.owners)[step.hues[i]] ?? colour.muted;
-      context.fillRect(x, y, Math.max(1, end - x - (end - x > 3 ? 1 : 0)), STRIP);
-      x = end;
+      x += cell;
+      if (x - drawn < 1 && i < step.hues.length - 1) continue; // finer than can be seen
+      context.fillStyle = tone(step.seats[i], step.hues[i]);
+      context.fillRect(drawn, y, Math.max(1, x - drawn - (cell > 3 ? 1 : 0)), STRIP);
+      drawn = x;
     }
+    let tokens = step.hues.length;
     for (const row of step.rows) {
+      if (row.kind === PREFILL) continue;
+      context.fillStyle = tone(row.request, row.request?.hue ?? 0);
+      this.#drafts(x, y, Math.max(1.5, cell - (cell > 3 ? 1 : 0)), row);
+      x += cell;
       tokens += row.tokens;
-      const end = this.x(tokens, state), hue = row.request?.hue ?? 0, wide = Math.max(1.5, end - x - 1);
-      context.fillStyle = (faint(row.request) ? colour.pale : colour.owners)[hue] ?? colour.muted;
-      if (row.kind === PREFILL) this.#chunk(x, y, wide, row);
-      else this.#drafts(x, y, wide, row);
-      x = end;
     }
-    if (step.preempted.length) canvas.text(`▾${step.preempted.length}`, Math.min(x + 4, edge - 24), y + STRIP / 2, { colour: colour.warn, size: 10.5 });
+    let at = this.#x(tokens, state);
+    context.fillStyle = colour.line; // what the decodes take of the budget
+    context.fillRect(this.#middle, y + STRIP / 2 - 1, at - this.#middle - 1, 2);
+    for (const row of step.rows) {
+      if (row.kind !== PREFILL) continue;
+      tokens += row.tokens;
+      const end = this.#x(tokens, state);
+      context.fillStyle = tone(row.request, row.request?.hue ?? 0);
+      this.#chunk(at, y, Math.max(1.5, end - at - 1), row);
+      at = end;
+    }
+    if (step.preempted.length) canvas.text(`▾${step.preempted.length}`, Math.min(at + 4, this.#x(state.budget, state) - 24), y + STRIP / 2, { colour: colour.warn, size: 10.5 });
   }
 
   #chunk(x, y, wide, row) {
-    const { canvas } = this, { context } = canvas, colour = colours();
+    const { canvas } = this, { context } = canvas;
     context.fillRect(x, y, wide, STRIP);
-    context.fillStyle = colour.raised;
-    context.globalAlpha = 0.35;
-    context.fillRect(x + 1, y + STRIP - 3, Math.max(0, wide - 2), 2); // told from a decode at any width
-    context.globalAlpha = 1;
-    if (wide > 34) canvas.text(count(row.tokens), x + 5, y + STRIP / 2 + 0.5, { colour: colour.raised, size: 9.5 });
+    if (wide > 34) canvas.text(count(row.tokens), x + 5, y + STRIP / 2 + 0.5, { colour: colours().raised, size: 9.5 });
   }
 
   #drafts(x, y, wide, row) {
@@ -124,7 +147,7 @@ export function Steps({ state, register }) {
   return html`<${Panel} name="steps" title="Steps" figure=${words}>
     <${Drawing} height=${HEIGHT} label=${`Steps, the newest first; ${words}`} use=${(canvas) => register(canvas, (source) => new Strips(canvas, source))} />
     <ul class="legend" aria-hidden="true">
-      <li><i class="cell decode"></i>decode</li><li><i class="cell prefill"></i>prompt chunk</li>
+      <li><i class="cell decode"></i>decode</li><li><i class="cell prefill"></i>prompt chunk, as wide as its tokens</li>
       <li><i class="cell wrong"></i>wrong draft</li><li><b>▾</b>preempted</li>
     </ul>
   <//>`;

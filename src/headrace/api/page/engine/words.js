@@ -34,7 +34,7 @@ export const EXPLAIN = {
     "4-a-step",
   ],
   steps: [
-    "A strip is one step, the newest on top: all of it runs in one forward pass. Its length is its tokens, up to the budget at the right; the scale is a square root, so that few can be seen beside many. Thin cells decode one token, wide ones are chunks of prompts, hollow ones wrong drafts.",
+    "A strip is one step, the newest on top: all of it runs in one forward pass. On the left is a cell for each request that decodes a token, with its drafts; hollow ones were wrong. On the right are chunks of prompts, as wide as their tokens, up to the step's budget. ▾ counts who was preempted.",
     "4-a-step",
   ],
   blocks: [
@@ -50,7 +50,7 @@ export const EXPLAIN = {
     "3-two-counters",
   ],
   figures: [
-    "How fast and how full: tokens a second going in and coming out, and how long requests wait. p99 means that 99 of 100 were faster, of those that ended in the last minute. The loop's bar shows what the host does in a step; what it waits for the device is time well spent.",
+    "Tokens a second, out and in, and how long requests wait: p99 means that 99 of 100 were faster, of those that ended in the last minute. The bar is a turn of the loop: what the host does, and what it waits for the device. On a CPU the launch is the forward pass itself.",
     "5-the-loop-and-what-overlaps",
   ],
   timeline: [
