@@ -10,6 +10,8 @@ from headrace.fast_decode.epilogues import glu_reference, project_reference, res
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
+from headrace.kernels.quantize_rows import quantize_rows, quantize_rows_reference
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import FORMS, narrow
@@ -100,3 +102,30 @@ def test_every_code_is_what_it_stands_for(form: str, tile, rows: int) -> None:
         out = torch.full((1, rows, 64), NAN, device=DEVICE)
         products.project(x, w, out, tile)
         assert torch.equal(out[0], expected[:, first : first + rows].T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("form", ["fp8 row", "fp8 blocks", "int8 by 32, minima", "int4 by 128, zeros", "fp4 by 16"])
+def test_a_product_alone(form: str, rows: int, dtype: torch.dtype) -> None:
+    width = 128 if form.startswith(("int4", "fp4")) else 200
+    w, x, bias = narrow(form, 150, width, DEVICE), random(rows, width, dtype=dtype, seed=1), random(150, dtype=dtype, seed=2)
+    expected = torch.nn.functional.linear(x.float(), dequantized(w, torch.float32), bias.float())
+    close(narrow_gemm(x, w, bias), expected, TOLERANCE if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_widened_rows(form: str) -> None:
+    w = narrow(form, 260, 384, DEVICE)
+    out = torch.full((132, 384), NAN, device=DEVICE)
+    close(widen_rows(w, 128, out), dequantized(w, torch.float32)[128:], 1e-6)
+
+
+def test_quantized_rows() -> None:
+    x = torch.cat([random(3, 200, dtype=DTYPES[-1]), torch.zeros(1, 200, dtype=DTYPES[-1], device=DEVICE)])
+    x[1] *= 1e-4
+    values, scales = quantize_rows(x)
+    for part, expected in zip((values.float(), scales), quantize_rows_reference(x), strict=True):
+        close(part[:3], expected[:3], 1e-3)
+    close(values.float() * scales, x, 0.04)
+    assert not values[3].float().any()

@@ -75,62 +75,85 @@ def arguments(weight: NarrowMatrix, x: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def bytes_together(block_n: int, num_warps: int, x: Tensor) -> int:
+    """Of a row of the weights, in a thread, where tensor cores take them: two where Triton chooses a wgmma."""
+    return 2 if capability(x.device)[0] == 9 and block_n % 64 == 0 and num_warps % 4 == 0 else 4
+
+
 def step_columns(kind: str, block_k: int) -> int:
     """Of a step of a kernel that is asked for `block_k` columns: packed numbers come in whole runs."""
     return max(block_k, RUN) if packed(kind) == 2 else block_k
 
 
-# Two bytes in a register -> bfloat16: two at a time are what a thread of a wgmma has side by side. A byte is put beside 0x43:
+# Bytes in a register -> bfloat16, two beside each other at a time: {in} -> {0} and, of 4 bits, {1}. A byte is put beside 0x43:
 # 0x4300 | n is 128 + n, for n below 128.
-INT4 = """{
-.reg .b32 both, a, b, one, less;
-mov.b32 one, 0x3f803f80;
-mov.b32 less, BIAS;
-prmt.b32 both, $2, 0, 0x4140;
+_INT4 = """
+prmt.b32 both, {in}, 0, {spread};
 lop3.b32 a, both, 0x000f000f, 0x43004300, 0xea;
 shr.u32 both, both, 4;
 lop3.b32 b, both, 0x000f000f, 0x43004300, 0xea;
-fma.rn.bf16x2 $0, a, one, less;
-fma.rn.bf16x2 $1, b, one, less;
-}"""
-INT4_LESS_8 = tl and tl.constexpr(INT4.replace("BIAS", "0xc308c308"))  # -136
-INT4_AS_IS = tl and tl.constexpr(INT4.replace("BIAS", "0xc300c300"))  # -128
+mov.b32 c, 0x3f803f80;
+mov.b32 d, LESS;
+fma.rn.bf16x2 {0}, a, c, d;
+fma.rn.bf16x2 {1}, b, c, d;
+"""
 # 128 + the low seven bits, less 128 + the eighth
-INT8 = tl and tl.constexpr("""{
-.reg .b32 both, low, top, minus;
-mov.b32 minus, 0xbf80bf80;
-prmt.b32 both, $1, 0, 0x4140;
-lop3.b32 low, both, 0x007f007f, 0x43004300, 0xea;
-lop3.b32 top, both, 0x00800080, 0x43004300, 0xea;
-fma.rn.bf16x2 $0, top, minus, low;
-}""")
+_INT8 = """
+prmt.b32 both, {in}, 0, {spread};
+lop3.b32 a, both, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 b, both, 0x00800080, 0x43004300, 0xea;
+mov.b32 c, 0xbf80bf80;
+fma.rn.bf16x2 {0}, b, c, a;
+"""
 # sign, exponent and fraction where bfloat16 has them, times the difference of the exponents' biases: 2^120
-FP8 = tl and tl.constexpr("""{
-.reg .b32 both, sign, up, zero;
-mov.b32 up, 0x7b807b80;
-mov.b32 zero, 0x80008000;
-prmt.b32 both, $1, 0, 0x1404;
-and.b32 sign, both, 0x80008000;
+_FP8 = """
+prmt.b32 both, {in}, 0, {spread high};
+and.b32 a, both, 0x80008000;
 shr.u32 both, both, 4;
-lop3.b32 both, both, 0x07f007f0, sign, 0xea;
-fma.rn.bf16x2 $0, both, up, zero;
-}""")
-FP4 = tl and tl.constexpr("""{
-.reg .b32 both, sign, rest, up, zero;
-mov.b32 up, 0x7e807e80;
-mov.b32 zero, 0x80008000;
-prmt.b32 both, $2, 0, 0x4140;
-shl.b32 sign, both, 12;
-and.b32 sign, sign, 0x80008000;
-shl.b32 rest, both, 6;
-lop3.b32 rest, rest, 0x01c001c0, sign, 0xea;
-fma.rn.bf16x2 $0, rest, up, zero;
-shl.b32 sign, both, 8;
-and.b32 sign, sign, 0x80008000;
-shl.b32 rest, both, 2;
-lop3.b32 rest, rest, 0x01c001c0, sign, 0xea;
-fma.rn.bf16x2 $1, rest, up, zero;
-}""")  # 2^126
+lop3.b32 both, both, 0x07f007f0, a, 0xea;
+mov.b32 c, 0x7b807b80;
+mov.b32 d, 0x80008000;
+fma.rn.bf16x2 {0}, both, c, d;
+"""
+_FP4 = """
+prmt.b32 both, {in}, 0, {spread};
+shl.b32 a, both, 12;
+and.b32 a, a, 0x80008000;
+shl.b32 b, both, 6;
+lop3.b32 b, b, 0x01c001c0, a, 0xea;
+mov.b32 c, 0x7e807e80;
+mov.b32 d, 0x80008000;
+fma.rn.bf16x2 {0}, b, c, d;
+shl.b32 a, both, 8;
+and.b32 a, a, 0x80008000;
+shl.b32 b, both, 2;
+lop3.b32 b, b, 0x01c001c0, a, 0xea;
+fma.rn.bf16x2 {1}, b, c, d;
+"""  # 2^126
+
+
+def _converting(body: str, pairs: int) -> Any:
+    """The instructions for so many pairs of bytes, their results in the order of the tensors, as Triton takes them."""
+    tensors = 2 if "{1}" in body else 1
+    lines = ""
+    for pair in range(pairs):
+        names = {"{in}": "word", "{spread}": ("0x4140", "0x4342")[pair], "{spread high}": ("0x1404", "0x3424")[pair]}
+        names |= {f"{{{tensor}}}": f"${tensor * pairs + pair}" for tensor in range(tensors)}
+        part = body
+        for name, value in names.items():
+            part = part.replace(name, value)
+        lines += part
+    text = f"{{.reg .b32 word, both, a, b, c, d;\nmov.b32 word, ${tensors * pairs};{lines}}}"
+    return tl and tl.constexpr(text)
+
+
+INT4_LESS_8 = _INT4.replace("LESS", "0xc308c308")  # -136
+INT4_AS_IS = _INT4.replace("LESS", "0xc300c300")  # -128
+# a thread has two bytes side by side for a wgmma, and four for other products
+LESS_8_2, LESS_8_4 = _converting(INT4_LESS_8, 1), _converting(INT4_LESS_8, 2)
+AS_IS_2, AS_IS_4 = _converting(INT4_AS_IS, 1), _converting(INT4_AS_IS, 2)
+INT8_2, INT8_4, FP8_2, FP8_4 = _converting(_INT8, 1), _converting(_INT8, 2), _converting(_FP8, 1), _converting(_FP8, 2)
+FP4_2, FP4_4 = _converting(_FP4, 1), _converting(_FP4, 2)
 # For CUDA cores: the number in the top of the fraction of 16 and 256, four shifts for eight numbers.
 INT4_FLOAT = tl and tl.constexpr("{ .reg .b32 t, w;\nmov.b32 w, $8;\n" + "".join(f"""{shift};
 lop3.b32 ${low}, t, 0x00078000, 0x43800000, 0xea;
@@ -153,42 +176,57 @@ def sign_and_rest(code, BITS: tl.constexpr, FRACTION: tl.constexpr):
 
 
 @jit
-def widen(raw, KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def _convert_halves(raw, ASM_2: tl.constexpr, ASM_4: tl.constexpr, BYTES: tl.constexpr):
+    if BYTES == 4:
+        low, high = tl.inline_asm_elementwise(
+            ASM_4, "=r,=r,=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(ASM_2, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    return low, high
+
+
+@jit
+def _convert(raw, ASM_2: tl.constexpr, ASM_4: tl.constexpr, BYTES: tl.constexpr):
+    if BYTES == 4:
+        numbers = tl.inline_asm_elementwise(ASM_4, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        numbers = tl.inline_asm_elementwise(ASM_2, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return numbers
+
+
+@jit
+def widen(
+    raw, KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BYTES: tl.constexpr
+):  # fmt: skip
     """A tile of bytes -> the numbers in them, exactly, in DTYPE: low halves and high ones; of 8 bits twice the same.
 
-    int4 without zeros: less 8.
+    int4 without zeros: less 8. BYTES: that lie together in a thread, 2 or 4; of no meaning to the result.
     """
     if KIND == "int4":
-        if ASM > 0:
-            if ZEROS:
-                low, high = tl.inline_asm_elementwise(
-                    INT4_AS_IS, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-                )
-            else:
-                low, high = tl.inline_asm_elementwise(
-                    INT4_LESS_8, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-                )
+        if ASM > 0 and ZEROS:
+            low, high = _convert_halves(raw, AS_IS_2, AS_IS_4, BYTES)
+        elif ASM > 0:
+            low, high = _convert_halves(raw, LESS_8_2, LESS_8_4, BYTES)
         else:
             less: tl.constexpr = 0.0 if ZEROS else 8.0
             low = ((raw & 15).to(tl.float32) - less).to(DTYPE)
             high = ((raw >> 4).to(tl.float32) - less).to(DTYPE)
     elif KIND == "fp4":
         if ASM > 0:
-            low, high = tl.inline_asm_elementwise(
-                FP4, "=r,=r,r", [raw], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-            )
+            low, high = _convert_halves(raw, FP4_2, FP4_4, BYTES)
         else:
             low = (sign_and_rest(raw & 15, 4, 1) * 2.0**126).to(DTYPE)
             high = (sign_and_rest(raw >> 4, 4, 1) * 2.0**126).to(DTYPE)
     elif KIND == "int8":
         if ASM > 0:
-            low = tl.inline_asm_elementwise(INT8, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+            low = _convert(raw, INT8_2, INT8_4, BYTES)
         else:
             low = ((raw ^ 128).to(tl.float32) - 128.0).to(DTYPE)
         high = low
     else:
         if ASM > 0:
-            low = tl.inline_asm_elementwise(FP8, "=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=2)
+            low = _convert(raw, FP8_2, FP8_4, BYTES)
         else:
             low = (sign_and_rest(raw, 8, 3) * 2.0**120).to(DTYPE)
         high = low
@@ -213,7 +251,7 @@ def widen_one_row(raw, KIND: tl.constexpr, ASM: tl.constexpr):
         low = tl.inline_asm_elementwise(INT8_FLOAT, "=r,=r,=r,=r,r", [raw], dtype=tl.float32, is_pure=True, pack=4)
         high = low
     else:
-        low, high = widen(raw, KIND, True, tl.bfloat16 if ASM > 0 else tl.float32, ASM)
+        low, high = widen(raw, KIND, True, tl.bfloat16 if ASM > 0 else tl.float32, ASM, 4)
         low, high = low.to(tl.float32), high.to(tl.float32)
     return low, high
 
@@ -241,13 +279,14 @@ def step_scales(
 def add_products(
     acc, raw, low_x, high_x, scale, high_scale, zero, high_zero,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,
+    BYTES: tl.constexpr,
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] += the products of a span: raw [BLOCK_N, WIDTH] bytes, x [WIDTH, BLOCK_M] for each half.
 
     A group's sums are freed of the zero and scaled as float32; of whole rows the caller applies the scale.
     """
     FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
-    low, high = widen(raw, KIND, ZEROS, DTYPE, ASM)
+    low, high = widen(raw, KIND, ZEROS, DTYPE, ASM, BYTES)
     if GROUP == 0 and not ZEROS:
         acc = tl.dot(low, low_x, acc, input_precision="ieee")
         if FOUR:
