@@ -71,23 +71,31 @@ def test_a_model_is_pulled_listed_used_and_removed(hub, capsys):
     assert "no model is in the cache" in capsys.readouterr().err and not list(hub.cache.glob("models--*"))
 
 
+def partial_of(hub: FakeHub) -> Path:
+    name = etag_of("model.safetensors", WEIGHTS) + ".model.safetensors.headrace"
+    return hub.cache / "models--org--tensors" / "blobs" / name
+
+
 def test_a_pull_goes_on_where_it_was_interrupted(hub, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 2**16)
     hub.cut["model.safetensors"] = 131_072
     assert main(["pull", "org/tensors"]) == 1
     assert "org/tensors" in capsys.readouterr().err
-    partial = hub.cache / "models--org--tensors" / "blobs" / (etag_of("model.safetensors", WEIGHTS) + ".headrace")
+    partial = partial_of(hub)
     assert partial.stat().st_size == 131_072
+    stale = partial.with_name("0" * 64 + ".model.safetensors.headrace")
+    stale.write_bytes(b"of an older commit")
     hub.ranges.clear()
     hub.cut.clear()
     assert main(["pull", "org/tensors"]) == 0
-    assert ("model.safetensors", "bytes=131072-") in hub.ranges and not partial.exists()
-    assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").read_bytes() == WEIGHTS
+    assert ("model.safetensors", "bytes=131072-") in hub.ranges and not partial.exists() and not stale.exists()
+    out, err = capsys.readouterr()
+    assert (Path(out.strip()) / "model.safetensors").read_bytes() == WEIGHTS and "300.0 kB in 3 files, 168.9 kB to download" in err
 
 
 def test_what_was_left_damaged_is_not_taken(hub, capsys):
-    partial = hub.cache / "models--org--tensors" / "blobs" / (etag_of("model.safetensors", WEIGHTS) + ".headrace")
+    partial = partial_of(hub)
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"\0" * 1000)
     assert main(["pull", "org/tensors"]) == 1

@@ -60,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("--timeout", args.timeout, "seconds in (0, 1e7]")
     if not args.url:
         return talk(args, lambda: EngineBackend(options, progress=sys.stderr.isatty()))
-    own = {name for name in options.keys() - {"model", "seed"} if not args.sources[name].startswith("HEADRACE_")}
-    if own:  # variables may be there for another command
-        raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(own)))
-    return talk(args, lambda: ServerBackend(args.url, client_key(args), args.model, args.timeout))
+    own = {name: value for name, value in options.items() if not args.sources[name].startswith("HEADRACE_")}
+    model = own.pop("model", None)  # variables are there for an engine, and may be for another command
+    if others := own.keys() - {"seed"}:
+        raise ParameterError("--url", args.url, "no options of an engine beside it: " + ", ".join(sorted(others)))
+    return talk(args, lambda: ServerBackend(args.url, client_key(args), model, args.timeout))
 
 
 def check(args: argparse.Namespace) -> SamplingParams:

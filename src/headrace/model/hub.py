@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import re
@@ -44,7 +45,18 @@ class Pull(NamedTuple):
 
     @property
     def missing(self) -> int:
-        return sum(file.file_size or 0 for file in self.files if file.will_download)
+        """Bytes to download: without what an earlier run has left of a file."""
+        files = {file.filename: file.file_size or 0 for file in self.files if file.will_download}
+        left = [path.stat().st_size for name in files for path in self.partial("*", name)]
+        return max(0, sum(files.values()) - sum(left))
+
+    @property
+    def blobs(self) -> Path:
+        return self.cache / ("models--" + self.repo.replace("/", "--")) / "blobs"
+
+    def partial(self, etag: str, file: str) -> list[Path]:
+        """What there is of a file; `etag`: of this content, or * for any."""
+        return list(self.blobs.glob(f"{etag}.{glob.escape(file)}.headrace"))
 
 
 def split_name(name: str) -> tuple[str, str | None]:
@@ -108,8 +120,8 @@ def free_bytes(path: Path) -> int:
 
 def check_room(pull: Pull) -> None:
     """Raises CapacityError if the disk cannot hold what is missing."""
-    need = pull.missing - sum(_partial_size(pull, file) for file in pull.files if file.will_download)
-    if (free := free_bytes(pull.cache)) < need + SPARE:
+    need, free = pull.missing, free_bytes(pull.cache)
+    if free < need + SPARE:
         raise CapacityError(
             f"{pull.repo}: {in_bytes(need)} to download, {in_bytes(free)} free in {pull.cache}; {in_bytes(SPARE)} stay free"
         )
@@ -139,11 +151,13 @@ def _fetch_large(pull: Pull, file: Any) -> None:
     if urlsplit(about.location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # the place that it is redirected to has a signature of its own
     etag = about.etag or ""
-    blob = _storage(pull) / "blobs" / etag
+    blob = pull.blobs / etag
     if not re.fullmatch(r"[0-9a-f]{40,64}", etag) or blob.exists():
         return  # huggingface-hub knows what to do
     blob.parent.mkdir(parents=True, exist_ok=True)
-    partial = blob.with_name(f"{etag}.headrace")
+    for other in set(pull.partial("*", file.filename)) - set(pull.partial(etag, file.filename)):
+        other.unlink()  # of what the file was once
+    partial = blob.with_name(f"{etag}.{file.filename}.headrace")
     with open(partial, "r+b" if partial.exists() else "w+b") as out:
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,16 +173,6 @@ def _fetch_large(pull: Pull, file: Any) -> None:
             partial.unlink()
             raise HeadraceError(f"{pull.repo}: what was there of {file.filename} is damaged and was removed; pull it again")
         os.replace(partial, blob)
-
-
-def _storage(pull: Pull) -> Path:
-    return pull.cache / ("models--" + pull.repo.replace("/", "--"))
-
-
-def _partial_size(pull: Pull, file: Any) -> int:
-    """How much of it an earlier run has left: the largest partial file that it may be."""
-    sizes = [p.stat().st_size for p in (_storage(pull) / "blobs").glob("*.headrace")]
-    return max((size for size in sizes if size <= (file.file_size or 0)), default=0)
 
 
 def _sha256(path: Path) -> str:

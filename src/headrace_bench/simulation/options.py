@@ -9,8 +9,10 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace.api.config import ServerConfig
 from headrace.cli.options import LogOptions, add_options
 from headrace.cli.parser import text
+from headrace.config import EngineConfig
 from headrace.distributed.balancers import ROUTERS
 from headrace.errors import ParameterError
 from headrace.files import read_text
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_step(parser.add_argument_group("cost of a step", "a card and a model's shape, or a recorded trace"))
-    _add_engine(parser.add_argument_group("engine"))
+    _add_engine(parser)
     _add_fleet(parser.add_argument_group("fleet"))
     load = parser.add_argument_group("load")
     add_load(load)
@@ -59,25 +61,16 @@ def _add_step(group) -> None:
     group.add_argument("--trace", type=text, metavar="FILE", help="fit steps to this trace of `headrace serve --trace` instead")
 
 
-def _add_engine(group) -> None:
-    for name, default, words in (
-        ("max-num-seqs", 256, "requests that run at the same time"),
-        ("max-num-batched-tokens", None, "computed in one step (default: 16384; of a CPU's trace 2048)"),
-        ("max-model-len", None, "tokens of prompt and output together (default: the model's context)"),
-        ("block-size", None, "tokens in a block of the KV cache (default: 64; of a CPU's trace 16)"),
-        ("num-kv-blocks", None, "blocks of a replica's KV cache (default: what the card's memory holds)"),
-        ("max-queued-requests", 4096, "waiting for a slot, at one front; beyond: refused"),
-    ):
-        group.add_argument(f"--{name}", type=int, metavar="N", default=default, help=words)
-    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", default=0.9, help="of a card's memory to use")
-    group.add_argument(
-        "--max-itl-ms", type=float, metavar="MS", help="prefill no more in a step than keeps streams this smooth"
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """As they are described for a server."""
+    add_options(
+        parser, EngineConfig, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "gpu_memory_utilization",
+        "max_itl_ms", "enable_prefix_caching", "async_scheduling",
+    )  # fmt: skip
+    add_options(parser, ServerConfig, "max_queued_requests")
+    parser.add_argument(
+        "--num-kv-blocks", type=int, metavar="N", help="of a replica's KV cache (default: what the card's memory holds)"
     )
-    for name, words in (
-        ("enable-prefix-caching", "reuse the KV of equal prompt beginnings"),
-        ("async-scheduling", "launch a step before the previous one is read"),
-    ):
-        group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=words)
 
 
 def _add_fleet(group) -> None:
@@ -139,8 +132,6 @@ def setup_of(args: argparse.Namespace) -> Setup:
     """One front with one replica, as the options say."""
     import torch
 
-    from headrace.api.config import ServerConfig
-    from headrace.config import EngineConfig
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
     from headrace.scheduler.config import Limits
