@@ -49,6 +49,11 @@ TEMPLATES = {  # how families write a conversation -> the end of an assistant's 
         "{{ m.tool_calls[0].function.arguments | tojson }}<pad>{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
         {IM_END, BOS + 4},
     ),
+    "only the first call, by its name": (
+        LOOP + "<|im_start|>{% if m.tool_calls %}{{ m.tool_calls[0].function.name ~ m.tool_calls[0].function.arguments | tojson }}<pad>"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+        {IM_END, BOS + 4},
+    ),
     "an end of each call": (
         LOOP + "<|im_start|>{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}<pad>{% endfor %}"
         "{{ m.content }}{% if not m.tool_calls %}<|im_end|>{% endif %}{% endfor %}", {IM_END},

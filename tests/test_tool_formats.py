@@ -417,3 +417,17 @@ def test_ids_of_calls_are_those_that_kimi_knows():
     parser = TOOL_PARSERS["kimi_k2"]()
     events = parser.push(written("kimi_k2", {"a": 1})) + parser.finish()
     assert [e.id for e in events if isinstance(e, CallBegin)] == ["functions.f:0"]
+
+
+def test_a_turn_of_gpt_oss_goes_on_with_all_that_it_said():
+    """Its template shows one call of a message, and refuses a text beside the thought before it."""
+    refuses = "{% for m in messages %}{% if m.tool_calls and m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}{% endfor %}"
+    results = "{% for m in messages %}{% if m.role == 'tool' %}R{{ m.content }}{% elif m.tool_calls %}{{ m.tool_calls[0].id }}{% endif %}{% endfor %}"
+    calls = [{**CALLED, "id": f"c{i}"} for i in range(3)]
+    answer = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": calls}
+    replies = [{**RESULT, "tool_call_id": f"c{i}", "content": str(i)} for i in (0, 2, 1)]
+    text = ChatTemplate(refuses + GPT_OSS + results).render([USER, answer, *replies, USER])
+    assert "analysis<|message|>Hm.\n\nI look.<|end|>" in text and text.count(" to=functions.f<") == 3
+    assert text.endswith("c0R0c1c2R2R1")
+    several = GPT_OSS.replace("m.tool_calls[0].function.name", "m.tool_calls | map(attribute='function.name') | join")
+    assert ChatTemplate(several).render([USER, answer, *replies]).count(" to=functions.fff<") == 1

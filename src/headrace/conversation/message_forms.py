@@ -115,13 +115,20 @@ class MessageForms:
         return self._known[question]
 
     def adapt(self, chat: Chat) -> Chat:
-        """The conversation, changed in place, as the template takes it."""
+        """The conversation, whose messages are changed in place, as the template takes it."""
+        if any(len(message.get("tool_calls") or ()) > 1 for message in chat) and not self.takes_several_calls():
+            chat = _with_single_calls(chat)
         names: dict[str, str] = {}  # id of a call -> function
         ids: dict[str, str] = {}  # id of a call -> the one that the template is given
         for message in chat:
             role, calls = message["role"], message.get("tool_calls") or []
             if not message.get("content") and role in ("assistant", "tool", "function"):
                 message.update(self._empty(message, bool(calls)))
+            if calls and message.get("content") and "thinking" in message and not self.takes_text_beside_thought():
+                content = message["content"]
+                text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+                message["thinking"] = message["reasoning_content"] = f"{message['thinking']}\n\n{text}"
+                message.update(self._empty(message, True))
             self._adapt_content(message)
             for call in calls:
                 function = call.get("function", call)
@@ -218,6 +225,33 @@ class MessageForms:
 
         return self._once("ids", answer)
 
+    def takes_text_beside_thought(self) -> bool:
+        """False where a call may follow a thought or a text, and not both: gpt-oss's template."""
+
+        def answer() -> bool:
+            chat = self._probed_calls("f")
+            beside = {"content": PROBE, "thinking": PROBE, "reasoning_content": PROBE}
+            refused = self._probe([chat[0], {**chat[1], **beside}, *chat[2:]]) is None
+            return not refused or self._probe(chat) is None
+
+        return self._once("text beside thought", answer)
+
+    def takes_several_calls(self) -> bool:
+        """False where the second call of a message is refused or dropped."""
+
+        def answer() -> bool:
+            texts = [self._probe(self._probed_calls(*names)) for names in (("zq7second",), ("zq7firsts", "zq7second"))]
+            return "zq7second" not in (texts[0] or "") or "zq7second" in (texts[1] or "")
+
+        return self._once("several calls", answer)
+
+    def _probed_calls(self, *names: str) -> Chat:
+        """A question, and a message with calls whose ids are their names; with their results."""
+        arguments: Any = {} if self.takes_argument_objects() else "{}"
+        calls = [{"id": n, "type": "function", "function": {"name": n, "arguments": arguments}} for n in names]
+        results = [{"role": "tool", "name": "f", "tool_call_id": n, "content": "1"} for n in names]
+        return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
     def names_calls_by_id(self) -> bool:
         """Whether a call is shown with its id and without its name, which the id is to tell then: Kimi's templates."""
 
@@ -244,6 +278,23 @@ class MessageForms:
     def prints_names(self) -> bool:
         """Whether the result of a tool is shown with the tool's name."""
         return self._once("names", lambda: PROBE in (self._probe(_probe_call({}, EMPTY[2], name=PROBE)) or ""))
+
+
+def _with_single_calls(chat: Chat) -> Chat:
+    """One call to a message, each before its result."""
+    parted: Chat = []
+    waiting: Chat = []  # messages of calls that follow the one whose results are being read
+    for message in chat:
+        calls = message.get("tool_calls") or []
+        if message["role"] != "tool":
+            parted, waiting = parted + waiting, []
+        elif any(c.get("id") == message.get("tool_call_id") for m in waiting for c in m["tool_calls"]):
+            while waiting[0]["tool_calls"][0].get("id") != message.get("tool_call_id"):
+                parted.append(waiting.pop(0))
+            parted.append(waiting.pop(0))
+        parted.append({**message, "tool_calls": calls[:1]} if calls else message)
+        waiting += [{"role": "assistant", "tool_calls": [call]} for call in calls[1:]]
+    return parted + waiting
 
 
 def _telling_id(call_id: Any, name: str, given: Collection[str]) -> str:

@@ -93,6 +93,11 @@ class ChatTemplate:
         """Whether a system message in the middle of a conversation comes out where it stands."""
         return self._select(False).forms.keeps_later_systems()
 
+    @property
+    def takes_several_calls(self) -> bool:
+        """Whether a message with two calls comes out as one."""
+        return self._select(True).forms.takes_several_calls()
+
     def _select(self, tools: bool) -> _Template:
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))

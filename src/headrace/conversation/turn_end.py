@@ -55,7 +55,7 @@ class TemplateProbe:
     def after_calls(self) -> int | None:
         """The special token behind all calls, where it is not behind each of them. (Harmony ends a call by another token
         than an answer.) Templates that refuse two calls are asked about one."""
-        text = self._render(_calls(VALUES)) or self._render(_calls(VALUES[:1]))
+        text = (self.template.takes_several_calls and self._render(_calls(VALUES))) or self._render(_calls(VALUES[:1]))
         last = VALUES[1] if VALUES[1] in text else VALUES[0]
         before, value, tail = text.rpartition(last)
         ids = self._ids(tail)
