@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from glass_picture import Picture
 from headrace.api.sse import named_event
 from headrace.engine.glass import GlassObserver
 from headrace.engine.stats import LoopTimes
@@ -22,6 +24,7 @@ from headrace.scheduler.config import Limits
 from headrace.scheduler.plan import StepResult
 from headrace.scheduler.request import Request
 from headrace.scheduler.scheduler import Scheduler
+from scheduler_driver import admit_greedily
 
 Event = tuple[float, str, bytes]
 
@@ -29,19 +32,25 @@ Event = tuple[float, str, bytes]
 class Recording:
     """What a core with `slots` slots shows in so many seconds, all busy."""
 
-    def __init__(self, seconds: float, slots: int = 256, blocks: int = 4096, seed: int = 0, step: float = 0.025):
+    def __init__(
+        self, seconds: float, slots: int = 256, blocks: int = 4096, seed: int = 0, step: float = 0.025, greedy: bool = False
+    ):
+        """`greedy`: whoever finds a block is admitted, so that many are preempted."""
         self.rng = random.Random(seed)
         self.limits = Limits(
             max_num_seqs=slots, max_num_batched_tokens=1024, max_model_len=2048, block_size=16, num_blocks=blocks, max_draft_rows=64
         )
         self.now, self.step_seconds, self.number = time.monotonic(), step, 0
         self.stems = [[self.rng.randrange(1000) for _ in range(640)] for _ in range(5)]
+        self.greedy = greedy
         self.events: list[Event] = []
         with patch("time.monotonic", lambda: self.now):
             self._run(seconds)
 
     def _run(self, seconds: float) -> None:
         scheduler = Scheduler(self.limits)
+        if self.greedy:
+            admit_greedily(scheduler)
         core = SimpleNamespace(scheduler=scheduler, times=LoopTimes())
         observer = GlassObserver(core)  # type: ignore[arg-type]
         watched, began, flight, stats_due = core.scheduler, self.now, [], self.now
@@ -67,7 +76,19 @@ class Recording:
                 for name, document in (("request", shown.requests), ("step", shown.steps), ("snapshot", shown.snapshot)):
                     if document is not None and (name == "snapshot" or any(e[1] == "snapshot" for e in self.events[:9])):
                         self._tell(name, document)
-        self.num_nodes, self.in_use = scheduler.tree.num_nodes, sum(map(bool, scheduler.pool.refs))
+
+    def picture(self, until: float = math.inf) -> Picture:
+        """What somebody knows who has read all of it, or all up to the step of this number, the last of a frame."""
+        picture: Picture | None = None
+        for _, name, document in self.events:
+            if name == "snapshot":
+                picture = Picture(json.loads(document))
+            elif picture is not None and name != "stats":
+                picture.take(name, json.loads(document))
+                if name == "step" and picture.n >= until:
+                    break
+        assert picture is not None
+        return picture
 
     def _tell(self, name: str, document: bytes) -> None:
         self.events.append((self.now, name, document))

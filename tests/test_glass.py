@@ -236,6 +236,20 @@ async def test_a_viewer_follows_a_core_through_its_death(supply):
             assert await reader == 12
 
 
+async def test_each_core_is_looked_at_apart(supply):
+    async with looked_at(supply, cores=2) as (client, hub):
+        for slot in client._slots:
+            slot.core.core.add(EngineRequest(f"of-{slot.number}", [5, 6, 7], params(), 1))
+        async with hub.look(1) as viewer:
+            for _ in range(3):
+                for slot in client._slots:
+                    slot.core.loop.turn()
+            shown = dict(events(await viewer.next()))
+            assert [request[0] for request in shown["snapshot"]["requests"]] == ["of-1"]
+            assert [core["core"] for core in shown["stats"]["cores"]] == [0, 1]
+            assert client._slots._slots[0].core.loop.glass is None
+
+
 async def read(client, name: str) -> int:
     count = 0
     async for news in client.generate(name, [5, 6, 7, 8], params()):

@@ -30,6 +30,30 @@ BARS = """() => {
 }"""
 
 
+KNOWN = """() => {
+  const state = document.getElementById("engine").source.feed.view;
+  const requests = [...state.requests.values()];
+  return {
+    tables: Object.fromEntries([...state.tables].map(([slot, blocks]) => [slot, blocks])),
+    waiting: requests.filter((one) => one.state === "waiting").map((one) => one.id).sort(),
+    scheduled: Object.fromEntries(requests.filter((one) => one.state === "running").map((one) => [one.id, one.scheduled])),
+    nodes: Object.fromEntries([...state.above].map((above, block) => [block, above]).filter(([, above]) => above > -2)),
+  };
+}"""
+
+
+def known(picture: Any) -> dict[str, Any]:
+    """The same of a Picture."""
+    running = [picture.slots[slot] for slot in picture.tables if picture.slots[slot] not in picture.ended]
+    running = [name for name in running if name not in picture.waiting]
+    return {
+        "tables": {str(slot): blocks for slot, blocks in picture.tables.items()},
+        "waiting": sorted(picture.waiting),
+        "scheduled": {name: picture.scheduled[name] for name in running},
+        "nodes": {str(block): above for block, above in picture.nodes.items()},
+    }
+
+
 @pytest.fixture(scope="module")
 def supply(model) -> FakeSupply:
     return FakeSupply(model, 1)
@@ -37,7 +61,9 @@ def supply(model) -> FakeSupply:
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    return Recording(8.0, slots=64, blocks=1024)
+    found = Recording(8.0, slots=64, blocks=1024, greedy=True)
+    assert found.picture().preempted, "preemptions are a part of what is shown"
+    return found
 
 
 def state(page: Any) -> Any:
@@ -137,8 +163,15 @@ async def test_standing_still_going_back_and_picking_by_keyboard(browser, record
         here = await stack.enter_async_context(serving(FakeEngine(), PlayedGlass(recording, skip=60.0)))
         page = await stack.enter_async_context(opened(browser, f"http://127.0.0.1:{here.port}", viewport=HIGH))
         engine = state(page)
-        last = json.loads(next(e[2] for e in reversed(recording.events) if e[1] == "step"))["steps"][-1][0]
+        last = recording.picture().n
         await expect(engine).to_have_attribute("data-step", str(last))
+        assert await page.evaluate(KNOWN) == known(recording.picture())
+        for back in (7, 120, 250):
+            then = recording.picture(last - back)  # the end of the frame with this step
+            await page.evaluate(f"document.getElementById('engine').source.feed.seek({then.n})")
+            assert await page.evaluate(KNOWN) == known(then), "what was, as it was"
+        await page.get_by_role("button", name="Go on live").press("Enter")
+        await expect(engine).to_have_attribute("data-mode", "live")
         await page.get_by_role("button", name="One step back", exact=True).press("Enter")
         await expect(engine).to_have_attribute("data-step", str(last - 1))
         await expect(engine).to_have_attribute("data-mode", "paused")
@@ -168,6 +201,9 @@ async def test_standing_still_going_back_and_picking_by_keyboard(browser, record
         running = page.get_by_role("combobox", name="Request")
         await running.select_option(index=3)
         await expect(page.get_by_role("img", name="Two counters of a request")).not_to_have_attribute("aria-label", "0 of")
+        some = next(iter(recording.picture().slots.values()))
+        await page.evaluate(f"import('/page/engine.js').then((engine) => engine.showRequest('{some[:26]}'))")
+        await expect(running).to_have_value(some)
         async with page.expect_download() as saving:
             await page.get_by_role("button", name="Save as Perfetto").press("Enter")
         with open(await (await saving.value).path()) as file:
@@ -184,7 +220,7 @@ async def test_each_panel_says_what_is_to_be_seen_on_a_phone_too(browser, record
             opened(browser, f"http://127.0.0.1:{here.port}", viewport={"width": 390, "height": 844}, color_scheme=scheme)
         )
         await page.get_by_role("tab", name="Engine").click()
-        await expect(number(page, "nodes")).to_have_text(f"{recording.num_nodes:,}")
+        await expect(number(page, "nodes")).to_have_text(f"{len(recording.picture().nodes):,}")
         titles = await page.locator("#engine h3").all_inner_texts()
         assert titles == ["Queue", "Steps", "KV blocks", "Prefix index", "Two counters", "Figures", "Timeline"]
         anchors = []

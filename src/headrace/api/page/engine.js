@@ -72,6 +72,7 @@ class Source {
       if (this.over) return;
       this.frame = requestAnimationFrame(frame);
       const began = performance.now(), changed = seen !== this.feed.changes;
+      if (changed && this.state) this.#recognize(this.state);
       let drawn = false;
       for (const { canvas, draws } of this.drawings) {
         if (!canvas.visible || !(changed || canvas.dirty)) continue;
@@ -97,6 +98,11 @@ class Source {
       this.longest = Math.max(this.longest, took);
     };
     this.frame = requestAnimationFrame(frame);
+  }
+
+  /** A request may have been picked by what its id begins with, before it came. */
+  #recognize(state) {
+    if (this.picked !== null && !state.requests.has(this.picked)) this.picked = state.find(this.picked)?.id ?? this.picked;
   }
 
   close() {

@@ -5,7 +5,8 @@
 import { State } from "./engine/state.js";
 
 const KEPT = 1000; // steps that can be gone back to
-const BETWEEN = 100; // steps between two states that are kept whole
+const BETWEEN = 100; // steps, or frames, between two states that are kept whole
+const MOST_FRAMES = 4 * KEPT; // frames without steps count, too
 const SAMPLES = 120; // of the figures: a minute
 const RETRY = 1000;
 const SLOW = 4; // steps a second in slow motion
@@ -42,11 +43,13 @@ export class Feed {
   async open() {
     while (!this.closed) {
       const stop = (this.stop = new AbortController());
+      this.chosen = false;
       try {
         await this.#read(stop.signal);
         if (!this.closed) this.#say("lost", "connection lost; trying again");
       } catch (error) {
         if (this.closed) return;
+        if (this.chosen) continue; // another core
         if (error.final) {
           this.#say("off", error.message);
           return;
@@ -71,6 +74,8 @@ export class Feed {
     this.samples = [];
     this.#forget();
     this.resume();
+    this.#say("connecting", "connecting");
+    this.chosen = true;
     this.stop?.abort(); // the loop opens another
   }
 
@@ -217,8 +222,9 @@ export class Feed {
     this.events = [];
     this.frames.push(frame);
     this.live.apply(frame);
-    if (this.live.n - this.whole.at(-1).state.n >= BETWEEN) this.#keep();
-    while (this.whole.length > 2 && this.whole[1].state.n <= this.live.n - KEPT) {
+    const last = this.whole.at(-1);
+    if (this.live.n - last.state.n >= BETWEEN || this.dropped + this.frames.length - last.at >= BETWEEN) this.#keep();
+    while (this.whole.length > 2 && (this.whole[1].state.n <= this.live.n - KEPT || this.frames.length > MOST_FRAMES)) {
       this.whole.shift();
       const count = this.whole[0].at - this.dropped;
       this.frames.splice(0, count);

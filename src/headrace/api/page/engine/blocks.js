@@ -1,7 +1,7 @@
 // The KV cache, a square for each block: whose it is, shared, cached or free. Only squares that have changed are drawn.
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
-import { Drawing, ageShade, colours } from "./canvas.js";
+import { Drawing, ageShade, colours, moving } from "./canvas.js";
 import { Panel } from "./panel.js";
 import { NO_NODE } from "./state.js";
 import { count, percent, plural, seconds, short } from "./words.js";
@@ -43,11 +43,12 @@ class Squares {
     }
     const { owner, holders, above, touched, now } = state, { picked, chosen } = source, { drawn } = this;
     let flashing = false;
+    const flashes = moving(FLASH);
     for (let block = 0; block < drawn.length; block++) {
       let look;
       if (holders[block]) {
         const request = state.slots[owner[block]];
-        const flash = now - touched[block] < FLASH && touched[block] > 0;
+        const flash = now - touched[block] < flashes && touched[block] > 0;
         const faint = picked !== null && request?.id !== picked && !(holders[block] > 1 && this.#holds(state, block, picked));
         flashing ||= flash;
         look = (flash ? FLASHING : HELD) + 4 * ((request?.hue ?? 0) + 16 * Math.min(holders[block], 255)) + (faint ? 1 << 20 : 0);

@@ -26,6 +26,11 @@ const forget = () => {
   for (const canvas of mounted) canvas.all = canvas.dirty = true;
 };
 const mounted = new Set();
+const calm = matchMedia("(prefers-reduced-motion: reduce)");
+
+/** Seconds that something flashes or fades: none for who wants no motion. */
+export const moving = (seconds) => (calm.matches ? 0 : seconds);
+
 window.addEventListener("themechange", forget);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", forget);
 

@@ -36,6 +36,6 @@ export function Controls({ feed, state }) {
       type="range" aria-label="Step" min=${feed.first} max=${feed.live?.n ?? 0} value=${state?.n ?? 0} disabled=${none}
       onInput=${(event) => feed.seek(Number(event.target.value))}
     />
-    <output class="figure" aria-label="Step shown">${state ? `step ${count(state.n)}${behind ? ` (−${count(behind)})` : ""}` : "no step"}</output>
+    <output class="figure" aria-label="Step shown">${state ? `step ${count(state.n)}${behind > 0 ? ` (−${count(behind)})` : ""}` : "no step"}</output>
   </div>`;
 }

@@ -2,7 +2,7 @@
 
 import { hierarchy, partition } from "../vendor/d3-hierarchy.js";
 import { html } from "../vendor/htm-preact.js";
-import { Drawing, ageShade, colours, mix } from "./canvas.js";
+import { Drawing, ageShade, colours, mix, moving } from "./canvas.js";
 import { Panel } from "./panel.js";
 import { NO_NODE } from "./state.js";
 import { count, plural } from "./words.js";
@@ -110,7 +110,7 @@ class Icicle {
         context.fillRect(bar.x0, (bar.level + 1) * level - 1, wide, 1);
       }
     }
-    this.gone = this.gone.filter((bar) => state.now - bar.when < FADE);
+    this.gone = this.gone.filter((bar) => state.now - bar.when < moving(FADE));
     for (const bar of this.gone) {
       context.globalAlpha = 0.7 * (1 - (state.now - bar.when) / FADE);
       context.fillStyle = colour.warn;
