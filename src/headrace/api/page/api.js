@@ -2,6 +2,7 @@
 
 const BASE = new URL("..", import.meta.url); // the page may stand below a proxy's path
 const STORED = "headrace.key";
+const LOST = "The connection was lost before the answer's end.";
 
 export function apiKey() {
   try {
@@ -60,27 +61,31 @@ async function refusal(response) {
 /** The data of each event of a response's body, parsed. Ends at [DONE]; raises Refused where the stream carries an error or breaks. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
+  let rest = "", whole = false;
   try {
     for (;;) {
       const { done, value } = await reader.read();
-      if (done) throw new Refused(0, "The connection was lost before the answer's end.");
-      rest += value;
-      const parts = rest.split("\n\n");
+      if (done && whole) return; // read to its end, a connection can be used again
+      if (done) throw new Refused(0, LOST);
+      const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {
         const data = part.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
-        if (data === "[DONE]") return;
-        if (!data) continue; // a sign of life
-        const event = JSON.parse(data);
-        if (event.error) throw new Refused(500, event.error.message ?? "The server reported an error.", event.error.code ?? null);
-        yield event;
+        if (data === "[DONE]") whole = true;
+        else if (data) yield parsed(data); // without any it is a sign of life
       }
     }
   } catch (error) {
+    if (whole) return;
     if (error instanceof Refused || error.name === "AbortError") throw error;
-    throw new Refused(0, "The connection was lost before the answer's end.");
+    throw new Refused(0, LOST);
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function parsed(data) {
+  const event = JSON.parse(data);
+  if (event.error) throw new Refused(500, event.error.message ?? "The server reported an error.", event.error.code ?? null);
+  return event;
 }
