@@ -325,6 +325,24 @@ async def test_chats_are_kept_edited_exported_and_deleted(browser, tmp_path: Pat
         await expect(c.answers).to_contain_text("Answer to uno")
 
 
+async def test_what_is_being_written_is_kept_when_it_is_left(browser):
+    async with chat(browser, engine=FakeEngine(script=lambda *_: LONG, delay=0.01)) as c:
+        await c.say("first")
+        await expect(c.answers).to_contain_text("word3 ")
+        await c.button("New chat").click()
+        await expect(c.answers).to_have_count(0)
+        await c.say("second")
+        await expect(c.answers).to_contain_text("word3 ")
+        await c.page.reload()
+        await expect(c.answers).to_contain_text("word3 ")
+        await expect(c.page.get_by_role("article", name="You")).to_have_text("second")
+        await c.button("Earlier chats and export").click()
+        await c.page.get_by_role("dialog").get_by_role("button", name="first").first.click()
+        await expect(c.answers).to_contain_text("word3 ")
+        await expect(c.page.get_by_role("article", name="You")).to_have_text("first")
+        await soon(lambda: len(c.engine.aborted) == 2)
+
+
 async def test_with_an_api_key(browser):
     async with chat(browser, api_keys=("secret-1",), expected=("status of 401",)) as c:
         ask = c.page.get_by_role("dialog", name="API key")

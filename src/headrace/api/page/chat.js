@@ -28,6 +28,7 @@ export function mountChat(element, show) {
     else requestAnimationFrame(draw);
   };
   talk.addEventListener("change", later);
+  window.addEventListener("pagehide", () => talk.save()); // an answer that is being written, too
   draw();
   return {
     update(name, isLoading) {

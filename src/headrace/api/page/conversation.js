@@ -53,8 +53,10 @@ export class Conversation extends EventTarget {
 
   remove(id) {
     removeChat(id);
-    if (id === this.chat.id) this.begin();
-    else this.changed();
+    if (id === this.chat.id) {
+      this.chat.removed = true;
+      this.begin();
+    } else this.changed();
   }
 
   set(changes) {
@@ -73,6 +75,7 @@ export class Conversation extends EventTarget {
   send(text) {
     this.push({ role: "user", content: text });
     if (this.chat.title === "New chat") this.chat.title = text.trim().split("\n")[0].slice(0, TITLE);
+    this.save();
     return this.answer();
   }
 
@@ -134,13 +137,14 @@ export class Conversation extends EventTarget {
 
   async answer(resumed = null) {
     this.stop();
+    const { chat } = this; // another may be open before this has ended
     const controller = (this.controller = new AbortController());
     let message = resumed, body;
     try {
       body = this.body(resumed !== null);
     } catch (error) {
       message ??= this.push(emptyAnswer());
-      return this.over(controller, message, error);
+      return this.over(chat, controller, message, error);
     }
     message ??= this.push(emptyAnswer());
     Object.assign(message, { error: null, stopped: false, cut: false, live: true });
@@ -152,19 +156,19 @@ export class Conversation extends EventTarget {
         take(message, chunk, clock);
         this.touch(message);
       }
-      this.over(controller, message, null);
+      this.over(chat, controller, message, null);
     } catch (error) {
-      this.over(controller, message, error);
+      this.over(chat, controller, message, error);
     }
   }
 
-  over(controller, message, error) {
+  over(chat, controller, message, error) {
     message.live = false;
     if (error?.name === "AbortError") message.stopped = true;
     else if (error) message.error = error instanceof Refused || error instanceof Wrong ? error.message : `The page failed: ${error.message}`;
     if (this.controller === controller) this.controller = null;
     this.touch(message);
-    this.save();
+    this.save(chat);
   }
 
   push(message) {
@@ -183,10 +187,10 @@ export class Conversation extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  save() {
-    if (!this.chat.messages.length && !this.chat.system) return;
-    const messages = this.chat.messages.map(({ tokens, version, live, ...kept }) => kept); // tokens are large
-    this.full = !saveChat({ ...this.chat, messages });
+  save(chat = this.chat) {
+    if (chat.removed || (!chat.messages.length && !chat.system)) return;
+    const messages = chat.messages.map(({ tokens, version, live, ...kept }) => kept); // tokens are large
+    this.full = !saveChat({ ...chat, messages });
     this.changed();
   }
 }

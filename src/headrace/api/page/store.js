@@ -2,6 +2,7 @@
 
 const LIST = "headrace.chats", ONE = "headrace.chat.", SETTINGS = "headrace.settings";
 const MOST = 100; // conversations; the oldest go
+const LARGEST = 1_000_000; // characters of one: it may not drive out all others
 
 function read(key, otherwise) {
   try {
@@ -31,8 +32,9 @@ export function loadChat(id) {
   return found && Array.isArray(found.messages) ? found : null;
 }
 
-/** False: there is no room for it, even without all others. */
+/** False: there is no room for it. */
 export function saveChat(chat) {
+  if (JSON.stringify(chat).length > LARGEST) return false;
   let others = listChats().filter((known) => known.id !== chat.id);
   while (others.length >= MOST) forget(others.pop());
   const entry = { id: chat.id, title: chat.title, time: Date.now() };

@@ -82,6 +82,7 @@ export class Canvas {
     this.element.style.width = `${width}px`;
     this.element.style.height = `${height}px`;
     this.context.setTransform(scale, 0, 0, scale, 0, 0);
+    this.clear(); // until there is something to draw
   }
 
   clear() {
