@@ -81,10 +81,13 @@ def test_the_file_may_be_named_by_a_variable_and_has_options_of_its_command_only
     assert (args.temperature, args.model, args.stop) == (0, "x", ["a"])
     with pytest.raises(HeadraceError, match=r"o\.yaml: temperature: no such option of headrace serve"):
         parsed()
-    assert parsed(*file_with(tmp_path, "tool_parser: none\noverride_generation_config: {temperature: 0}\n")).override_generation_config == '{"temperature": 0}'
     assert server_config(parsed(*file_with(tmp_path, "tool_parser: none"))).tool_parser is None
     assert parsed(*file_with(tmp_path, "# nothing\n")).sources.keys() == {"config_file"}
-    assert parsed(*file_with(tmp_path, "port:\n")).port == 8000  # as helm writes what is not set
+
+
+def test_values_are_texts_in_a_file_too(tmp_path):
+    args = parsed(*file_with(tmp_path, "revision: 0123\nhost: 1:20\nserved-model-name: [1e3, no]\nmax-itl-ms: 1e2\nstandby: No\nmodel: null\n"))
+    assert (args.revision, args.host, args.served_model_names, args.max_itl_ms, args.standby, args.model) == ("0123", "1:20", ["1e3", "no"], 100, False, "null")
 
 
 def test_a_named_model_comes_before_the_files(monkeypatch, tmp_path, capsys):
@@ -105,12 +108,12 @@ def test_underscores_are_dashes():
     ("text", "said"),
     [
         ("max-model-len: 0", "o.yaml: max-model-len: got 0, allowed: an integer in [1, 16777216]"), ("max_model_len: x", "o.yaml: max_model_len: got 'x', allowed: an integer"),
-        ("max-model-len: 1.5", "got 1.5, allowed: an integer"), ("max-model-len: true", "got True, allowed: an integer"), ("max-model-len: [1]", "got [1], allowed: an integer"),
-        ("dtype: float33", "o.yaml: dtype: got 'float33', allowed: one of auto, float32"), ("revision: 0123", "got 83, allowed: a text"), ("host: ''", "o.yaml: host: got '', allowed: a text"),
-        ("enforce-eager: 2", "got 2, allowed: true or false"), ("max-modell-len: 5", "o.yaml: max-modell-len: no such option of headrace serve (did you mean max-model-len?)"),
+        ("max-model-len: 1.5", "got '1.5', allowed: an integer"), ("max-model-len: true", "got 'true', allowed: an integer"), ("max-model-len: [1]", "got ['1'], allowed: an integer"), ("max-model-len:", "got '', allowed: an integer"),
+        ("dtype: float33", "o.yaml: dtype: got 'float33', allowed: one of auto, float32"), ("host: ''", "o.yaml: host: got '', allowed: a text"),
+        ("enforce-eager: 2", "got '2', allowed: true or false"), ("enforce-eager: [on]", "got ['on'], allowed: true or false"), ("served-model-name: {a: b}", "allowed: a text"), ("max-modell-len: 5", "o.yaml: max-modell-len: no such option of headrace serve (did you mean max-model-len?)"),
         ("config: x", "no such option"), ("help: x", "no such option"), ("port: 1\nport: 2", "o.yaml: port: it is there twice"), ("api_processes: 1\napi-processes: 2", "it is there twice"),
         ("- port", "a YAML file with an option"), ("port", "a YAML file with an option"), ("port: [", "a YAML file ("), ("? [a]\n: 1", "a YAML file with an option"),
-        ("a: 1\n---\nb: 2", "a YAML file ("), ("port: !!python/name:os.system", "a YAML file ("), ("metrics-prefix: a b", "o.yaml: metrics-prefix: got 'a b'"),
+        ("a: 1\n---\nb: 2", "a YAML file ("), ("port: !!python/name:os.system", "port: got ''"), ("metrics-prefix: a b", "o.yaml: metrics-prefix: got 'a b'"),
         ("gpu-memory-utilization: 1.5", "o.yaml: gpu-memory-utilization: got 1.5, allowed: a number in (0, 1]"), ("max-replicas: 3", "o.yaml: max-replicas: got 3, allowed: nothing without --ray"),
     ],
 )  # fmt: skip
@@ -190,7 +193,7 @@ def test_defaults_are_allowed_and_a_bad_value_is_refused_by_the_class(cls):
 
 
 def test_a_file_with_all_defaults_of_help_changes_nothing(tmp_path):
-    everything = {o.key: o.default for cls, o in OPTIONS if o.help and o.default not in (None, ())}
+    everything = {o.key: o.default for _, o in OPTIONS if o.help and o.default not in (None, ())}
     args = parsed(*file_with(tmp_path, yaml.safe_dump(everything)))
     assert EngineConfig(**engine_options(args)) == EngineConfig() and len(args.sources) == len(everything) + 1 > 40
 

@@ -6,7 +6,6 @@ Values of all sources are read alike. Each value that was given has a source in 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from headrace.options import Option, nearest
 
 UNSET: Any = object()
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-NUMBERS: dict[Any, type | tuple[type, ...]] = {int: int, float: (int, float)}
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +52,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             dashed = key.replace("_", "-")
             if dashed not in actions or dashed == "config":
                 raise HeadraceError(f"{source}: no such option of {parser.prog}{nearest(dashed, actions)}")
-            if value is not None:
-                take(actions[dashed], source, value)
+            take(actions[dashed], source, value)
     for a in parser._actions:
         if a.default is not argparse.SUPPRESS and getattr(args, a.dest) in (UNSET, None):
             setattr(args, a.dest, a.default)
@@ -81,23 +78,22 @@ def refuse_unknown_variables(parser: argparse.ArgumentParser, server: Callable[[
 
 
 def _read(option: str, path: str) -> dict[str, Any]:
-    """The options of a YAML file. Keys are taken as they are written: `no` and `off` are no truth values here."""
+    """The options of a YAML file. Every value is text, which is read as the command line's is: 0123 is no octal number."""
     import yaml
 
     try:
-        loader = yaml.SafeLoader(read_text(option, path))
+        loader = yaml.BaseLoader(read_text(option, path))
         node = loader.get_single_node()
-        lines = node.value if isinstance(node, yaml.MappingNode) else [(node, node)] if node is not None else []
-        pairs = [(key.value, loader.construct_object(value, deep=True)) for key, value in lines]
+        named = isinstance(node, yaml.MappingNode) and all(isinstance(key.value, str) for key, _ in node.value)
+        if node is not None and not named:
+            raise ParameterError(option, path, "a YAML file with an option and its value in each line")
+        found: dict[str, Any] = {}
+        for key, value in node.value if node is not None else ():
+            if key.value.replace("_", "-") in (known.replace("_", "-") for known in found):
+                raise HeadraceError(f"{path}: {key.value}: it is there twice")
+            found[key.value] = loader.construct_object(value, deep=True)
     except yaml.YAMLError as e:
         raise ParameterError(option, path, f"a YAML file ({' '.join(str(e).split())})") from None
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if not isinstance(key, str) or not isinstance(node, yaml.MappingNode):
-            raise ParameterError(option, path, "a YAML file with an option and its value in each line")
-        if key.replace("_", "-") in (known.replace("_", "-") for known in found):
-            raise HeadraceError(f"{path}: {key}: it is there twice")
-        found[key] = value
     return found
 
 
@@ -106,33 +102,22 @@ def _is_many(action: argparse.Action) -> bool:
 
 
 def _taken(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, source: str) -> Any:
-    if not _is_many(action):
-        return _one(parser, action, value, source)
-    return [_one(parser, action, one, source) for one in (value if isinstance(value, list) else [value])]
+    """`value` as if it stood on the command line."""
+    if _is_many(action):
+        return [_one(parser, action, one, source) for one in (value if isinstance(value, list) else [value])]
+    return _one(parser, action, value, source)
 
 
 def _one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, source: str) -> Any:
-    """`value` as if the command line had it. Of YAML's own types only those pass that cannot mean something else."""
-    if action.nargs == 0:
-        truth = value if isinstance(value, bool) else BOOLEANS.get(str(value).lower())
-        if truth is None:
-            raise ParameterError(source, value, "true or false")
-        return truth
-    if isinstance(value, dict):
-        value = json.dumps(value)
-    elif not isinstance(value, str) and not (type(value) is not bool and isinstance(value, NUMBERS.get(action.type, ()))):
-        raise ParameterError(source, value, _allowed(action))
     try:
-        found = parser._get_value(action, value if isinstance(value, str) else repr(value))
+        if action.nargs == 0:
+            return BOOLEANS[value.lower()]
+        if not isinstance(value, str):
+            raise argparse.ArgumentError(action, "a list or a mapping")
+        found = parser._get_value(action, value)
         parser._check_value(action, found)
-    except argparse.ArgumentError:
-        raise ParameterError(source, value, _allowed(action)) from None
+    except (argparse.ArgumentError, LookupError, AttributeError):
+        kinds = {int: "an integer", float: "a number"}
+        allowed = "true or false" if action.nargs == 0 else kinds.get(action.type, "a text that is not empty")  # type: ignore[call-overload]
+        raise ParameterError(source, value, "one of " + ", ".join(action.choices) if action.choices else allowed) from None
     return found
-
-
-def _allowed(action: argparse.Action) -> str:
-    if action.choices:
-        return "one of " + ", ".join(action.choices)
-    if action.type in NUMBERS:
-        return "an integer" if action.type is int else "a number"
-    return "a text that is not empty, in quotes if it looks like more"
