@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.argument_types import typed, types_of
-from headrace.conversation.call_layouts import LAYOUTS
+from headrace.conversation.call_layouts import HERMES, LAYOUTS
 from headrace.conversation.events import CallArguments, CallBegin
 from headrace.conversation.json_reader import JsonObjectReader
 from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning_format
@@ -198,8 +198,10 @@ ALL_STRINGS = {"f": {"properties": {key: {"type": "string"} for key in LONG}}}
 def written(name: str, arguments: dict) -> str:
     """One call as the model writes it."""
     text = json.dumps(arguments, ensure_ascii=False)
-    if name in LAYOUTS:
-        return LAYOUTS[name].written([("f", text)])
+    if name == "mistral":
+        return f"[TOOL_CALLS]f[ARGS]{text}"
+    if name in LAYOUTS or name == "hermes":
+        return {**LAYOUTS, "hermes": HERMES}[name].written([("f", text)])
     if name == "qwen3_coder":
         values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
         return f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
@@ -209,7 +211,7 @@ def written(name: str, arguments: dict) -> str:
     return f'<|python_start|>{{"name": "f", "parameters": {text}}}<|python_end|>'
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [*NEW, "hermes", "mistral"])
 def test_long_arguments_come_as_they_are_written_and_short_calls_whole(name):
     """A call that the end cuts off is not given out while it is short; of a long one there is the beginning."""
     form = AnswerFormat(None, name)

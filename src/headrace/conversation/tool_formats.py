@@ -14,7 +14,7 @@ from headrace.conversation.marked_calls import DeepSeekParser, GraniteParser, Ki
 from headrace.conversation.piece_reader import NotACall, Reading
 from headrace.conversation.tagged_calls import GlmParser, Qwen3CoderParser
 from headrace.conversation.tool_parser import ToolParser, random_id, short_id
-from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, as_written, parse_json, read_python_calls
+from headrace.conversation.tool_syntax import MAX_NAME, BracketScanner, read_python_calls
 from headrace.text.markers import Markers
 
 
@@ -27,6 +27,7 @@ class HermesParser(ToolParser):
     opening = Markers(["<tool_call>", "\n<tool_call>"])
     closing = "</tool_call>"
     markers = ("<tool_call>", closing)
+    streams = True
 
     def _calls(self, marker: str) -> Reading[None]:
         yield from self._call_object()
@@ -80,6 +81,7 @@ class MistralParser(ToolParser):
     opening = Markers(["[TOOL_CALLS]"])
     tags = ("[ARGS]", "[CALL_ID]")
     markers = (*opening.strings, *tags)
+    streams = True
 
     def __init__(self, new_id: Callable[[], str] = short_id):
         super().__init__(new_id)
@@ -103,18 +105,8 @@ class MistralParser(ToolParser):
                 call_id = yield from self._word()
         if tag == "[CALL_ID]" or (not tag and (yield from self._next()) != "{"):
             raise NotACall
-        yield from self._expect("{")
-        if self.constrained:
-            self._begin(name, call_id)
-            yield from self._arguments()
-            return
-        self._json = []
-        written = yield from self._bracketed(BracketScanner(), self._json)
-        try:
-            parse_json(written)
-        except (ValueError, RecursionError):
-            raise NotACall from None
-        self._call(name, as_written(written), call_id)
+        yield from self._object(name, call_id)
+        self._give_call()
 
 
 class JsonListParser(MistralParser):

@@ -4,8 +4,10 @@ A format is a generator that reads the text as if it were all there; where it is
 when it is complete: a client does not get the beginning of a call that then turns out to be broken or cut off. There are two
 exceptions, in which the arguments are given out as they are written, and what there is of them at the end stays:
 - where a grammar makes the calls, which can then only be cut off;
-- where a format reads its arguments with _object() or _value() and they are long (STREAMED_FROM). What is out is always the
-  beginning of right JSON: arguments that break are left unfinished, and what follows is plain text.
+- where a format reads its arguments piece by piece (_object(), _add()) and they are long (STREAMED_FROM). What is out is
+  always the beginning of right JSON: arguments that break are left unfinished, and what follows is plain text.
+
+Apart from these:
 - What looked like a call but is not well-formed is plain text, every character of it.
 - A call that the output ends in the middle of is dropped if its format marks calls (its beginning is no answer), and
   plain text if the format does not (it may be anything).
