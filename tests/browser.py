@@ -1,7 +1,7 @@
 """A real browser for the page's tests: found, started once for a file, and watched. What a page may never do is looked at in every
 test: an error in its console, an exception, a request to another origin.
 
-HEADRACE_BROWSER names a Chromium. Where there is none the tests are skipped, unless HEADRACE_BROWSER_REQUIRED is set (as in CI).
+HEADRACE_TEST_BROWSER names a Chromium. Where there is none the tests are skipped, unless HEADRACE_TEST_BROWSER_REQUIRED is set (as in CI).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PATIENCE = 20_000  # ms for anything to appear: machines are busy
 
 def browser_path() -> str:
     """Of a Chromium. Skips, or fails where there must be one."""
-    path = os.environ.get("HEADRACE_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+    path = os.environ.get("HEADRACE_TEST_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        _without("no Chromium; `make browser` installs one, HEADRACE_BROWSER names one")
+        _without("no Chromium; `make browser` installs one, HEADRACE_TEST_BROWSER names one")
     if async_playwright is None:
         _without("no playwright: pip install playwright (its own browsers are not needed)")
     return path
 
 
 def _without(why: str) -> NoReturn:
-    if os.environ.get("HEADRACE_BROWSER_REQUIRED"):
+    if os.environ.get("HEADRACE_TEST_BROWSER_REQUIRED"):
         pytest.fail(why)
     pytest.skip(why)
 
