@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
+
+import httpx
 
 
 class Picture:
@@ -99,3 +103,30 @@ class Picture:
             self.scheduled[self.slots[slot]] += 1
         for slot, kind, start, tokens, _ in zip(*(rows[i::5] for i in range(5)), strict=True):
             self.scheduled[self.slots[slot]] = start + (tokens if kind == 1 else 1)
+
+
+async def picture_of(url: str, core: int = 0) -> Picture:
+    """What somebody sees who comes now."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http, http.stream("GET", "/glass/events", params={"core": core}) as stream:
+        name = ""
+        async for line in stream.aiter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: ") and name == "snapshot":
+                return Picture(json.loads(line.removeprefix("data: ")))
+    raise AssertionError("the feed has ended without a snapshot")
+
+
+async def is_true(page: Any, url: str) -> None:
+    """The page shows what the core holds, as a second viewer and /metrics know it; nothing runs, or it may change meanwhile."""
+    numbers = "() => ['in-use', 'nodes'].map((name) => Number(document.querySelector(`[data-count=${name}]`).innerText.replace(/,/g, '')))"
+    async with asyncio.timeout(30):
+        while True:
+            picture = await picture_of(url)
+            async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+                lines = (await http.get("/metrics")).text.splitlines()
+            usage = next(float(line.split()[-1]) for line in lines if line.startswith("headrace:kv_cache_usage_perc"))
+            shown, known = await page.evaluate(numbers), [len(picture.owners), len(picture.nodes)]
+            if shown == known and known[0] == round(usage * picture.snapshot["num_blocks"]):
+                return
+            await asyncio.sleep(0.1)

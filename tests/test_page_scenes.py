@@ -9,6 +9,7 @@ import pytest
 
 from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
+from glass_picture import is_true
 from server_driver import ServerProcess, serving
 from tiny_models import write_tiny
 
@@ -51,22 +52,27 @@ async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempP
         second = await step(page)
         assert count(second["found in the cache"]) > 500, second
         assert count((await step(page))["found in the cache"]) == 0
+        await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {CHUNKS}").click()
         await step(page)
         chunks = await step(page)
         assert count(chunks["pieces, at least"]) >= 4 and count(chunks["tokens of the answer meanwhile"]) >= 2, chunks
+        await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {PREEMPTION}").click()
         crowd = await step(page)
         assert count(crowd["answers that are whole"]) == count(crowd["requests at once"]), crowd
         assert crowd["preempted"] != "0 times", crowd
         assert (await step(page))["the text"] == SAME
+        await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {SPECULATION}").click()
         forced = await step(page)
         assert "100 %" in forced["drafts that were right"] and "name_of_the_river" in forced["the answer"], forced
         assert (await step(page))["drafts that were right"] != "none were made"
+        await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {KILLED}").click()
         whole, cut = await step(page), await step(page)
         assert cut["tokens"] == whole["tokens"] == "200" and cut["the text"] == SAME and cut["cores started anew"] == "1", cut
+        await is_true(page, server.url)
         await page.get_by_role("button", name="Back to the chat").click()
         await expect(page.get_by_label("Message", exact=True)).to_be_visible()
 
