@@ -10,12 +10,8 @@ import torch
 from fast_decode_cases import CONFIGS, PLAIN, decode_batch, moved, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode.attention import (
-    AttentionTile,
-    HeadShape,
-    decode_attention,
-    decode_attention_reference,
-)
+from headrace.fast_decode.attention import AttentionTile, decode_attention
+from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.forward import FastDecode, has_copy_engine
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import MAX_ROWS, project

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.kernels.attention_decode import choose_chunk, max_tokens
+from headrace.kernels.attention_decode import max_tokens
 from headrace.kernels.attention_prefill import VarlenTile
-from headrace.kernels.split import num_slots, split_space
+from headrace.kernels.split import choose_chunk, num_slots, split_space
 from kernel_cases import PagedCase, attention_reference, paged_case, run_split, run_varlen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")

@@ -8,12 +8,8 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import products
-from headrace.fast_decode.attention import (
-    AttentionTile,
-    HeadShape,
-    decode_attention,
-    decode_attention_reference,
-)
+from headrace.fast_decode.attention import AttentionTile, decode_attention
+from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.gemv import GemvTile

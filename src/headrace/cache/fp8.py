@@ -20,11 +20,13 @@ Scales = tuple[Tensor, Tensor] | tuple[None, None]  # of a layer's keys and valu
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., head_dim] -> (DTYPE [..., head_dim], scales [...]); x is about the product of both.
 
-    A vector in which something is not finite has an infinite scale and reads as NaN throughout; it changes no other one.
+    A vector in which something is not finite has a scale that is NaN, and so is all that is read of it; it changes no other.
     """
     wide = x.float()
     top = wide.abs().amax(-1).nan_to_num(torch.inf, torch.inf).clamp_min(SMALLEST)
-    return (wide * (LARGEST / top)[..., None]).to(DTYPE), top / LARGEST
+    largest = torch.full_like(top, LARGEST)  # torch divides tensors exactly, by numbers it multiplies with the reciprocal
+    scales = torch.where(top < torch.inf, top / largest, torch.nan)
+    return (wide * (largest / top)[..., None]).to(DTYPE), scales
 
 
 def dequantize(data: Tensor, scales: Tensor) -> Tensor:

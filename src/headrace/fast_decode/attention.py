@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels.activation import soft_cap
-from headrace.kernels.fp8_cache import fp8_factors, largest, widened
+from headrace.kernels.fp8_cache import fp8_factors, fp8_kind, largest, pairs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
-from headrace.kernels.qkv import rotate_reference
 from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, count_part, merge_attention
 
 
@@ -62,11 +61,16 @@ def _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl
 
 
 @jit
-def _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr, FP8: tl.constexpr):
-    """One tile of the online softmax, in powers of two."""
-    s = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision="ieee") * scale
+def _attend(
+    q, q_odd, k, v, k_scale, v_scale, m, l, acc, odd, ok, scale, softcap, HAS_SOFTCAP: tl.constexpr, FP8: tl.constexpr
+):  # fmt: skip
+    """One tile of the online softmax, in powers of two. In FP8 odd dimensions go by themselves (see kernels/fp8_cache.py)."""
     if FP8:
-        s = s * k_scale[None, :]
+        k, k_odd = pairs(tl.trans(k), q.dtype, FP8)
+        s = tl.dot(q_odd, k_odd, tl.dot(q, k, input_precision="ieee"), input_precision="ieee")
+        s = s * k_scale[None, :] * scale
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         s = soft_cap(s, softcap)
     s = tl.where(ok[None, :], s * 1.4426950408889634, -float("inf"))
@@ -75,16 +79,18 @@ def _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCA
     shrink = tl.exp2(m - top)
     l = l * shrink + tl.sum(p, 1)
     if FP8:
-        p = p * v_scale[None, :]
-    acc = tl.dot(p.to(q.dtype), widened(v, q.dtype), acc * shrink[:, None], input_precision="ieee")
-    return top, l, acc
+        p = (p * v_scale[None, :]).to(q.dtype)
+        v, v_odd = pairs(v, q.dtype, FP8)
+        odd = tl.dot(p, v_odd, odd * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return top, l, acc, odd
 
 
 @jit
-def _quantized(x, kept):
+def _quantized(x):
     """x [DIM] float32 as the cache keeps it, and its scale."""
     factor, scale = fp8_factors(largest(x))
-    return (x * factor).to(kept), scale
+    return (x * factor).to(tl.float8e4nv), scale
 
 
 @jit(do_not_specialize=["num_splits", "window"])
@@ -102,6 +108,8 @@ def _decode_attention_kernel(
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements of a cache line
+    PACK: tl.constexpr = 2 if FP8 else 1  # numbers in a column of the cache
+    COLUMNS: tl.constexpr = DIM_BLOCK // PACK
     MODEL: tl.constexpr = out_ptr.dtype.element_ty if FP8 else k_ptr.dtype.element_ty
     if HEADS_FIRST:
         head = tl.program_id(0)
@@ -114,7 +122,9 @@ def _decode_attention_kernel(
     rg = tl.arange(0, GROUP_BLOCK)
     rd = tl.arange(0, DIM_BLOCK)
     rn = tl.arange(0, BLOCK_N)
+    rc = tl.arange(0, COLUMNS)
     d_ok = rd < DIM
+    c_ok = rc < DIM // PACK
     g_ok = rg < GROUP
     # past the L1 cache: what is read before the wait may have changed since this SM read it last
     pos = tl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
@@ -151,10 +161,10 @@ def _decode_attention_kernel(
         k_sin = (tl.load(k_norm_ptr + partner, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * sin
     offsets = _token_offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
     ok = (lo + rn < hi) & (lo + rn >= first)
-    k_base = k_ptr + head * stride_head + rd[None, :]
-    v_base = v_ptr + head * stride_head + rd[None, :]
-    k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
-    v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+    k_base = k_ptr + head * stride_head + rc[None, :]
+    v_base = v_ptr + head * stride_head + rc[None, :]
+    k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
+    v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
     k_scale, v_scale = scale, scale  # without meaning
     if FP8:  # [blocks, kv heads, tokens of a block]
         places = _token_offsets(table, lo, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
@@ -165,7 +175,7 @@ def _decode_attention_kernel(
             n0 = lo + (i + 1) * BLOCK_N
             if n0 < hi:
                 lines = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)[:, None]
-                lines += (head * stride_head + tl.arange(0, (DIM_BLOCK + LINE - 1) // LINE) * LINE)[None, :]
+                lines += (head * stride_head + tl.arange(0, (COLUMNS + LINE - 1) // LINE) * LINE)[None, :]
                 touch(k_ptr + lines)
                 touch(v_ptr + lines)
         gdc_wait()
@@ -191,44 +201,58 @@ def _decode_attention_kernel(
     k_new = k_new.to(MODEL)
     m = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
     l = tl.zeros([GROUP_BLOCK], tl.float32)
-    acc = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    acc = tl.zeros([GROUP_BLOCK, COLUMNS], tl.float32)
+    q_even, q_odd, odd = q, q, acc
+    if FP8:
+        q_even, q_odd = tl.split(tl.reshape(q, [GROUP_BLOCK, COLUMNS, 2]))
     if owner:
         place = tl.load(mapping_ptr + b)
         k_kept, v_kept = k_new, v_new
         k_own, v_own = k_new.to(tl.float32), v_new.to(tl.float32)
         if FP8:  # the next step will read them as they are kept
-            k_kept, k_own_scale = _quantized(k_own, k.dtype)
-            v_kept, v_own_scale = _quantized(v_own, v.dtype)
+            k_kept, k_own_scale = _quantized(k_own)
+            v_kept, v_own_scale = _quantized(v_own)
             k_own, v_own = k_kept.to(tl.float32) * k_own_scale, v_kept.to(tl.float32) * v_own_scale
             if place >= 0:
                 at = (place // BLOCK_SIZE * KV_HEADS + head) * BLOCK_SIZE + place % BLOCK_SIZE
                 tl.store(k_scales_ptr + at, k_own_scale)
                 tl.store(v_scales_ptr + at, v_own_scale)
         if place >= 0:
-            place = place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token + head * stride_head
-            tl.store(k_ptr + place + rd, k_kept, mask=d_ok)
-            tl.store(v_ptr + place + rd, v_kept, mask=d_ok)
+            place = (place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token + head * stride_head) * PACK
+            tl.store(k_ptr.to(tl.pointer_type(k_kept.dtype)) + place + rd, k_kept, mask=d_ok)
+            tl.store(v_ptr.to(tl.pointer_type(v_kept.dtype)) + place + rd, v_kept, mask=d_ok)
         m = tl.sum(q.to(tl.float32) * k_own[None, :], 1) * scale
         if HAS_SOFTCAP:
             m = soft_cap(m, softcap)
         m = m * 1.4426950408889634
         l = l + 1.0
-        acc = acc + v_own[None, :]
+        if FP8:
+            v_even, v_odd = tl.split(tl.reshape(v_own, [COLUMNS, 2]))
+            acc = acc + v_even[None, :]
+            odd = odd + v_odd[None, :]
+        else:
+            acc = acc + v_own[None, :]
     if lo < hi:
-        m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP, FP8)
+        m, l, acc, odd = _attend(
+            q_even, q_odd, k, v, k_scale, v_scale, m, l, acc, odd, ok, scale, softcap, HAS_SOFTCAP, FP8
+        )  # fmt: skip
     for n0 in range(lo + BLOCK_N, hi, BLOCK_N):
         offsets = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
         ok = n0 + rn < hi
-        k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
-        v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
+        v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
         if FP8:
             places = _token_offsets(table, n0, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
             k_scale = tl.load(k_scales_ptr + places, mask=ok, other=0.0)
             v_scale = tl.load(v_scales_ptr + places, mask=ok, other=0.0)
-        m, l, acc = _attend(q, k, v, k_scale, v_scale, m, l, acc, ok, scale, softcap, HAS_SOFTCAP, FP8)
+        m, l, acc, odd = _attend(
+            q_even, q_odd, k, v, k_scale, v_scale, m, l, acc, odd, ok, scale, softcap, HAS_SOFTCAP, FP8
+        )  # fmt: skip
     if PDL and not EARLY:
         gdc_launch_dependents()
     used = (tiles * BLOCK_N + share - 1) // share
+    if FP8:
+        acc = tl.reshape(tl.join(acc, odd), [GROUP_BLOCK, DIM_BLOCK])
     result = acc / l[:, None]
     if used == 1:
         tl.store(out + out_place, result.to(out_ptr.dtype.element_ty), mask=out_ok)
@@ -241,19 +265,6 @@ def _decode_attention_kernel(
         if count_part(ticket) == used - 1:
             tl.store(ticket, 0)
             merge_attention(out, partials_ptr, lse_ptr, base, used, 1, 0, GROUP, DIM, DIM_BLOCK, 1, MERGE_GROUP, MERGE_SPLITS)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShape:
-    """What attention must know of a model's heads; `rotated` of `head_dim` dimensions turn (halves paired)."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    softcap: float = 0.0
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
 
 
 def decode_attention(
@@ -275,9 +286,11 @@ def decode_attention(
             slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
         ))  # fmt: skip
         return
-    k, v = kv.k[layer], kv.v[layer]
+    k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
+    if kind:
+        k, v = k.view(torch.int16), v.view(torch.int16)
     group = heads.num_heads // heads.num_kv_heads
-    dim_block = max(16, next_power_of_2(heads.head_dim))
+    dim_block = max(32 if kind else 16, next_power_of_2(heads.head_dim))
     merge_group = next_power_of_2(group)
     merge_splits = max(1, min(next_power_of_2(num_splits), MERGE_ELEMENTS // (merge_group * dim_block)))
     grid = (heads.num_kv_heads, num_splits, rows) if tile.heads_first else (rows, heads.num_kv_heads, num_splits)
@@ -290,50 +303,5 @@ def decode_attention(
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
         HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early, HEADS_FIRST=tile.heads_first,
-        TOUCH=tile.touch, FP8=kv.scales[layer][0] is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
+        TOUCH=tile.touch, FP8=kind, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip
-
-
-def decode_attention_reference(
-    qkv: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
-    slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
-    window: int,
-) -> Tensor:  # fmt: skip
-    """What `decode_attention` computes, one sequence at a time in float32; qkv [B, (heads + 2 kv heads) * head_dim]."""
-    out = torch.zeros(qkv.shape[0], heads.num_heads, heads.head_dim, device=qkv.device)
-    group = heads.num_heads // heads.num_kv_heads
-    for b, length in enumerate(seq_lens.tolist()):
-        if length == 0:
-            continue
-        x = qkv[b].float().view(1, -1, heads.head_dim)
-        q, k, v = x.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], 1)
-        if q_norm is not None and k_norm is not None:
-            q, k = (
-                y * torch.rsqrt(y.square().mean(-1, keepdim=True) + heads.norm_eps) * (w.float() + heads.norm_offset)
-                for y, w in ((q, q_norm), (k, k_norm))
-            )
-        turn = cos[length - 1 : length], sin[length - 1 : length]
-        q, k = rotate_reference(q, *turn), rotate_reference(k, *turn)
-        if kv.scales[layer][0] is None:
-            k, v = k.to(kv.k[layer].dtype), v.to(kv.v[layer].dtype)
-        if slot_mapping[b] >= 0:
-            kv.write(layer, k, v, slot_mapping[b : b + 1])
-        first = max(0, length - window) if window else 0
-        position = torch.arange(first, length - 1, device=qkv.device)
-        blocks = block_tables[int(seq_slots[b])].long()[position // kv.block_size]
-        slots = blocks * kv.block_size + position % kv.block_size
-        keys = _with_new(kv.k[layer], kv.scales[layer][0], slots, k)
-        values = _with_new(kv.v[layer], kv.scales[layer][1], slots, v)
-        scores = torch.einsum("kgd,tkd->kgt", q[0].view(-1, group, heads.head_dim), keys) * heads.scale
-        if heads.softcap:
-            scores = heads.softcap * torch.tanh(scores / heads.softcap)
-        out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), values).flatten(0, 1)
-    return out.flatten(1)
-
-
-def _with_new(data: Tensor, scales: Tensor | None, slots: Tensor, new: Tensor) -> Tensor:
-    """What the cache has at `slots` and, behind it, what it makes of `new`: [tokens, kv heads, head_dim] float32."""
-    if scales is None:
-        return torch.cat((data.flatten(0, 1)[slots], new)).float()
-    out = torch.empty((len(slots), *new.shape[1:]), device=new.device)
-    return torch.cat((fp8.read(data, scales, slots, out), fp8.dequantize(*fp8.quantize(new))))

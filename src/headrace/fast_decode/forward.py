@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode.attention import AttentionTile, HeadShape, decode_attention
+from headrace.fast_decode.attention import AttentionTile, decode_attention
+from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.gemv import GemvTile

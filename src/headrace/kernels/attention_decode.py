@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headrace.cache.fp8 import Scales
 from headrace.kernels.activation import soft_cap
-from headrace.kernels.fp8_cache import widened
+from headrace.kernels.fp8_cache import fp8_kind, pairs
 from headrace.kernels.launch import (
     capability,
     gdc_launch_dependents,
@@ -29,9 +29,8 @@ from headrace.kernels.launch import (
     pdl,
     tl,
 )
-from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, count_part, merge_attention
+from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, choose_chunk, count_part, merge_attention
 
-MIN_CHUNK, MAX_CHUNK = 64, 1024
 MAX_ROWS = 64  # tokens of a sequence times query heads of a kv head
 
 
@@ -40,9 +39,10 @@ def _split_attention(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_CHUNKS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_CHUNKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     part = tl.program_id(1)
@@ -71,6 +71,7 @@ def _split_attention(
         stop = tl.minimum(length, start + size)
         r = tl.arange(0, ROWS)
         d = tl.arange(0, DIM)
+        c = tl.arange(0, COLUMNS)  # of the cache: in FP8 two numbers each
         n = tl.arange(0, TILE)
         token = r // GROUP
         real = (r < TOKENS * GROUP) & (token < num_tokens)
@@ -84,7 +85,10 @@ def _split_attention(
         factor = 1.0 if SOFTCAP else scale * 1.4426950408889634  # positive: the maximum may be taken before it
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if FP8:
+            q, q_odd = tl.split(tl.reshape(q, [ROWS, COLUMNS, 2]))
+            odd = acc
         for n0 in range(start, stop, TILE):
             key = n0 + n
             inside = key < stop
@@ -94,14 +98,17 @@ def _split_attention(
             else:
                 block = tl.load(table + key // BLOCK, mask=inside, other=0).to(tl.int64)
                 offset = block * block_stride + (key % BLOCK) * token_stride + head * head_stride
-            mask = inside[:, None] & (d < HEAD_DIM)[None, :]
-            k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
-            v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
-            s = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision=PRECISION)
+            mask = inside[:, None] & (c < HEAD_DIM // (DIM // COLUMNS))[None, :]
+            k = tl.load(k_ptr + offset[:, None] + c[None, :], mask=mask, other=0)
+            v = tl.load(v_ptr + offset[:, None] + c[None, :], mask=mask, other=0)
             if FP8:
+                k, k_odd = pairs(tl.trans(k), q.dtype, FP8)
+                s = tl.dot(q_odd, k_odd, tl.dot(q, k, input_precision=PRECISION), input_precision=PRECISION)
                 place = (block * KV_HEADS + head) * BLOCK + key % BLOCK
                 v_scale = tl.load(v_scales_ptr + place, mask=inside, other=0.0)
                 s = s * tl.load(k_scales_ptr + place, mask=inside, other=0.0)[None, :]
+            else:
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if SOFTCAP:
                 s = soft_cap(s * scale, softcap) * 1.4426950408889634
             if TOKENS == 1:
@@ -119,9 +126,13 @@ def _split_attention(
             shrink = tl.exp2(m - base)
             total = total * shrink + tl.sum(p, 1)
             if FP8:
-                p = p * v_scale[None, :]
-            acc = tl.dot(p.to(q.dtype), widened(v, q.dtype), acc * shrink[:, None], input_precision=PRECISION)
+                p = (p * v_scale[None, :]).to(q.dtype)
+                v, v_odd = pairs(v, q.dtype, FP8)
+                odd = tl.dot(p, v_odd, odd * shrink[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
             m = m_new
+        if FP8:
+            acc = tl.reshape(tl.join(acc, odd), [ROWS, DIM])
         o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if num_parts <= 1:  # also length 0: zeros
             tl.store(
@@ -155,22 +166,10 @@ class SplitTile:
     num_stages: int = 3
 
 
-def default_tile(dim: int, itemsize: int, rows: int, hopper: bool) -> SplitTile:
-    """16 KiB of keys at a time (64 in bf16 at head_dim 128): 3.0 TB/s of an H100's 3.0 in the measurements."""
+def default_tile(dim: int, itemsize: int, rows: int, hopper: bool, narrow: bool = False) -> SplitTile:
+    """16 KiB of keys at a time (64 in bf16 at head_dim 128): 3.0 TB/s of an H100's 3.0 as measured. `narrow`: in FP8."""
     keys = max(16, min(64, 16384 // (dim * itemsize)))
-    return SplitTile(keys, 4 if rows * dim <= 4096 else 8, 3 if hopper else 2)
-
-
-def choose_chunk(num_seqs: int, tokens: int, kv_heads: int, context: int, multiprocessors: int, slots: int) -> int:
-    """Context tokens per program, a power of two.
-
-    Small enough to fill the card twice with contexts of up to 2k (measured best: 64 at batch 1, 256 at 8, 1024 from 32 on),
-    large enough that no merge gets more than 128 parts and that all partial sums fit the slots of the space.
-    """
-    fill = num_seqs * kv_heads * min(context, 2048) // (2 * multiprocessors)
-    chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(max(fill, 1))), next_power_of_2(-(-context // 128)))
-    most = max(1, slots // (num_seqs * tokens))
-    return max(chunk, next_power_of_2(-(-context // most)))
+    return SplitTile(keys, 4 if rows * dim <= 4096 else 8, (5 if narrow else 3) if hopper else 2)
 
 
 def max_tokens(group: int) -> int:
@@ -195,9 +194,12 @@ def split_attention(
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
     real_rows = tokens * group
-    rows, dim = max(16, next_power_of_2(real_rows)), max(16, next_power_of_2(head_dim))
+    kind = fp8_kind(q, scales[0])
+    rows, dim = max(16, next_power_of_2(real_rows)), max(32 if kind else 16, next_power_of_2(head_dim))
+    if kind:
+        k_cache, v_cache = k_cache.view(torch.int16), v_cache.view(torch.int16)
     if tile is None:
-        tile = default_tile(dim, q.element_size(), rows, capability(q.device) >= (9, 0))
+        tile = default_tile(dim, q.element_size(), rows, capability(q.device) >= (9, 0), kind > 0)
     context = min(max_context, window + tokens + tile.keys - 2) if window else max_context  # from the first touched tile on
     slots = space.lse.numel() // num_heads
     if chunk is None:
@@ -210,9 +212,9 @@ def split_attention(
         q, k_cache, v_cache, *scales, out, space.partials, space.lse, space.tickets,
         block_tables, seq_slots, query_start, seq_lens, first_seq, scale, softcap, window, chunk,
         q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
-        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows,
-        TILE=tile.keys, MERGE_ROWS=merge_rows, MERGE_CHUNKS=max(1, MERGE_ELEMENTS // (merge_rows * dim)),
-        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=scales[0] is not None,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=dim // 2 if kind else dim,
+        BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows, TILE=tile.keys, MERGE_ROWS=merge_rows,
+        MERGE_CHUNKS=max(1, MERGE_ELEMENTS // (merge_rows * dim)),
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=kind, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

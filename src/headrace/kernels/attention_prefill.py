@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.cache.fp8 import Scales
 from headrace.kernels.activation import soft_cap
-from headrace.kernels.fp8_cache import widened
+from headrace.kernels.fp8_cache import fp8_kind, pairs
 from headrace.kernels.launch import (
     TensorDescriptor,
     capability,
@@ -30,9 +30,9 @@ from headrace.kernels.launch import (
 
 @jit
 def _attend_tiles(
-    acc, total, m, q, k_src, v_src, k_scales, v_scales, table, lo, hi, stop, position, n, d, head, scale, softcap, window,
-    block_stride, token_stride, head_stride,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
+    acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, hi, stop, position, n, c, head,
+    scale, softcap, window, block_stride, token_stride, head_stride,
+    USED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys lo .. hi (multiples of TILE); MASK where some row may not see some key below `stop`."""
@@ -42,7 +42,7 @@ def _attend_tiles(
         if TMA:
             block = tl.load(table + n0 // BLOCK)
             row = block * BLOCK + n0 % BLOCK
-            k = tl.reshape(k_src.load([row, head, 0]), [TILE, DIM])
+            k = tl.reshape(k_src.load([row, head, 0]), [TILE, COLUMNS])
         else:
             if BLOCK % TILE == 0:
                 block = tl.load(table + n0 // BLOCK).to(tl.int64)
@@ -50,15 +50,17 @@ def _attend_tiles(
             else:
                 block = tl.load(table + key // BLOCK, mask=key < stop, other=0).to(tl.int64)
                 offset = block * block_stride + (key % BLOCK) * token_stride + head * head_stride
-            at = offset[:, None] + d[None, :]
+            at = offset[:, None] + c[None, :]
             if MASK:
-                k = tl.load(k_src + at, mask=(key < stop)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-            elif DIM == HEAD_DIM:
+                k = tl.load(k_src + at, mask=(key < stop)[:, None] & (c < USED)[None, :], other=0)
+            elif COLUMNS == USED:
                 k = tl.load(k_src + at)
             else:
-                k = tl.load(k_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(widened(k, q.dtype)), input_precision=PRECISION)
+                k = tl.load(k_src + at, mask=(c < USED)[None, :], other=0)
         if FP8:
+            k, k_odd = pairs(k, q.dtype, FP8)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = tl.dot(q_odd, tl.trans(k_odd), s, input_precision=PRECISION)
             place = (block.to(tl.int64) * tl.num_programs(1) + head) * BLOCK + key % BLOCK
             if MASK:
                 v_scale = tl.load(v_scales + place, mask=key < stop, other=0.0)
@@ -66,6 +68,8 @@ def _attend_tiles(
             else:
                 v_scale = tl.load(v_scales + place)
                 s = s * tl.load(k_scales + place)[None, :]
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
             s = soft_cap(s * scale, softcap) * 1.4426950408889634
         if MASK:
@@ -82,20 +86,22 @@ def _attend_tiles(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         if TMA:
-            v = tl.reshape(v_src.load([row, head, 0]), [TILE, DIM])
+            v = tl.reshape(v_src.load([row, head, 0]), [TILE, COLUMNS])
             if MASK:  # what lies behind the sequence's end may be anything, and 0 * NaN is NaN
-                v = tl.where((key < stop)[:, None], widened(v, q.dtype), 0.0)
+                v = tl.where((key < stop)[:, None], v, 0)
         elif MASK:
-            v = tl.load(v_src + at, mask=(key < stop)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-        elif DIM == HEAD_DIM:
+            v = tl.load(v_src + at, mask=(key < stop)[:, None] & (c < USED)[None, :], other=0)
+        elif COLUMNS == USED:
             v = tl.load(v_src + at)
         else:
-            v = tl.load(v_src + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_src + at, mask=(c < USED)[None, :], other=0)
         if FP8:
-            p = p * v_scale[None, :]
-        acc = tl.dot(p.to(q.dtype), widened(v, q.dtype), acc, input_precision=PRECISION)
+            p = (p * v_scale[None, :]).to(q.dtype)
+            v, v_odd = pairs(v, q.dtype, FP8)
+            odd = tl.dot(p, v_odd, odd * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
-    return acc, total, m
+    return acc, odd, total, m
 
 
 @jit
@@ -122,9 +128,9 @@ def _varlen_attention(
     q_ptr, k_src, v_src, k_scales, v_scales, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
     first_seq, num_seqs, skip, scale, softcap, window,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
     head = tl.program_id(1)
@@ -139,6 +145,8 @@ def _varlen_attention(
         table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
         r = tl.arange(0, ROWS)
         d = tl.arange(0, DIM)
+        c = tl.arange(0, COLUMNS)  # of the cache: in FP8 two numbers each
+        USED: tl.constexpr = HEAD_DIM * COLUMNS // DIM
         n = tl.arange(0, TILE)
         token = token0 + r // GROUP
         real = (r < TOKENS * GROUP) & (token < num_tokens)
@@ -148,7 +156,11 @@ def _varlen_attention(
         q = tl.load(q_ptr + (row * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, DIM], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        q_odd, odd = q, total
+        if FP8:
+            q, q_odd = tl.split(tl.reshape(q, [ROWS, COLUMNS, 2]))
+            odd = acc
         position0 = length - num_tokens + token0
         position = position0 + r // GROUP
         stop = tl.maximum(tl.minimum(length, position0 + TOKENS), 0)  # 0 for a padded sequence: it reads nothing
@@ -159,22 +171,24 @@ def _varlen_attention(
             lo = tl.minimum(tl.maximum(position0 + 1 - window, 0) // TILE * TILE, full)
             even = tl.maximum(position0 + TOKENS - window + TILE - 1, 0) // TILE * TILE
             even = tl.maximum(tl.minimum(even, full), lo)
-            acc, total, m = _attend_tiles(
-                acc, total, m, q, k_src, v_src, k_scales, v_scales, table, lo, even, stop, position, n, d, head,
+            acc, odd, total, m = _attend_tiles(
+                acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, even, stop, position, n, c, head,
                 scale, softcap, window, block_stride, token_stride, head_stride,
-                HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
+                USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
             )  # fmt: skip
             lo = even
-        acc, total, m = _attend_tiles(
-            acc, total, m, q, k_src, v_src, k_scales, v_scales, table, lo, full, stop, position, n, d, head,
+        acc, odd, total, m = _attend_tiles(
+            acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, full, stop, position, n, c, head,
             scale, softcap, window, block_stride, token_stride, head_stride,
-            HEAD_DIM, DIM, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
+            USED, COLUMNS, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
         )  # fmt: skip
-        acc, total, m = _attend_tiles(
-            acc, total, m, q, k_src, v_src, k_scales, v_scales, table, full, stop, stop, position, n, d, head,
+        acc, odd, total, m = _attend_tiles(
+            acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, full, stop, stop, position, n, c, head,
             scale, softcap, window, block_stride, token_stride, head_stride,
-            HEAD_DIM, DIM, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
+            USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
         )  # fmt: skip
+        if FP8:
+            acc = tl.reshape(tl.join(acc, odd), [ROWS, DIM])
         o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         at = out_ptr + (row * out_stride + q_head * HEAD_DIM)[:, None] + d[None, :]
         tl.store(at, o.to(out_ptr.dtype.element_ty), mask=mask)
@@ -219,15 +233,18 @@ def varlen_attention(
     """
     num_heads, head_dim = q.shape[-2:]
     block_size, kv_heads, group = k_cache.shape[1], k_cache.shape[2], num_heads // k_cache.shape[2]
-    dim = max(16, next_power_of_2(head_dim))
+    kind = fp8_kind(q, scales[0])
+    dim = max(32 if kind else 16, next_power_of_2(head_dim))
+    columns, numbers = (dim // 2, torch.int16) if kind else (dim, k_cache.dtype)
+    k_cache, v_cache = k_cache.view(numbers), v_cache.view(numbers)
     if tile is None:
-        copies = capability(q.device) >= (9, 0) and head_dim * k_cache.element_size() % 16 == 0  # what the accelerator takes
+        copies = capability(q.device) >= (9, 0) and k_cache.shape[3] * k_cache.element_size() % 16 == 0
         tile = default_tile(dim, q.element_size(), block_size, copies)
     rows = max(16, next_power_of_2(group), min(tile.rows, next_power_of_2((max_tokens - skip) * group)))
     k_src, v_src = k_cache, v_cache
     if tile.tma:
         k_src, v_src = (
-            TensorDescriptor.from_tensor(c.view(-1, kv_heads, head_dim), [tile.keys, 1, dim]) for c in (k_cache, v_cache)
+            TensorDescriptor.from_tensor(x.view(-1, *x.shape[2:]), [tile.keys, 1, columns]) for x in (k_cache, v_cache)
         )
     tokens = rows // group
     programs = (num_rows - num_seqs * skip) // tokens + num_seqs
@@ -235,8 +252,8 @@ def varlen_attention(
         q, k_src, v_src, *scales, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
         scale, softcap, window, q.stride(0), out.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, DIM=dim, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
-        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=scales[0] is not None, TMA=tile.tma,
+        GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=columns, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=kind, TMA=tile.tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps if rows >= 64 else 4, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from headrace.kernels.launch import jit, tl
+import torch
+from torch import Tensor
+
+from headrace.kernels.launch import capability, jit, tl
+
+
+def fp8_kind(q: Tensor, scales: Tensor | None) -> int:
+    """How a kernel reads the cache for queries q: 0 as it is, 1 from FP8, 2 so and in bfloat16 on a card."""
+    if scales is None:
+        return 0
+    return 2 if q.dtype == torch.bfloat16 and capability(q.device) >= (8, 9) else 1
 
 
 @jit
-def widened(x, model: tl.constexpr):
-    """Cached numbers x as products take them, in the model's dtype; FP8 by way of float16 and float32, which is exact.
+def pairs(x, model: tl.constexpr, FP8: tl.constexpr):
+    """(even, odd) numbers of x, int16, in which two of FP8 lie side by side, in the model's dtype: exact but for NaN, whose
+    vector has a scale that is NaN.
 
-    A card has one instruction for two numbers of FP8 to float16, and one for two of float32 to bfloat16; what is between is
-    quick as well, while from float16 to bfloat16 it converts a number at a time, at a fraction of the rate.
+    So they are moved as numbers of 16 bits are, which shared memory can transpose on the way to the tensor cores. FP8 == 2:
+    bfloat16 on a card. Sign, exponent and mantissa are put where bfloat16 has them, two numbers at a time, and multiplied by
+    2^120 for the other bias of the exponent: a fraction of what conversions cost there.
     """
-    if x.dtype == tl.float8e4nv:
-        x = x.to(tl.float16).to(tl.float32)
-    return x.to(model)
+    if FP8 == 2:
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 s, e, m, z; mov.b32 m, 0x7b807b80; mov.b32 z, 0x80008000;"
+            " shl.b32 s, $2, 8; shl.b32 e, $2, 4; and.b32 e, e, 0x07f007f0;"
+            " lop3.b32 s, s, 0x80008000, e, 0xea; fma.rn.bf16x2 $0, s, m, z;"
+            " shr.u32 e, $2, 4; and.b32 e, e, 0x07f007f0; lop3.b32 s, $2, 0x80008000, e, 0xea; fma.rn.bf16x2 $1, s, m, z; }",
+            "=&r,=r,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even = (x & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(model)
+        odd = ((x >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(model)
+    return even, odd
 
 
 @jit
@@ -27,7 +48,8 @@ def largest(x):
 def fp8_factors(top):
     """What numbers of at most `top` are multiplied by, and the scale that takes them back."""
     top = tl.maximum(top, 1e-30)
-    return tl.div_rn(448.0, top), tl.div_rn(top, 448.0)  # the quick division would round otherwise than the reference
+    scale = tl.where(top < float("inf"), tl.div_rn(top, 448.0), float("nan"))
+    return tl.div_rn(448.0, top), scale  # the quick division would round otherwise than the reference
 
 
 @jit

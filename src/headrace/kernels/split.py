@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.launch import jit, tl
+from headrace.kernels.launch import jit, next_power_of_2, tl
 
+MIN_CHUNK, MAX_CHUNK = 64, 1024  # tokens of a context that one program of attention reads
 MERGE_ELEMENTS = 4096  # of partial outputs that a merging program holds at once; more costs the main loop registers
 
 
@@ -40,6 +41,18 @@ def split_space(max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: 
     """For attention_decode.split_attention of up to that many sequences."""
     sums = num_slots(max_num_seqs) * num_heads
     return SplitSpace(sums * head_dim, max_num_seqs * num_kv_heads, device, lse=sums)
+
+
+def choose_chunk(num_seqs: int, tokens: int, kv_heads: int, context: int, multiprocessors: int, slots: int) -> int:
+    """Context tokens per program, a power of two.
+
+    Small enough to fill the card twice with contexts of up to 2k (measured best: 64 at batch 1, 256 at 8, 1024 from 32 on),
+    large enough that no merge gets more than 128 parts and that all partial sums fit the slots of the space.
+    """
+    fill = num_seqs * kv_heads * min(context, 2048) // (2 * multiprocessors)
+    chunk = max(MIN_CHUNK, min(MAX_CHUNK, next_power_of_2(max(fill, 1))), next_power_of_2(-(-context // 128)))
+    most = max(1, slots // (num_seqs * tokens))
+    return max(chunk, next_power_of_2(-(-context // most)))
 
 
 @jit
