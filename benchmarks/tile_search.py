@@ -81,22 +81,22 @@ def narrow_candidates(shape: Shape, rows: int, per_byte: int) -> list[Tile]:
     found = []
     for block_m, block_n, block_k in itertools.product((64, 128), (64, 128), (64, 128, 256)):
         block_m = block_m if rows > 64 else max(16, next_power_of_2(rows))
-        step = block_k * (2 * block_m + block_n // per_byte * (2 if shape.gated else 1))
-        stages = min(6, ALONE_BYTES // step)
+        step = block_k * (2 * block_m + block_n // per_byte)
         warps = 8 if block_n * block_m > 64 * 128 or block_n == 128 else 4
-        if stages < 3 or block_k < 128 * (per_byte - 1) or block_m * block_n * (2 if shape.gated else 1) > 128 * 128:
+        if 3 * step > ALONE_BYTES or block_k < 128 * (per_byte - 1) or block_m * block_n > 128 * 128:
             continue
         for splits in (1, 2, 4, 8):
-            programs = -(-shape.columns // block_n) * splits * -(-rows // block_m)
-            if splits > 1 and (not shape.splittable or programs > 4 * FILL or shape.width < 2 * block_k * splits):
+            programs = -(-shape.columns // block_n) * splits * -(-rows // block_m) * (2 if shape.gated else 1)
+            if splits > 1 and (not shape.splittable or programs > 6 * FILL or shape.width < 2 * block_k * splits):
                 continue
-            if programs < 0.35 * FILL:
+            if programs < 0.7 * FILL:
                 continue
             if rows > 64:
-                found.append(WideTile(block_m, block_n, block_k, splits, warps, stages))
+                found.append(WideTile(block_m, block_n, block_k, splits, warps, 3))
                 continue
-            tile = GemmTile(block_n, block_k, splits, warps, stages)
+            tile = GemmTile(block_n, block_k, splits, warps, 3)
             found += [tile, replace(tile, touch=_touched(shape, tile, per_byte))]
+            found += [replace(tile, num_warps=2)] if block_n == 64 and rows <= 16 else []
     return list(dict.fromkeys(found))
 
 

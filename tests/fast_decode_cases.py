@@ -12,8 +12,9 @@ from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decoder import DecoderWeights, LayerWeights
+from headrace.model.decoder import MATRICES, DecoderWeights, LayerWeights
 from headrace.model.weight import Weight
+from narrow_cases import narrow
 
 PLAIN = ModelConfig(
     family="llama", vocab_size=90, hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -57,6 +58,21 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
         embedding=draw(config.vocab_size, hidden, scale=1.0), layers=[layer() for _ in range(config.num_layers)],
         final_norm=norm(hidden), lm_head=Weight(draw(config.vocab_size, hidden)), norm_offset=config.norm_offset,
     )  # fmt: skip
+
+
+def with_narrow(weights: DecoderWeights, forms: list[tuple[str, str, str, str]], head: str | None = None) -> DecoderWeights:
+    """The same with random narrow matrices, a form of `narrow_cases` for each of a layer's (qkv, o, gate_up, down)."""
+
+    def of(form: str, weight: Weight, seed: int) -> Weight:
+        made = narrow(form, *weight.shape, seed=seed)
+        made.scales = made.scales.float() * weight.shape[1] ** -0.5
+        return made
+
+    layers = [
+        replace(layer, **{name: of(form, getattr(layer, name), 10 * i + j) for j, (name, form) in enumerate(zip(MATRICES, row, strict=True))})
+        for i, (layer, row) in enumerate(zip(weights.layers, forms, strict=True))
+    ]
+    return replace(weights, layers=layers, lm_head=weights.lm_head if head is None else of(head, weights.lm_head, 99))
 
 
 def decode_batch(

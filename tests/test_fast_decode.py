@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights
+from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights, with_narrow
 from headrace.attention.torch_backend import TorchAttention
 from headrace.fast_decode import forward as fast_decode
 from headrace.fast_decode.attention import AttentionTile, decode_attention
@@ -105,6 +105,21 @@ def test_many_rows_equal_the_decoder(name: str, rows: int, tiles: StepTiles) -> 
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
         assert_close(ours, theirs)
     assert not fast.space.tickets.any()
+
+
+@pytest.mark.parametrize("lengths", [[33], [20, 1, 33]], ids=["one row", "few rows"])
+def test_narrow_weights_of_several_kinds(lengths: list[int]) -> None:
+    """Layers whose matrices are of other kinds than most have tiles of their own."""
+    config = replace(PLAIN, hidden_size=128, intermediate_size=256, num_heads=8, num_layers=3)
+    usual = ("int4 by 128, zeros", "fp8 row", "int4 by 32", "int8 by 32, minima")
+    weights = with_narrow(random_weights(config), [usual, ("fp8 blocks", "int4 by 128", "fp8 row", "fp4 by 32"), usual], "int8 row")
+    batch, kv = decode_batch(config, lengths, 16)
+    _, kv_expected = decode_batch(config, lengths, 16)
+    fast = FastDecode(config, weights, len(lengths), CPU)
+    assert len(fast.tables) == 2 and max(fast.tiles) == 64
+    expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
+    error = (fast.forward(batch, kv) - expected).norm() / expected.norm()
+    assert error < 2e-4, f"relative error {error:.1e}"
 
 
 SMALL = replace(PLAIN, num_heads=2, num_kv_heads=1, num_layers=1)

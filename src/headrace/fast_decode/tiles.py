@@ -123,8 +123,10 @@ def default_programs(rows: int) -> int:
 
 
 def default_table(config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT) -> dict[int, StepTiles]:
-    """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine."""
-    steps = [rows for rows in ROW_STEPS if copy_engine or rows <= GEMM_MAX_ROWS]
+    """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine. With narrow weights for few rows: above, FP8
+    tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py)."""
+    wide = copy_engine and kinds == FLOAT
+    steps = [rows for rows in ROW_STEPS if wide or rows <= GEMM_MAX_ROWS]
     return {rows: default_tiles(config, rows, copy_engine, kinds) for rows in steps}
 
 
@@ -171,25 +173,23 @@ def wide_tile(shape: Shape, rows: int) -> WideTile:
 
 
 def narrow_tile(shape: Shape, rows: int, per_byte: int) -> Tile:
-    """Of weights of a byte or half of one: rows of a tile have as many bytes as those of the other tiles."""
+    """Of weights of a byte or half of one. What limits is the conversion in registers rather than memory: several programs to a
+    multiprocessor, with few steps in flight (measured on an H200)."""
     if rows == 1:
         return narrow_gemv_tile(shape, per_byte)
-    if rows > GEMM_MAX_ROWS:
-        tile = wide_tile(shape, rows)
-        return WideTile(tile.block_m, max(64, tile.block_n), 128, tile.splits, 4 * max(1, tile.block_n // 64), 4)
-    splits, block_k = 1, 256 if rows <= 16 else 128
-    block_n = 64 if shape.splittable or shape.columns >= 40 * FILL else 32
-    while shape.splittable and shape.columns // block_n * splits < FILL and splits < 8 and shape.width // splits >= 2 * block_k:
+    if not shape.splittable:
+        return GemmTile(64, 256 if rows <= 16 else 128, 1, 4, 3)
+    splits, programs = 1, (5 if rows <= 16 else 3) * FILL
+    while shape.columns // 64 * splits < programs and splits < 8 and shape.width // splits >= 512:
         splits *= 2
-    return GemmTile(block_n, block_k, splits, 4, 4)
+    return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
 
 
 def narrow_gemv_tile(shape: Shape, per_byte: int) -> GemvTile:
     """A thread loads 16 bytes of a row; as many warps side by side as leave few of their bytes past the row's end."""
     width = shape.width // per_byte
-    warps = next((n for n in (4, 2) if -width % (512 * n) <= width // 8), 1)
-    widest = 4 if shape.gated else 8
-    block_n = widest if shape.columns >= 1.4 * FILL * widest else 4
+    warps = next((n for n in ((2,) if shape.gated else (4, 2)) if -width % (512 * n) <= width // 8), 1)
+    block_n = 8 if not shape.gated and shape.columns >= 8 * FILL else 4
     registers = 4 * block_n * (2 if shape.gated else 1)  # of a step
     return GemvTile(block_n, 512 * warps * per_byte, warps, max(1, min(-(-width // (512 * warps)), 64 // registers)))
 

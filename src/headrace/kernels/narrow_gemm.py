@@ -97,7 +97,7 @@ def narrow_gemm(x: Tensor, weight: NarrowMatrix, bias: Tensor | None = None, out
     _narrow_gemm[-(-rows // block_m), -(-columns // block_n)](
         x.contiguous(), bias_ptr=bias, out_ptr=out, M=rows, N=columns, K=width, **arguments(weight, x),
         BYTES=bytes_together(block_n, 4, x), WIDTH=span_bytes(weight, block_k), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, HAS_BIAS=bias is not None, EVEN=width % block_k == 0, num_warps=4, num_stages=4, **pdl(x),
+        BLOCK_K=block_k, HAS_BIAS=bias is not None, EVEN=width % block_k == 0, num_warps=4, num_stages=3, **pdl(x),
     )  # fmt: skip
     return out
 

@@ -20,7 +20,7 @@ from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
 from headrace.kernels.quantize_rows import quantize_rows
 
 FEW_ROWS = 64
-FEW_ROWS_WIDENED = 256  # below, widening the matrix costs more than the slower product
+FEW_ROWS_WIDENED = 128  # up to here widening the matrix costs more than the slower product
 WIDENED_BYTES = 32 << 20  # of a matrix at a time
 
 
@@ -32,7 +32,13 @@ class NarrowProduct:
         rows, width = weight.shape
         by_row = weight.kind == "fp8" and weight.group == 0 and weight.zeros is None and weight.scale_rows == 1
         self.scaled = by_row and rows % 16 == 0 and width % 16 == 0 and capability(weight.data.device) >= (8, 9)
-        self.column_scales = weight.scales.float().t() if self.scaled and weight.scales is not None else None
+        assert weight.scales is not None
+        self.column_scales = weight.scales.float().t() if self.scaled else weight.scales
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of what is there for a moment beside x and the product; x in FP8 has room among what is counted for activations."""
+        return 0 if self.scaled else WIDENED_BYTES
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         scaled = self.scaled and x.dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear, MatrixLinear, Reduce, make_linear
+from headrace.model.linear import Linear, Reduce, make_linear
 from headrace.model.mlp import DenseMlp, Mlp
 from headrace.model.ranks import NormedQkv, VocabPart
 from headrace.model.rope import rope_tables
@@ -103,6 +103,7 @@ class _Layer:
         reduce = None if group is None else group.sum
         self.qkv, self.o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
         gate_up, down = make(w.gate_up, w.gate_up_bias, None), make(w.down, w.down_bias, reduce)
+        self.workspace_bytes = max(linear.workspace_bytes for linear in (self.qkv, self.o, gate_up, down))
         self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation)
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
@@ -227,14 +228,15 @@ class Decoder:
         return max_rows * (row_elements(self.config) + summed) * self.dtype.itemsize
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
-        """See Forward: of attention, and the rope tables."""
+        """See Forward: of attention, the rope tables, and one product at a time."""
         tables = sum(t.numel() * t.itemsize for pair in self.rope.values() for t in pair)
-        return self.attention.workspace_bytes(max_num_seqs) + tables
+        product = max(self.lm_head.workspace_bytes, *(layer.workspace_bytes for layer in self.layers))
+        return self.attention.workspace_bytes(max_num_seqs) + tables + product
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [R, H] -> logits [R, V], in `out` if it is given: float32 on the CPU, the model's dtype elsewhere. Of a rank
         [R, vocab.rows]."""
-        if out is not None and isinstance(self.lm_head, MatrixLinear):
+        if out is not None and self.lm_head.into is not None:
             logits = self.lm_head.into(out, hidden)
         else:
             logits = self.lm_head(hidden)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.narrow_linear import NarrowProduct
 from headrace.model.weight import Weight, dequantized
 
 # Rows that oneDNN lays the packed weight out for. Eight is right for 1 to 128 (measured); prefill gains nothing elsewhere.
@@ -26,6 +27,8 @@ class Linear:
     """
 
     fuses_add = False  # `add_to` is cheaper than the product and an addition apart
+    into: Callable[[Tensor, Tensor], Tensor] | None = None  # (out [T, out], x) -> out, which gets the product
+    workspace_bytes = 0  # beside what it gives
 
     def __init__(self, product: Callable[[Tensor], Tensor], reduce: Reduce | None = None):
         self.product, self.reduce = product, reduce
@@ -45,10 +48,7 @@ class MatrixLinear(Linear):
         self.transposed = weight.t()
         super().__init__(lambda x: torch.mm(x, self.transposed), reduce)
         self.fuses_add = reduce is None
-
-    def into(self, out: Tensor, x: Tensor) -> Tensor:
-        """`out` [T, out], which gets x @ weight.T."""
-        return torch.mm(x, self.transposed, out=out)
+        self.into = lambda out, x: torch.mm(x, self.transposed, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """As Linear; a norm after it then reads and writes half of what it does with the sum."""
@@ -58,13 +58,23 @@ class MatrixLinear(Linear):
             super().add_to(total, x)
 
 
+class NarrowLinear(Linear):
+    """A product with narrow weights on a card, as they are held."""
+
+    def __init__(self, weight: Weight, bias: Tensor | None, reduce: Reduce | None = None):
+        product = NarrowProduct(weight, bias)
+        super().__init__(product, reduce)
+        self.into = lambda out, x: product(x, out)
+        self.workspace_bytes = product.workspace_bytes
+
+
 def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
     """The product by `weight`; on the CPU packed for oneDNN where that is faster, and what is narrow widened once. Raises
     ValueError for a kind without one."""
     matrix = weight.data
     if weight.kind != "float":
         if matrix.is_cuda:
-            raise ValueError(f"no product for weights of kind {weight.kind!r} on {matrix.device}")
+            return NarrowLinear(weight, bias, reduce)
         matrix, bias = dequantized(weight, torch.float32), None if bias is None else bias.float()
         return Linear(lambda x: F.linear(x.float(), matrix, bias).to(x.dtype), reduce)
     if matrix.device.type == "cpu" and torch.backends.mkldnn.is_available():

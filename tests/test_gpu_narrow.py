@@ -1,0 +1,105 @@
+"""Narrow weights on the card: every way to multiply by them against the model of the matrices that they stand for, replays,
+and engines whose steps mix these ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agreement import BF16_TOLERANCE, compare, with_rows
+from engine_driver import make_core, make_requests, run
+from fast_decode_cases import decode_batch, moved, random_weights, with_narrow
+from headrace.attention.torch_backend import TorchAttention
+from headrace.attention.triton_backend import TritonAttention
+from headrace.fast_decode.forward import FastDecode
+from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, NarrowProduct
+from headrace.model.decoder import Decoder
+from headrace.model.weight import dequantized
+from narrow_cases import FORMS, narrow
+from test_gpu_fast_decode import WIDE, relative
+from tiny_models import write_tiny
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+CONFIG = replace(WIDE, hidden_size=640, intermediate_size=1536, num_heads=10, num_kv_heads=2)
+USUAL = ("int4 by 128, zeros", "fp8 row", "int4 by 128, zeros", "int8 by 32, minima")
+LAYERS = {
+    "several kinds": [USUAL, ("fp8 blocks", "int4 by 32, minima", "int8 row", "fp4 by 32")],
+    "fp8": [("fp8 row",) * 4] * 2,
+    "int4": [("int4 by 128, zeros",) * 4] * 2,
+}
+
+
+@pytest.fixture
+def card() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 17, 33, 64])
+@pytest.mark.parametrize("kinds", LAYERS)
+def test_the_fused_step(kinds: str, rows: int, card) -> None:
+    weights = with_narrow(random_weights(CONFIG, dtype=BF16), LAYERS[kinds])
+    batch, kv = decode_batch(CONFIG, ([150, 1, 17, 400, 64, 65, 63, 129] * 8)[:rows], 64, BF16)
+    on_card, kv_card = moved(batch, card), moved(kv, card)
+    wide = moved(weights, torch.device("cpu"), torch.float32)
+    expected = Decoder(CONFIG, wide, TorchAttention()).decode(batch, moved(kv, torch.device("cpu"), torch.float32))
+    fast = FastDecode(CONFIG, moved(weights, card), rows, card)
+    got = fast.forward(on_card, kv_card).clone()
+    assert relative(got, expected) < 0.03
+    # captured and eager give the same bits, and so do all replays
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.forward(on_card, kv_card)
+    different = torch.zeros((), dtype=torch.int64, device=card)
+    for _ in range(100):
+        graph.replay()
+        different += (out != got).any()
+    assert int(different) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS_WIDENED, FEW_ROWS_WIDENED + 1, 700])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_any_number_of_rows(form: str, rows: int, card) -> None:
+    """By few rows, by FP8 times FP8 (activations lose digits) or by a matrix that is widened in parts; also captured."""
+    w, bias = narrow(form, 48000 if rows == 700 and form == "int4 by 128" else 208, 384, card), torch.randn(208, device=card).to(BF16)
+    x = torch.randn(rows, 384, device=card).to(BF16)
+    bias = bias if w.shape[0] == 208 else None
+    product = NarrowProduct(w, bias)
+    expected = torch.nn.functional.linear(x.float(), dequantized(w, torch.float32), None if bias is None else bias.float())
+    got = product(x)
+    assert relative(got, expected) < (0.05 if product.scaled and rows > FEW_ROWS else 0.004)
+    out = torch.empty_like(got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product(x, out)
+    out.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(out, got)
+
+
+@pytest.mark.parametrize("rows", [3, 100, 300])
+@pytest.mark.parametrize("kinds", LAYERS)
+def test_the_general_path(kinds: str, rows: int, card) -> None:
+    weights = with_narrow(random_weights(CONFIG, dtype=BF16), LAYERS[kinds])
+    batch, kv = decode_batch(CONFIG, ([15, 1, 17, 4, 6, 5, 3, 9] * 40)[:rows], 64, BF16)
+    decoder = Decoder(CONFIG, moved(weights, card), TritonAttention(CONFIG, card))
+    wide = moved(weights, torch.device("cpu"), torch.float32)
+    expected = Decoder(CONFIG, wide, TorchAttention()).decode(batch, moved(kv, torch.device("cpu"), torch.float32))
+    error = relative(decoder.decode(moved(batch, card), moved(kv, card)), expected)
+    assert error < (0.1 if kinds != "int4" and rows > FEW_ROWS else 0.03), error
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_engines_of_any_schedule_agree(kind: str, tmp_path) -> None:
+    """Captured or not, in chunks or not, one at a time or together: the same tokens until the first near-tie."""
+    model = str(write_tiny("qwen3", tmp_path))
+    options = {"device": "cuda", "dtype": "bfloat16", "quantization": kind}
+    alone = make_core(model, max_num_seqs=1, enable_prefix_caching=False, **options)
+    requests = with_rows(make_requests(3, 10, alone.vocab_size))
+    want = run(alone, requests)
+    problems = []
+    for name, change in {"together": {}, "chunks": {"max_num_batched_tokens": 16}, "eager": {"enforce_eager": True}}.items():
+        problems += compare(run(make_core(model, **options, **change), requests), want, BF16_TOLERANCE, name).problems
+    assert not problems, "\n".join(problems)
