@@ -6,6 +6,7 @@ import { Panel } from "./panel.js";
 import { tokensOf } from "./state.js";
 import { count, percent, plural, seconds, short } from "./words.js";
 
+const OFFERED = 80; // requests, the latest
 const HEIGHT = 180, LEFT = 52, BOTTOM = 20, TOP = 10, RIGHT = 10;
 
 class Counters {
@@ -86,7 +87,7 @@ export function Chosen({ state, source, register, pick, picked }) {
   >
     <option value="">follow one</option>
     ${picked !== null && !running.some((one) => one.id === picked) && html`<option value=${picked}>${short(picked)}</option>`}
-    ${running.slice(-200).map((one) => html`<option value=${one.id}>${short(one.id)}${one.state === "waiting" ? " (waits)" : ""}</option>`)}
+    ${running.slice(-OFFERED).map((one) => html`<option value=${one.id}>${short(one.id)}${one.state === "waiting" ? " (waits)" : ""}</option>`)}
   </select>`;
   return html`<${Panel} name="request" title="Two counters" figure=${request ? html`<code>${short(request.id)}</code> ${stateOf(request)}` : ""} tools=${tools}>
     ${picked !== null && !request && html`<p class="rest" role="status">This request is not here any more, or has not come yet.</p>`}

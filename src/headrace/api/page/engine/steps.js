@@ -86,7 +86,8 @@ class Strips {
     let x = LEFT, drawn = LEFT;
     for (let i = 0; i < step.hues.length; i++) {
       x += cell;
-      if (x - drawn < 1 && i < step.hues.length - 1) continue; // finer than can be seen
+      const own = source.picked !== null && !faint(step.seats[i]);
+      if (x - drawn < 1 && i < step.hues.length - 1 && !own) continue; // finer than can be seen
       context.fillStyle = tone(step.seats[i], step.hues[i]);
       context.fillRect(drawn, y, Math.max(1, x - drawn - (cell > 3 ? 1 : 0)), STRIP);
       drawn = x;

@@ -8,10 +8,11 @@ import { plural } from "./words.js";
 
 const HEIGHT = 300, STEPS = 16, AXIS = 16, WINDOW = 30, SHORTEST = 0.2;
 
+const since = (state, from) => [...state.ended, ...state.requests.values()].filter((request) => (request.ended || state.now) >= from);
+
 /** Requests with a line for each, so that two that overlap have different ones; [request, line]. */
-export function lines(state, from) {
-  const alive = [...state.ended, ...state.requests.values()].filter((request) => (request.ended || state.now) >= from);
-  alive.sort((a, b) => a.arrived - b.arrived);
+function lines(state, from) {
+  const alive = since(state, from).sort((a, b) => a.arrived - b.arrived);
   const ends = [], found = [];
   for (const request of alive) {
     let line = ends.findIndex((end) => end <= request.arrived);
@@ -159,7 +160,7 @@ export function Timeline({ state, source, register, pick }) {
     done();
   };
   const clicked = (event) => pick(drawing.current.requestAt(event.offsetX, event.offsetY)?.id ?? null);
-  const number = state ? lines(state, state.now - WINDOW).found.length : 0;
+  const number = state ? since(state, state.now - WINDOW).length : 0;
   const tools = html`<span class="tools">
     <button class="plain" aria-label="Zoom in" title="Zoom in" onClick=${() => move(source.span / 1.5)}>+</button>
     <button class="plain" aria-label="Zoom out" title="Zoom out" onClick=${() => move(source.span * 1.5)}>−</button>
