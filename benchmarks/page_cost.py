@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,8 @@ def main() -> int:
         for _ in range(args.rounds):
             for kind, found in rounds.items():
                 watched = looking(server.port, args.viewers, args.browser, seen) if kind == "open" else contextlib.nullcontext()
-                with watched:
-                    result = server.measure(requests, args.streams * args.each)
+                with watched, ThreadPoolExecutor(1) as thread:  # the browser's driver has the loop of this one
+                    result = thread.submit(server.measure, requests, args.streams * args.each).result()
                 result["cpu_per_1000_tokens"] = result["http_cpu_per_1000_tokens"] + result["core_cpu_per_1000_tokens"]
                 found.append(result)
                 rate, cpu = result["tokens_per_second"], result["cpu_per_1000_tokens"]
