@@ -17,6 +17,8 @@ from glass_picture import Picture
 from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
 from headrace.api.glass_hub import MOST_BYTES, MOST_VIEWERS, GlassHub, TooManyViewersError
+from headrace.api_processes.counting import Questions
+from headrace.api_processes.glass import GlassDesk, RemoteGlass
 from headrace.engine import glass as engine_glass
 from headrace.engine.glass import GlassObserver
 from headrace.engine.messages import EngineRequest
@@ -292,6 +294,42 @@ async def test_who_looks_does_not_keep_the_server_from_ending(supply):
             while await viewer.next():
                 pass
         hub.close(viewer)
+
+
+async def test_another_process_looks_through_the_server_s(supply):
+    """As several HTTP processes do: each end of the pipe hears what the other says."""
+    async with looked_at(supply) as (client, hub):
+        ends = SimpleNamespace(desk=None, heard=0)
+
+        def say(message) -> None:
+            ends.heard += 1
+            ends.desk.heard(message)
+
+        questions = Questions(say)
+        ends.desk = GlassDesk(hub, SimpleNamespace(say=questions.answered))
+        glass = RemoteGlass(questions)
+        async with contextlib.AsyncExitStack() as stack:
+            viewers = [await stack.enter_async_context(glass.look(0)) for _ in range(MOST_VIEWERS)]
+            with pytest.raises(TooManyViewersError, match="4 look"):
+                await stack.enter_async_context(glass.look(0))
+            client._slots._slots[0].core.loop.turn()
+            names = [name for name, _ in events(await viewers[0].next())]
+            assert names == ["stats", "snapshot"]
+            asked = ends.heard
+            hub.seen(0, Glimpse(steps=b"{}"))
+            assert ends.heard == asked, "nothing is sent to who has not asked for it"
+            assert [name for name, _ in events(await viewers[0].next())] == ["step"]
+            waiting = asyncio.create_task(viewers[0].next())
+            await asyncio.sleep(0)
+            waiting.cancel()
+        assert not hub.viewers
+        reader = asyncio.create_task(read(client, "a"))
+        await soon(lambda: client.num_requests)
+        assert await glass.token_ids("a", 1, 3) == [6, 7] and await glass.token_ids("b", 0, 9) is None
+        reader.cancel()
+        await glass.look(0).__aenter__()
+        ends.desk.close()
+        assert not hub.viewers, "a process that dies looks no longer"
 
 
 # ---------------------------------------------------------------- over HTTP

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 import msgspec
@@ -38,8 +38,8 @@ class Viewing(Protocol):
 class Glass(Protocol):
     """What the page's feed comes from; it may be in another process."""
 
-    def look(self, core: int) -> Any:
-        """An asynchronous context of a Viewing; entering it raises TooManyViewersError."""
+    def look(self, core: int) -> AbstractAsyncContextManager[Viewing]:
+        """Entering it raises TooManyViewersError."""
 
     async def token_ids(self, request_id: str, start: int, stop: int) -> list[int] | None:
         """Of a request in flight; None: there is no such one."""
@@ -163,7 +163,7 @@ class GlassHub:
                 viewer.current = False
         self._each(core, Viewer.put, _event("core", {"core": core, "state": "died", "why": why}))
 
-    def _each(self, core: int, put: Any, data: bytes) -> None:
+    def _each(self, core: int, put: Callable[[Viewer, bytes], None], data: bytes) -> None:
         for viewer in self.viewers:
             if viewer.core == core:
                 put(viewer, data)
