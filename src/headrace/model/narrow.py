@@ -52,7 +52,8 @@ def _int4_of(rows: Tensor) -> Weight:
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
     wanted = (high - low) / _INT4_MAX
     scales = wanted.half()
-    scales = torch.where(scales < wanted, torch.nextafter(scales, torch.full_like(scales, math.inf)), scales).float()
+    above = (scales.view(torch.int16) + 1).view(torch.float16)  # the next float, as scales are not negative
+    scales = torch.where(scales < wanted, above, scales).float()
     scales = torch.where(scales.isinf(), wanted, scales)
     zeros = (-low / _no_zero(scales)).round_()
     values = (groups / _no_zero(scales).unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, _INT4_MAX)
