@@ -75,13 +75,13 @@ def test_a_core_of_several_plans_its_share_of_the_machine(model, free):
     """Whether the others have taken theirs by then or not; and no more than there is."""
     for left in (16, 4):
         free(left * GIB)
-        share = plan(model, weights=GIB, host_memory_bytes=4 * GIB)
+        share = plan(model, weights=GIB, memory_bytes=4 * GIB)
         assert share.budget == 4 * GIB and share.kv <= 3 * GIB // 4
     free(GIB)
-    assert plan(model, weights=GIB, host_memory_bytes=4 * GIB).budget == 2 * GIB
+    assert plan(model, weights=GIB, memory_bytes=4 * GIB).budget == 2 * GIB
     free(16 * GIB)
     with pytest.raises(CapacityError, match=r"weights take 5.00 GiB, and 4.00 GiB of memory are free"):
-        plan(model, weights=5 * GIB, loaded=False, host_memory_bytes=4 * GIB)
+        plan(model, weights=5 * GIB, loaded=False, memory_bytes=4 * GIB)
 
 
 def test_a_process_that_has_loaded_more_gets_no_less_cache(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ class EngineConfig:
         "auto", "inputs of integer weights on a CPU; int8 is faster, auto is int16"
     )
     threads: int | None = _engine(None, "of a CPU", 1, 4096, shown="one for each core that is its own")
-    host_memory_bytes: int | None = option(None, "", 1, 2**50)  # on a CPU, of weights and cache at most; None: what is free
+    memory_bytes: int | None = option(None, "", 1, 2**50)  # of the host or the card, for all it needs; None: what is free
     max_model_len: int | None = _engine(
         None, "tokens of prompt and output together", 1, 2**24, "TOKENS", shown="the model's context"
     )

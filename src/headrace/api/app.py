@@ -46,10 +46,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self.needs_engine:
-                self.ctx.limits.check_ready()
-            response = await self.handler(self.ctx, Request(scope, receive, send))
-            await response(scope, receive, send)
+            await self.answer(scope, receive, send)
         except ClientGone:
             pass  # nobody is there to answer
         except Exception as error:
@@ -57,6 +54,12 @@ class Endpoint:
             if known.status == 500 and not isinstance(error, ApiError):
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await known.response(scope)(scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.needs_engine:
+            self.ctx.limits.check_ready()
+        response = await self.handler(self.ctx, Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class Application(Starlette):
@@ -70,16 +73,17 @@ class Application(Starlette):
 def create_app(
     engine: AsyncEngine, config: ServerConfig | None = None, metrics: HttpMetrics | None = None, limits: Limits | None = None,
     glass: Glass | None = None, kill_core: KillCore | None = None,
+    endpoint: Callable[[ApiContext, Handler, bool], Endpoint] = Endpoint,
 ) -> Starlette:
     """The server's application around a running (or still loading) engine. It does not own the engine.
 
     `metrics` and `limits`: where something else counts than this application. `glass`: what the page's engine is drawn from;
-    `kill_core` ends a core for it.
+    `kill_core` ends a core for it. `endpoint`: how handlers are called.
     """
     ctx = ApiContext(engine, config or ServerConfig(), metrics, limits)
 
     def route(path: str, handler: Handler, method: str, *, needs_engine: bool = False) -> Route:
-        return Route(path, Endpoint(ctx, handler, needs_engine), methods=[method])
+        return Route(path, endpoint(ctx, handler, needs_engine), methods=[method])
 
     def post(path: str, handler: Handler) -> Route:
         return route(path, handler, "POST", needs_engine=True)

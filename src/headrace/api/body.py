@@ -31,7 +31,7 @@ async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
 
     Unknown fields that are ignored are named in the request's state, for the header of the answer.
     """
-    _check_media_type(request)
+    check_media_type(request)
     ignored: list[str] | None = [] if config.unknown_fields == "ignore" else None
     body = decode(await read_body(request, config), kind, ignored)
     if ignored:
@@ -132,7 +132,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> None:
             seen.add(key)
 
 
-def _check_media_type(request: Request) -> None:
+def check_media_type(request: Request) -> None:
     """JSON counts whatever it is called: `curl -d` names it a form. But scripts of foreign pages can send forms and plain
     text without asking first, so that what comes from a browser must be called JSON.
     """

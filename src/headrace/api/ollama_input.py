@@ -69,7 +69,7 @@ class ModelRequest(Body, kw_only=True):
 
     model: str | None = None
     options: dict[str, Any] | None = None
-    keep_alive: Any = None  # ignored: a model stays loaded here
+    keep_alive: Any = None  # ignored: the one model of a server stays loaded (of several: several_models/app.py)
 
 
 class GeneratingRequest(ModelRequest, kw_only=True):

@@ -45,26 +45,40 @@ async def api_version(ctx: ApiContext, request: Request) -> Response:
 
 
 async def tags(ctx: ApiContext, request: Request) -> Response:
+    return json_response({"models": there(ctx)})
+
+
+def there(ctx: ApiContext) -> list[dict[str, Any]]:
+    """The model under each of its names."""
     known = {"capabilities": _capabilities(ctx)} if ctx.engine.status().loaded else {}
-    return json_response({"models": [{**_model(ctx, n), "modified_at": _since(ctx), **known} for n in ctx.model_names]})
+    return [{**_model(ctx, n), "modified_at": _since(ctx), **known} for n in ctx.model_names]
 
 
 async def running(ctx: ApiContext, request: Request) -> Response:
-    """GET /api/ps: the model under each of its names, once it is loaded."""
+    """GET /api/ps."""
+    return json_response({"models": in_memory(ctx)})
+
+
+def in_memory(ctx: ApiContext, expires_at: str = NEVER) -> list[dict[str, Any]]:
+    """The model under each of its names, once it is loaded."""
     if not ctx.engine.status().loaded:
-        return json_response({"models": []})
+        return []
     on_card = ctx.engine.info is not None and ctx.engine.info.device.startswith("cuda")
     shown = []
     for name in ctx.model_names:
         model = _model(ctx, name)
         rest = {"size_vram": model["size"] if on_card else 0, "context_length": ctx.engine.max_model_len}
-        shown.append({**model, "expires_at": NEVER, **rest})
-    return json_response({"models": shown})
+        shown.append({**model, "expires_at": expires_at, **rest})
+    return shown
 
 
 async def show(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, ShowRequest, ctx.config)
-    name = model_of(ctx, body.model or body.name)
+    return await described(ctx, model_of(ctx, body.model or body.name))
+
+
+async def described(ctx: ApiContext, name: str) -> Response:
+    """The model as /api/show tells of it."""
     config, tokenizer = ctx.engine.model_config, ctx.engine.tokenizer
     kind = config.family
     info = {

@@ -35,14 +35,14 @@ def json_response(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-def _model(ctx: ApiContext, name: str) -> dict[str, Any]:
+def model_card(ctx: ApiContext, name: str) -> dict[str, Any]:
     found = {"id": name, "object": "model", "created": ctx.created, "owned_by": "headrace", "root": ctx.engine.model_name}
     if ctx.engine.status().loaded:
         found["max_model_len"] = ctx.engine.max_model_len
     return found
 
 
-def _anthropic_model(ctx: ApiContext, name: str) -> dict[str, Any]:
+def anthropic_card(ctx: ApiContext, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(ctx.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     most = ctx.engine.max_model_len if ctx.engine.status().loaded else None
     return {
@@ -55,14 +55,14 @@ async def models(ctx: ApiContext, request: Request) -> Response:
     """GET /v1/models, in Anthropic's form for its clients. `models` is what Codex asks for."""
     names = ctx.model_names
     if "anthropic-version" in request.headers:
-        data = [_anthropic_model(ctx, name) for name in names]
+        data = [anthropic_card(ctx, name) for name in names]
         return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
-    return json_response({"object": "list", "data": [_model(ctx, name) for name in names], "models": []})
+    return json_response({"object": "list", "data": [model_card(ctx, name) for name in names], "models": []})
 
 
 async def one_model(ctx: ApiContext, request: Request) -> Response:
     """GET /v1/models/{id}; ids may hold slashes."""
-    form = _anthropic_model if "anthropic-version" in request.headers else _model
+    form = anthropic_card if "anthropic-version" in request.headers else model_card
     return json_response(form(ctx, ctx.check_model(request.path_params["id"])))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.cli.parser import text
+from headrace.cli.sources import UNSET
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
 from headrace.files import read_text
@@ -18,15 +20,26 @@ class LogOptions:
     log_level: Literal["debug", "info", "warning", "error"] = option("warning", "least grave messages that are logged")
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type, *only: str) -> None:
-    """A flag for every field of `cls` that has help; `only`: for these, or for those of these groups.
+class FirstOfSeveral(argparse.Action):
+    """The flag's first value is the option's; more of them are the first values of the option `const`."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is UNSET:
+            setattr(namespace, self.dest, values)
+        else:
+            setattr(namespace, self.const, [*(getattr(namespace, self.const) or ()), values])
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type, *only: str, again: Mapping[str, str] | None = None) -> None:
+    """A flag for every field of `cls` that has help; `only`: for these, or for those of these groups. `again`: options that
+    may be given more than once, and the option of several values that takes what comes then.
 
     The value's name is the field's.
     """
     for described in options_of(cls):
         title, _, description = described.group.partition(": ")
         if described.help and (not only or title in only or described.name in only):
-            _add(_group(parser, title, description), described)
+            _add(_group(parser, title, description), described, (again or {}).get(described.name))
 
 
 def _group(parser: argparse.ArgumentParser, title: str, description: str) -> Any:
@@ -36,7 +49,7 @@ def _group(parser: argparse.ArgumentParser, title: str, description: str) -> Any
     return found or parser.add_argument_group(title, description or None)
 
 
-def _add(group: Any, described: Option) -> None:
+def _add(group: Any, described: Option, again: str | None) -> None:
     about: dict[str, Any] = {"dest": described.name, "help": described.help}
     if described.kind is bool:
         about["action"] = argparse.BooleanOptionalAction
@@ -47,6 +60,8 @@ def _add(group: Any, described: Option) -> None:
         about["metavar"] = described.unit or {int: "N", float: "X"}.get(described.kind, described.name.upper())
     if described.many:
         about["action"] = "append"
+    if again is not None:
+        about |= {"action": FirstOfSeveral, "const": again}
     if described.nothing is not None:
         about |= {"nargs": "?", "const": described.nothing}
     action = group.add_argument(f"--{described.key}", **about)

@@ -26,6 +26,7 @@ from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
+from headrace.cli.several import check_alone, several_models
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.logs import configure
@@ -95,6 +96,8 @@ class Server:
         self.failed: str | None = None  # why this ends although nobody wanted it to
         self.trace: TraceFile | None = None
         self.tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
+        self.several = bool(args.models)
+        check_alone(args)
         self.client, self.metrics, self.http = self._parts(args, builder)
 
     async def run(self) -> int:
@@ -155,6 +158,8 @@ class Server:
 
         options = self.options
         config, defaults = server_config(args), generation_defaults(options.override_generation_config)
+        if self.several:
+            return self._several(args, builder, config, defaults)
         self.fleet, wanted = ray_fleet(args, options), engine_options(args)
         engine = EngineConfig(**wanted) if self.fleet is None else self.fleet.join(wanted)
         self.routing = Routing(options, engine, several=engine.data_parallel_size > 1 or self.fleet is not None)
@@ -177,6 +182,17 @@ class Server:
             self.trace = TraceFile(options.trace)
             client.observers.append(self.trace)
         return client, metrics, self._http(client, config, metrics)
+
+    def _several(self, args: argparse.Namespace, builder: str, config: ServerConfig, defaults: dict[str, Any]):
+        """The same, of several models."""
+        from headrace.api.http_server import http_server
+        from headrace.config import EngineConfig
+        from headrace.several_models.app import create_models_app
+
+        self.fleet, self.routing = None, Routing(self.options, EngineConfig(), several=False)
+        models, metrics, config = several_models(args, self.options, config, builder, defaults, generation_defaults)
+        self.page, self.served = config.page, (args.default_model or models.names[0])
+        return models, metrics, http_server(create_models_app(models, config, metrics), self.options.log_level, self.tls)
 
     def _http(self, client: EngineClient, config: ServerConfig, metrics: PrometheusMetrics) -> uvicorn.Server | ApiProcesses:
         """The application in this process, or processes that each have one."""
@@ -243,23 +259,29 @@ class Server:
         task.cancel()
 
     async def _loaded(self, base: str) -> None:
-        client = self.client
         with contextlib.suppress(EngineDeadError):
-            info = await client.wait_loaded()
-            logger.info(
-                "ready after %.2f s: model loaded on %s in %s (%.2f s), context %d, %d KV blocks of %d tokens",
-                time.perf_counter() - self.began, info.device, info.dtype.removeprefix("torch."), info.load_seconds,
-                info.max_model_len, info.num_blocks, info.block_size,
-            )  # fmt: skip
-            if (count := client.config.data_parallel_size) > 1:
-                up = await client.wait_settled()
-                logger.info("%d of %d cores are ready after %.2f s", up, count, time.perf_counter() - self.began)
+            if self.several:
+                logger.info("ready after %.2f s: models are loaded when they are asked for", time.perf_counter() - self.began)
+            else:
+                await self._tell_loaded()
             question = {"role": "user", "content": "Explain in one sentence why plants need water."}
             body = json.dumps({"model": self.served, "messages": [question], "max_tokens": 64})
             kind = "Content-Type: application/json"
             if self.page:
                 logger.info("open %s/ in a browser", re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", base))
             logger.info("try:\n  curl %s/v1/chat/completions -H '%s' \\\n    -d '%s'", base, kind, body)
+
+    async def _tell_loaded(self) -> None:
+        client = self.client
+        info = await client.wait_loaded()
+        logger.info(
+            "ready after %.2f s: model loaded on %s in %s (%.2f s), context %d, %d KV blocks of %d tokens",
+            time.perf_counter() - self.began, info.device, info.dtype.removeprefix("torch."), info.load_seconds,
+            info.max_model_len, info.num_blocks, info.block_size,
+        )  # fmt: skip
+        if (count := client.config.data_parallel_size) > 1:
+            up = await client.wait_settled()
+            logger.info("%d of %d cores are ready after %.2f s", up, count, time.perf_counter() - self.began)
 
     def _signal(self) -> None:
         self.signals += 1

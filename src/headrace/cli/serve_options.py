@@ -23,6 +23,7 @@ _fleet = partial(option, group="several cores, other fleets")
 _ray = partial(option, group="several machines: cores on the nodes of a Ray cluster")
 _security = partial(option, group="security")
 _operation = partial(option, group="operation")
+_models = partial(option, group="several models: loaded when they are asked for, in one server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,31 @@ class ServeOptions(LogOptions):
             raise ParameterError("metrics_prefix", self.metrics_prefix, "a name of letters, digits and _")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsOptions:
+    """Of a server with several models."""
+
+    models: tuple[str, ...] = _models(
+        (), "another, as --model given again; or a JSON object with its own options (in a file: a list of them)", unit="MODEL"
+    )
+    default_model: str | None = _models(None, "for requests that name none, with --any-model-name also another", unit="NAME")
+    pinned_models: tuple[str, ...] = _models((), "loaded at the start, and never unloaded", flag="pinned-model", unit="NAME")
+    model_memory_bytes: int | None = _models(
+        None, "that models may take together", 1, 2**50, "BYTES", shown="--gpu-memory-utilization; on a CPU 0.9 of what is free"
+    )
+    model_keep_alive: float | None = _models(
+        None, "without a request, after which a model is unloaded", 0.0, 1e9, "SECONDS", shown="none: when its room is needed"
+    )
+    max_queued_loads: int = _models(256, "requests that may wait for models to be loaded; beyond: 503", 1, 65536)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_tag", nargs="?", type=text, metavar="MODEL", help="as --model (default: the embedded SmolLM2-135M-Instruct)"
     )
     add_config_file(parser)
-    for described in (ServeOptions, ServerConfig, SupervisionConfig, ScalingConfig, EngineConfig):
-        add_options(parser, described)
+    for described in (ServeOptions, ServerConfig, SupervisionConfig, ScalingConfig, ModelsOptions, EngineConfig):
+        add_options(parser, described, again={"model": "models"})

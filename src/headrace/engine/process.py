@@ -272,7 +272,7 @@ def take_place(message: bytes) -> EngineConfig:
             os.sched_setaffinity(0, place.cpus)  # of this thread, and so of all that it will start
         except OSError as e:  # they were this process's when the server started
             logger.warning("this core runs on whichever of the CPU's cores it gets: %s", e)
-    return replace(config, threads=place.threads or config.threads, host_memory_bytes=place.memory)
+    return replace(config, threads=place.threads or config.threads, memory_bytes=place.memory or config.memory_bytes)
 
 
 def leave(code: int) -> NoReturn:

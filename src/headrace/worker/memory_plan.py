@@ -114,14 +114,16 @@ def plan_memory(
         free, total = torch.cuda.mem_get_info(device)
         budget, terms["reserve"] = int(total * config.gpu_memory_utilization), GIB // 2
         used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
+        if config.memory_bytes is not None:  # the rest is for other models
+            budget = min(budget, used_by_others + config.memory_bytes)
         if not config.enforce_eager:
             terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
             if draft is not None:
                 terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
         free = available_memory() // ranks - (0 if loaded else weight_bytes)
-        if config.host_memory_bytes is not None:  # the rest is for the other cores of this machine
-            free = min(free, config.host_memory_bytes // ranks - weight_bytes)
+        if config.memory_bytes is not None:  # the rest is for other cores of this machine
+            free = min(free, config.memory_bytes // ranks - weight_bytes)
         budget = free + weight_bytes  # they are no longer in what is free
     kv = budget - used_by_others - sum(terms.values())
     if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used

@@ -1,0 +1,113 @@
+"""All models of a server, as one engine in the eyes of what runs it: started, drained, closed, counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial, reduce
+
+from headrace.engine.interface import CoreStatus, EngineStatus
+from headrace.engine.stats import CoreStats
+from headrace.several_models.served import ServedModel
+from headrace.several_models.switch import Entry, State, Switch
+
+LATEST = ":latest"  # a name without a tag means this, in Ollama's API
+
+
+class Models:
+    """Raises nothing when it is made: the models fit, and their names differ, for whoever made them has seen to that."""
+
+    def __init__(
+        self, served: Sequence[ServedModel], sizes: Sequence[int], budget: int, *, default: str | None = None,
+        any_name: bool = False, max_waiting: int = 256, patience: float = 10.0,
+    ):  # fmt: skip
+        """`default`: the name of the model of requests that name none; with `any_name` also of those that name another."""
+        self.served, self.any_name = tuple(served), any_name
+        self.entries = [
+            Entry(model.spec.names[0], size, model, model.spec.pinned, model.spec.keep_alive)
+            for model, size in zip(served, sizes, strict=True)
+        ]
+        self.switch = Switch(self.entries, budget, max_waiting, patience)
+        self._by_name = {name: i for i, model in enumerate(self.served) for name in model.spec.names}
+        self.default = None if default is None else self._by_name[default]
+        for model, entry in zip(self.served, self.entries, strict=True):
+            model.on_death = partial(self.switch.died, entry)
+        self.model_name, self.config = self.served[0].model_name, self.served[0].spec.engine
+        self.draining = False
+        self.dead: str | None = None  # never: a model that has died is loaded again
+
+    def __iter__(self) -> Iterator[tuple[ServedModel, Entry]]:
+        return iter(zip(self.served, self.entries, strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def find(self, name: str | None, *, tagged: bool = False) -> int | None:
+        """The number of the model that a request means; None: there is no such one, or it named none and there is no default.
+        `tagged`: as in Ollama's API."""
+        if name is None:
+            return self.default
+        forms = (name, name.removesuffix(LATEST), name + LATEST) if tagged else (name,)
+        found = next((self._by_name[form] for form in forms if form in self._by_name), None)
+        return self.default if found is None and self.any_name else found
+
+    def latest(self) -> int | None:
+        """The one that is loaded and was used last."""
+        loaded = [i for i, entry in enumerate(self.entries) if entry.state is State.LOADED]
+        return max(loaded, key=lambda i: (self.entries[i].users > 0, self.entries[i].turn), default=None)
+
+    @property
+    def ready(self) -> bool:
+        """What is to be loaded always is, and makes progress; the rest comes when it is asked for."""
+        return not self.draining and all(
+            entry.state is State.LOADED and model.status().progressing for model, entry in self if entry.pinned
+        )
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        self.switch.start()
+
+    @property
+    def num_requests(self) -> int:
+        return max(sum(entry.users for entry in self.entries), sum(model.num_requests for model in self.served))
+
+    async def drain(self, timeout: float) -> None:
+        """Take nothing new; return when all that was let in has ended, or after `timeout` seconds."""
+        self.draining = True
+        self.switch.stop()
+        end = time.monotonic() + timeout
+        while self.num_requests and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+
+    async def close(self, grace: float = 2.0) -> None:
+        self.draining = True
+        await self.switch.close()
+        await asyncio.gather(*(model.close() for model in self.served), return_exceptions=True)
+
+    # ---------------------------------------------------------------- as an engine
+
+    def status(self) -> EngineStatus:
+        each = [model.status() for model in self.served]
+        return EngineStatus(
+            loaded=True, alive=True, draining=self.draining, progressing=self.ready,
+            num_running=sum(one.num_running for one in each), num_waiting=sum(one.num_waiting for one in each),
+            waiting_tokens=sum(one.waiting_tokens for one in each), drain_rate=sum(one.drain_rate for one in each),
+            num_cores=sum(one.num_cores for one in each),
+        )  # fmt: skip
+
+    def counters(self) -> CoreStats:
+        return reduce(_added, (model.counters() for model in self.served))
+
+    def cores(self) -> list[CoreStatus]:
+        return [core for model in self.served for core in model.cores()]
+
+
+def _added(first: CoreStats, second: CoreStats) -> CoreStats:
+    """Counters and gauges of both; of the shares of two caches the larger."""
+    total = second.added_to(first)
+    total.running, total.waiting = first.running + second.running, first.waiting + second.waiting
+    total.kv_usage = max(first.kv_usage, second.kv_usage)
+    return total
