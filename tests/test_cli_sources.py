@@ -16,14 +16,14 @@ from headrace.api.config import ServerConfig
 from headrace.cli import main, make_parser
 from headrace.cli.options import engine_options
 from headrace.cli.serve import server_config
-from headrace.cli.serve_options import ServeOptions
+from headrace.cli.serve_options import ModelsOptions, ServeOptions
 from headrace.config import EngineConfig
 from headrace.distributed.autoscaler import ScalingConfig
 from headrace.engine.supervision import SupervisionConfig
 from headrace.errors import HeadraceError, ParameterError
 from headrace.options import Option, options_of
 
-CLASSES = (EngineConfig, ServerConfig, ServeOptions, SupervisionConfig, ScalingConfig)
+CLASSES = (EngineConfig, ServerConfig, ServeOptions, SupervisionConfig, ScalingConfig, ModelsOptions)
 OPTIONS = [(cls, o) for cls in CLASSES for o in options_of(cls)]
 
 

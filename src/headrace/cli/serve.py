@@ -26,7 +26,6 @@ from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
-from headrace.cli.several import check_alone, several_models
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.logs import configure
@@ -97,7 +96,6 @@ class Server:
         self.trace: TraceFile | None = None
         self.tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
         self.several = bool(args.models)
-        check_alone(args)
         self.client, self.metrics, self.http = self._parts(args, builder)
 
     async def run(self) -> int:
@@ -149,6 +147,7 @@ class Server:
 
     def _parts(self, args: argparse.Namespace, builder: str):
         """The client of the engine, its metrics and what serves HTTP, put together and not started."""
+        from headrace.cli.several import check_alone
         from headrace.config import EngineConfig
         from headrace.engine.client import EngineClient
         from headrace.engine.supervision import SupervisionConfig
@@ -156,6 +155,7 @@ class Server:
         from headrace.metrics.trace import TraceFile
         from headrace.sampling.params import defaults_in_words
 
+        check_alone(args)
         options = self.options
         config, defaults = server_config(args), generation_defaults(options.override_generation_config)
         if self.several:
@@ -186,6 +186,7 @@ class Server:
     def _several(self, args: argparse.Namespace, builder: str, config: ServerConfig, defaults: dict[str, Any]):
         """The same, of several models."""
         from headrace.api.http_server import http_server
+        from headrace.cli.several import several_models
         from headrace.config import EngineConfig
         from headrace.several_models.app import create_models_app
 

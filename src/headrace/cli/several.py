@@ -142,16 +142,17 @@ class SpecReader:
     def _spec(self, found: dict[str, Any]) -> ModelSpec:
         from headrace.several_models.served import ModelSpec
 
-        engine = EngineConfig(**{**self.engine, **{k: v for k, v in found.items() if k in self._of_engine}})
+        own = {k: v for k, v in found.items() if k in self._of_engine or k == "memory_bytes"}
+        engine = EngineConfig(**{**self.engine, **own})
         names = _names(found, engine)
         defaults = self.defaults
-        if (own := found.get("override_generation_config")) is not None:
-            defaults = self.read_defaults(own if isinstance(own, str) else json.dumps(own))
+        if (sampling := found.get("override_generation_config")) is not None:
+            defaults = self.read_defaults(sampling if isinstance(sampling, str) else json.dumps(sampling))
         return ModelSpec(
             names=names, engine=engine, server=self._server(found, names), generation_defaults=defaults,
             pinned=_truth(found.get("pinned", False)) or any(name in self.asked.pinned_models for name in names),
             keep_alive=_number("keep_alive", found.get("keep_alive", self.asked.model_keep_alive)),
-            memory_bytes=found.get("memory_bytes"),
+            memory_bytes=engine.memory_bytes,
         )  # fmt: skip
 
     def _server(self, found: dict[str, Any], names: tuple[str, ...]) -> ServerConfig:

@@ -56,8 +56,11 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) ->
 
 def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
     plan = weight_plan(model_config_from_hf(checkpoint.config))
-    elements = sum(math.prod(spec.shape) for spec in plan if not spec.optional)
-    tensors = [] if checkpoint.format == "dummy" else list(checkpoint.tensors().values())
+    by_name = {} if checkpoint.format == "dummy" else checkpoint.tensors()
+    elements = sum(
+        math.prod(spec.shape) for spec in plan if not spec.optional or any(name in by_name for name, _ in spec.sources)
+    )
+    tensors = list(by_name.values())
     if not on_card:
         native = not config.enforce_eager and config.dtype != "float16" and why_unread(checkpoint) is None
         if not native or not tensors:  # torch computes in floats
@@ -80,13 +83,15 @@ def _kept_bytes(tensor: TensorEntry, kept_as: str) -> int:
 
 def shares(budget: int, weights: Sequence[int], asked: Sequence[int | None]) -> list[int]:
     """Bytes of each model: what was asked for, else its weights and an even part of what the weights of all leave; where that
-    is little, because not all fit at once, an eighth of what its own weights leave."""
-    even = (budget - sum(weights)) // max(1, len(weights))
-    found = [
-        min(budget, weight + max(even, (budget - weight) // 8)) if wanted is None else wanted
-        for weight, wanted in zip(weights, asked, strict=True)
+    is less than a GiB, as when not all fit at once, at least an eighth of what its own weights leave."""
+    even = (budget - sum(weights)) // len(weights)
+
+    def room(weight: int) -> int:
+        return even if even >= GIB else max(even, (budget - weight) // 8)
+
+    return [
+        min(budget, weight + room(weight)) if wanted is None else wanted for weight, wanted in zip(weights, asked, strict=True)
     ]
-    return found
 
 
 def most_at_once(budget: int, sizes: Sequence[int], pinned: Sequence[bool]) -> int:

@@ -101,6 +101,14 @@ class Models:
     def counters(self) -> CoreStats:
         return reduce(_added, (model.counters() for model in self.served))
 
+    @property
+    def restarts(self) -> int:
+        return sum(model.restarts for model in self.served)
+
+    @property
+    def num_poisonous(self) -> int:
+        return sum(model.num_poisonous for model in self.served)
+
     def cores(self) -> list[CoreStatus]:
         return [core for model in self.served for core in model.cores()]
 

@@ -73,9 +73,7 @@ class ServedModel:
         except BaseException:
             await self.unload(0.0)
             raise
-        self.ctx = ApiContext(client, self.server, self.metrics)
-        if self.front is not None:
-            self.ctx.responses, self.ctx.tracing = self.front.responses, self.front.tracing
+        self.ctx = self._context(client)
         self.hub = GlassHub(client) if self.server.page else None
 
     async def unload(self, grace: float = 2.0) -> None:
@@ -103,7 +101,14 @@ class ServedModel:
     @cached_property
     def unloaded(self) -> ApiContext:
         """For those who ask what it is like, for which nobody needs to load it."""
-        return ApiContext(Unloaded(self), self.server, self.metrics)  # type: ignore[arg-type]
+        return self._context(Unloaded(self))
+
+    def _context(self, engine: Any) -> ApiContext:
+        """With what all models share."""
+        ctx = ApiContext(engine, self.server, self.metrics)
+        if self.front is not None:
+            ctx.responses, ctx.tracing, ctx.created = self.front.responses, self.front.tracing, self.front.created
+        return ctx
 
     # ---------------------------------------------------------------- what metrics ask an engine
 
