@@ -10,6 +10,7 @@ from typing import Any
 
 from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
+from page_picture import take
 from server_driver import Served, ServerProcess, serving, soon
 
 LONG = "".join(f"word{i} " for i in range(400))
@@ -80,7 +81,7 @@ async def test_an_answer_streams_and_stops_and_comes_again(browser):
         await expect(c.button("Stop")).to_be_visible()
         await c.page.keyboard.press("Escape")
         await expect(c.answers).to_contain_text("Stopped.")
-        await soon(lambda: c.engine.aborted)
+        await soon(lambda: c.engine.aborted, 20)
         text = await c.answers.locator(".prose").inner_text()
         assert LONG.startswith(text.strip()) and "word399" not in text
         c.engine.delay, c.engine.bursts = 0.0, 500
@@ -340,7 +341,7 @@ async def test_what_is_being_written_is_kept_when_it_is_left(browser):
         await c.page.get_by_role("dialog").get_by_role("button", name="first").first.click()
         await expect(c.answers).to_contain_text("word3 ")
         await expect(c.page.get_by_role("article", name="You")).to_have_text("first")
-        await soon(lambda: len(c.engine.aborted) == 2)
+        await soon(lambda: len(c.engine.aborted) == 2, 20)
 
 
 async def test_with_an_api_key(browser):
@@ -378,13 +379,15 @@ async def test_dark_light_and_narrow(browser):
         await expect(c.answers).to_be_visible()
 
 
-async def test_a_killed_server_and_the_page_that_comes_back(browser, smollm2):
-    """With the real model. What had come stays, and goes on in the next server where it was cut off."""
+async def test_a_killed_server_and_the_page_that_comes_back(browser, smollm2, tmp_path: Path):
+    """With the real model, and the README's picture of it. What had come stays, and goes on in the next server where it was cut off."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(ServerProcess(smollm2, "--max-model-len", "2048"))
         page = await stack.enter_async_context(opened(browser, server.url, expected=("ERR_",)))
         c = Chat(page, None, None)  # type: ignore
         await expect(page.get_by_role("heading", name="Ask the model something.")).to_be_visible(timeout=60_000)  # it has loaded
+        await take(browser, server.url, tmp_path / "page.png", count=3, tokens=8)
+        assert 20_000 < (tmp_path / "page.png").stat().st_size < 200_000
         await c.say("Count from one to a hundred in words, separated by commas.")
         await expect(c.answers.locator(".figures")).to_contain_text("TPOT", timeout=60_000)
         server.kill()

@@ -10,7 +10,7 @@ import pytest
 from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
 from glass_picture import is_true
-from server_driver import ServerProcess, serving
+from server_driver import ServerProcess, serving, soon
 from tiny_models import write_tiny
 
 PREFIX, CHUNKS, PREEMPTION = "A prefix that is there already", "A long prompt beside a running answer", "When the cache is full"
@@ -95,7 +95,7 @@ async def test_what_cannot_be_shown_is_explained(browser):
         engine.gate.clear()
         await page.locator(".scene .row button.primary").click()
         await expect(page.get_by_role("button", name="Running")).to_be_visible()
+        await soon(lambda: engine.active, 20)
         await page.get_by_role("button", name="Leave the scene").click()
-        engine.gate.set()
+        await soon(lambda: engine.aborted, 20)
         await here.idle()
-        assert engine.aborted
