@@ -66,8 +66,9 @@ async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempP
         await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {SPECULATION}").click()
         forced = await step(page)
-        assert "100 %" in forced["drafts that were right"] and "name_of_the_river" in forced["the answer"], forced
-        assert (await step(page))["drafts that were right"] != "none were made"
+        assert count(forced["drafts that were right"]) > 5 and "name_of_the_river" in forced["the answer"], forced
+        guessed = await step(page)  # whether a random model repeats itself is chance
+        assert guessed["method"] == "ngram" and count(guessed["tokens"]) == 160, guessed
         await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {KILLED}").click()
         whole, cut = await step(page), await step(page)

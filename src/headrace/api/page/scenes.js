@@ -139,13 +139,14 @@ const preemption = {
         const before = stage.server.counters.preemptions;
         memory.plan = plan;
         memory.prompts = await Promise.all(Array.from({ length: plan.count }, () => stage.ids(plan.prompt, salt())));
-        memory.results = await Promise.all(memory.prompts.map((ids) => stage.complete(ids, { max_tokens: plan.output, ignore_eos: true, seed: 1 })));
+        // in one body: they arrive together, and browsers have few connections
+        memory.crowd = await stage.complete(memory.prompts, { max_tokens: plan.output, ignore_eos: true, seed: 1 });
         const count = (await stage.look()).counters.preemptions - before;
         return {
-          result: memory.results.at(-1),
+          result: memory.crowd,
           facts: [
             ["requests at once", number(plan.count)], ["each", `${number(plan.prompt)} tokens of prompt, ${number(plan.output)} of answer`],
-            ["the cache", `${number(stage.capacity)} tokens`], ["preempted", count === 1 ? "once" : `${number(count)} times`], ["answers that are whole", number(memory.results.filter((r) => r.output === plan.output).length)],
+            ["the cache", `${number(stage.capacity)} tokens`], ["preempted", count === 1 ? "once" : `${number(count)} times`], ["answers that are whole", number(memory.crowd.ends.filter((reason) => reason === "length").length)],
           ],
           words: count ? "" : "Nobody had to be preempted this time: the scheduler has learned from earlier answers how long they get, and let fewer in at once.",
         };
@@ -156,7 +157,7 @@ const preemption = {
       text: "The last request to come is sent once more, now alone. Random numbers are counted, not drawn, so its tokens depend on its prompt and its seed only.",
       async run(stage, memory) {
         const alone = await stage.complete(memory.prompts.at(-1), { max_tokens: memory.plan.output, ignore_eos: true, seed: 1 });
-        const same = alone.text === memory.results.at(-1).text;
+        const same = alone.texts[0] === memory.crowd.texts.at(-1);
         return {
           result: alone, facts: [["the text", same ? "the same, to the last character" : "differs"]],
           words: same ? "" : "In 16-bit arithmetic two tokens can be so near to each other that the shape of a batch decides between them.",
@@ -188,7 +189,7 @@ const speculation = {
           stream_options: { include_usage: true, continuous_usage_stats: true },
           response_format: { type: "json_schema", json_schema: { name: "mill", schema: SCHEMA } },
         });
-        return { result, facts: [["the answer", word(result.text)], ...drafted(before, (await stage.look()).counters, result)] };
+        return { result, facts: [["the answer", word(result.texts[0])], ...drafted(before, (await stage.look()).counters, result)] };
       },
     },
     {
@@ -249,7 +250,7 @@ const killed = {
         });
         await memory.killing;
         const { restarts } = (await stage.look()).counters;
-        const same = cut.text === memory.whole.text;
+        const same = cut.texts[0] === memory.whole.texts[0];
         return {
           result: cut,
           facts: [

@@ -42,7 +42,8 @@ export class Stage {
     return all.slice(0, count);
   }
 
-  /** Sends a prompt (text or ids) and reads the stream to its end; `onToken(result)` at each piece. The answer's text and times in ms. */
+  /** Sends a prompt (text or ids; several lists of ids are as many answers) and reads the stream to its end; `onToken(result)` at each
+   * piece. The texts of the answer, and the times of its tokens in ms. */
   async complete(prompt, { max_tokens, onToken = () => {}, ...more }) {
     const body = {
       model: this.model, prompt, max_tokens, temperature: 0, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true }, ...more,
@@ -51,11 +52,14 @@ export class Stage {
   }
 
   async stream(path, body, onToken = () => {}) {
-    const result = { id: null, text: "", times: [], output: 0, prompt: 0, cached: 0, began: performance.now() };
+    const result = { id: null, texts: [], ends: [], times: [], output: 0, prompt: 0, cached: 0, began: performance.now() };
     const response = await ask(path, { method: "POST", body, signal: this.signal });
     for await (const { id, choices, usage } of events(response)) {
       result.id = id;
-      result.text += choices[0]?.text ?? choices[0]?.delta?.content ?? "";
+      for (const { index, text, delta, finish_reason } of choices) {
+        result.texts[index] = (result.texts[index] ?? "") + (text ?? delta?.content ?? "");
+        if (finish_reason) result.ends[index] = finish_reason;
+      }
       if (!usage) continue;
       const now = performance.now();
       for (let n = result.output; n < usage.completion_tokens; n++) result.times.push(now);
