@@ -14,7 +14,7 @@ import pytest
 from browser import expect, opened
 from fake_core import FakeSupply
 from fake_engine import FakeEngine
-from headrace.engine.messages import Outputs
+from headrace.engine.messages import EngineRequest, Outputs
 from played_glass import PlayedGlass, Recording
 from server_driver import ServerProcess, serving, soon
 from test_glass import looked_at, params
@@ -56,12 +56,12 @@ def known(picture: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def supply(model) -> FakeSupply:
-    return FakeSupply(model, 1)
+    return FakeSupply(model, 2)
 
 
 @pytest.fixture(scope="module")
 def recording() -> Recording:
-    found = Recording(8.0, slots=64, blocks=1024, greedy=True)
+    found = Recording(8.0, slots=32, blocks=512, greedy=True)
     assert found.picture().preempted, "preemptions are a part of what is shown"
     return found
 
@@ -149,6 +149,25 @@ async def test_the_picture_is_true_through_hits_waiting_and_the_core_s_death(bro
         assert await shown.is_true() == 0
         assert [await reader for reader in readers] == [24] * 6
         await expect(page.get_by_text("Nobody waits")).to_be_visible()
+
+
+async def test_one_of_several_cores_is_looked_at(browser, supply):
+    async with AsyncExitStack() as stack:
+        client, hub = await stack.enter_async_context(looked_at(supply, cores=2))
+        here = await stack.enter_async_context(serving(client, hub))
+        page = await stack.enter_async_context(opened(browser, f"http://127.0.0.1:{here.port}", viewport=HIGH))
+        cores = [slot.core for slot in client._slots]
+        cores[1].core.add(EngineRequest("in-1", [5 + i % 90 for i in range(20)], params(24), 3))
+        await soon(lambda: hub.viewers, 20)
+        cores[0].loop.turn()
+        await expect(number(page, "in-use")).to_have_text("0")
+        await page.get_by_role("combobox", name="Core").select_option("core 1")
+        await soon(lambda: [viewer.core for viewer in hub.viewers] == [1], 20)
+        for _ in range(3):
+            cores[1].loop.turn()
+        cores[0].loop.turn()
+        await expect(number(page, "in-use")).to_have_text("3")
+        assert cores[0].loop.glass is None, "nobody looks at it any more"
 
 
 async def read(client: Any, name: str, prompt: list[int]) -> int:

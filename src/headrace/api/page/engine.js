@@ -36,6 +36,7 @@ class Source {
     };
     this.pick = (id) => {
       this.picked = id;
+      if (this.state) this.#recognize(this.state);
       this.touch();
       this.rerender();
     };

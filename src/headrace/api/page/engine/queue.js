@@ -19,7 +19,7 @@ export function Queue({ state, pick, picked }) {
     <ol class="cards" aria-label="Waiting requests">
       ${waiting.slice(0, SHOWN).map(
         (request, place) => html`<li key=${request.id}>
-          <button class="card" data-first=${String(place === 0)} aria-pressed=${String(picked === request.id)} onClick=${() => pick(request.id)}>
+          <button class="card" data-first=${String(place === 0)} aria-pressed=${String(picked === request.id)} onClick=${() => pick(picked === request.id ? null : request.id)}>
             <span class="line">
               <code>${short(request.id)}</code>
               <span>${plural(request.prompt, "token")}</span>
