@@ -8,7 +8,7 @@ import { History, Panel, Sampling } from "./panels.js";
 import { Scene, SceneList } from "./scene_view.js";
 
 const NEAR = 60; // pixels from the end at which the view follows what is written
-const IDEAS = ["Explain in three sentences how a water mill works.", "Write a Python function that finds the longest common prefix of a list of strings.", "Compare tea and coffee in a small table."];
+const IDEAS = ["Tell a short story of a miller and his river.", "Write a Python function that finds the longest common prefix of a list of strings.", "Compare tea and coffee in a small table."];
 
 /** Draws the chat into `element`; `update` gives it the model and says when that changes. `show(id)` opens the engine's view. */
 export function mountChat(element, show) {
