@@ -36,7 +36,7 @@ async def others(url: str, count: int, tokens: int) -> None:
         await asyncio.gather(*(one(http, number) for number in range(count)))
 
 
-async def take(browser: Any, url: str, path: Path, *, count: int = 12, tokens: int = 140) -> None:
+async def take(browser: Any, url: str, path: Path, *, count: int = 12, tokens: int = 140, length: int = 60) -> None:
     """In the midst of an answer, while somebody's long prompt is computed beside it."""
     look = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "dark", "reduced_motion": "reduce"}
     async with opened(browser, url, **look) as page:
@@ -49,11 +49,11 @@ async def take(browser: Any, url: str, path: Path, *, count: int = 12, tokens: i
             await expect(page.locator(".figures")).to_have_text(re.compile(r"([4-9]\d|\d{3,}) out"), timeout=60_000)
             async with httpx.AsyncClient(base_url=url, timeout=300) as http:
                 await page.evaluate("document.activeElement.blur()")
-                late = asyncio.create_task(http.post("/v1/completions", json={"prompt": "At last. " + STORY * 60, "max_tokens": 4}))
+                late = asyncio.create_task(http.post("/v1/completions", json={"prompt": "At last. " + STORY * length, "max_tokens": 4}))
                 with contextlib.suppress(AssertionError):  # a fast machine is past it
-                    await expect(page.get_by_role("region", name="Engine")).to_contain_text(re.compile("[1-9] prompt chunk"), timeout=5000)
+                    await expect(page.get_by_role("region", name="Engine")).to_contain_text(re.compile("[1-9] prompt chunk"), timeout=2000)
                 await page.screenshot(path=path)
-                await late
+                late.cancel()
         finally:
             crowd.cancel()
 

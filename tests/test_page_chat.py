@@ -387,7 +387,7 @@ async def test_a_killed_server_and_the_page_that_comes_back(browser, smollm2, tm
         c = Chat(page, None, None)  # type: ignore
         await expect(page.get_by_role("heading", name="Ask the model something.")).to_be_visible(timeout=60_000)  # it has loaded
         assert f"open {server.url}/ in a browser" in server.log()
-        await take(browser, server.url, tmp_path / "page.png", count=3, tokens=8)
+        await take(browser, server.url, tmp_path / "page.png", count=2, tokens=4, length=4)
         assert 20_000 < (tmp_path / "page.png").stat().st_size < 200_000
         await c.say("Count from one to a hundred in words, separated by commas.")
         await expect(c.answers.locator(".figures")).to_contain_text("TPOT", timeout=60_000)
