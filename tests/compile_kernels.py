@@ -23,6 +23,7 @@ import compile_ahead
 import gpu_decode
 from echo_group import EchoGroup
 from headrace.cache import fp8
+from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels import prepare, tables
@@ -171,6 +172,17 @@ def decode(
     return run
 
 
+def narrow_products() -> None:
+    """One of each way to convert and to scale: the card's own instructions, which the interpreter does not know."""
+    shapes = decode_tiles.product_shapes(gpu_decode.MODELS["8b"])
+    out, f32 = meta(8, 12288), torch.float32
+    gate_up = gpu_decode.narrow_meta(2 * 12288, 4096, "int4")
+    products.glu(meta(1, 4096), gate_up, out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 2), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
+    tile = decode_tiles.narrow_tile(shapes["qkv"], 32, 1)
+    slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
+    products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
+
+
 def in_two(config) -> decode_tiles.TileTable:
     tiles = decode_tiles.default_table(config)[256]
     return {256: decode_tiles.with_attention_in_two(tiles)}
@@ -200,6 +212,7 @@ CASES: dict[str, Callable[[], None]] = {
     "all-reduce of 8": push(8, 4096),
     "all-reduce of 2 wide": push(2, 5120),
     "all-reduce of 4 wide": push(4, 8192),
+    "narrow products": narrow_products,
     "decode of 1 row": decode(1, decode_tiles.default_table),
     "ranks' decode of 1 row": decode(1, decode_tiles.default_table, "8b", 2),
     "ranks' decode of 8 rows": decode(8, decode_tiles.default_table, "8b", 8),

@@ -50,6 +50,12 @@ def test_fused_decode_compiles(capability: int) -> None:
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 
+def test_narrow_products_compile() -> None:
+    kernels = compiled(90, "narrow products")
+    assert [kernel["kernel"] for kernel in kernels] == ["_gemv_kernel", "_narrow_kernel"]
+    assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
+
+
 def test_launching_again_hands_over_the_same(tmp_path):
     assert run("launcher_arguments.py", TRITON_CACHE_DIR=str(tmp_path)).split() == [
         "_rms_norm", "1", "_rms_norm", "1", "_act_mul", "1", "_qkv_rope_write", "1", "_qkv_rope_write", "1",

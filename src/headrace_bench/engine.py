@@ -63,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         measured = measure_limits(llm.engine.device, llm.engine.dtype, cards)
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
-        limits = Limits(llm.engine.model, llm.engine.dtype, measured)
+        config = llm.engine.config
+        narrow = (config.quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)  # a CPU's is not counted
+        limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []
         for temperature in args.temperature:

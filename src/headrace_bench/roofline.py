@@ -2,6 +2,8 @@
 
 A decode step reads the weights once and the keys and values of all contexts; prefill computes every matrix product and the
 lower triangle of attention. Embedding rows, norms and logits of single rows are left out: the limit is a little too good.
+With `--quantization` the layers' matrices are read in that many bytes; products count at the rate of the model's dtype, so
+prompts in FP8 may pass the limit.
 
 Of several cards each reads and computes its part, and what they add up, twice a layer and once for the embedding, passes
 their links: 2 (N - 1) / N of the rows out of each card, at the rate of a large copy to another card. That a sum takes some
@@ -16,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from headrace.cache.kv_cache import KVCache
 from headrace.model.config import ModelConfig
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
@@ -89,26 +92,34 @@ def _seconds(f: Callable[[], object], device: torch.device) -> float:
     return sorted(times[1:])[ROUND_RUNS // 2]
 
 
-class Limits:
-    """Limits of one model on one machine."""
+NARROW_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}  # of a weight; of int4 with scale and zero point of its group
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, machine: Machine):
+
+class Limits:
+    """Limits of one model on one machine; `quantization` of its layers' matrices, keys and values in FP8."""
+
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, machine: Machine, quantization: str | None = None,
+        fp8_cache: bool = False,
+    ):  # fmt: skip
         self.machine, self.model, self.item = machine, model, dtype.itemsize
         layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
         self.dense = model.num_layers * layer  # parameters in matrices, without embedding and head
         self.read = self.dense + model.vocab_size * model.hidden_size  # parameters that a decode step reads
-        self.kv_bytes = 2 * model.num_layers * model.kv_size * self.item  # of one token
+        head = self.item * model.vocab_size * model.hidden_size
+        self.weight_bytes = head + self.dense * NARROW_BYTES.get(quantization or "", self.item)  # that a decode step reads
+        self.kv_bytes = KVCache.bytes_per_block(model, 1, torch.float8_e4m3fn if fp8_cache else dtype)  # of one token
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
     def decode_bytes(self, context_tokens: int) -> float:
         """Of one card."""
-        return self.item * self.read / self.cards + context_tokens * self.kv_bytes * self.kv_part
+        return self.weight_bytes / self.cards + context_tokens * self.kv_bytes * self.kv_part
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
         """One step of `batch` sequences with `context_tokens` tokens in all."""
         part = self.read / self.cards
-        weights = max(self.item * part / self.machine.bandwidth, 2 * part * batch / self.machine.flops)
+        weights = max(self.weight_bytes / self.cards / self.machine.bandwidth, 2 * part * batch / self.machine.flops)
         cache = context_tokens * self.kv_bytes * self.kv_part / self.machine.bandwidth
         return weights + cache + self.sum_seconds(batch)
 
