@@ -25,7 +25,7 @@ from headrace.cli import main
 from headrace.cli.chat import Chat
 from headrace.cli.chat_backends import EngineBackend
 from headrace.cli.chat_screen import PlainScreen, RichScreen, split_blocks
-from headrace.cli.serve import generation_defaults
+from headrace.cli.options import generation_defaults
 from headrace.errors import ParameterError
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams

@@ -97,6 +97,30 @@ def test_every_endpoint(run):
     assert bodies["/v1/embeddings"]["data"] and len(bodies["/v1/rerank"]["results"]) == 2 and bodies["/v1/score"]["data"]
 
 
+def test_lines_for_several_models_are_each_answered_by_their_own(run, monkeypatch, model, tmp_path):
+    other = write_tiny("qwen2", tmp_path / "other")
+    made = []
+
+    class Named(FakeClient):
+        def __init__(self, config, *args, **options):
+            super().__init__(config)
+            self.script = lambda *_: f"I am {config.model}."
+            self.observers, self.spectator = [], None
+            made.append(config.model)
+
+        async def close(self, grace=2.0):
+            await super().close()
+
+    monkeypatch.setattr(headrace.engine.client, "EngineClient", Named)
+    names = [name for _ in range(3) for name in (model, str(other))]
+    lines = [line(f"{k}", "/v1/completions", model=name, max_tokens=200) for k, name in enumerate(names)]
+    code, found, said = run([*lines, line("none", "/v1/completions")], "--model", model, "--model", str(other), "--device", "cpu")
+    answers = {f["custom_id"]: f["response"] for f in found}
+    assert code == 1 and "1 with errors" in said and answers.pop("none")["status_code"] == 400
+    assert [answers[f"{k}"]["body"]["choices"][0]["text"] for k in range(6)] == [f"I am {name}." for name in names]
+    assert sorted(made) == sorted([model, str(other)])
+
+
 BAD = {
     b"{\n": "not JSON", b"null\n": "Expected `object`", b'{"custom_id": 5}\n': "custom_id", b"\xff\xfe{}\n": "not JSON", b"[" * 9000 + b"\n": "",
     json.dumps(line("a") | {"custom_id": ""}).encode() + b"\n": "custom_id is empty", json.dumps(line("a", stream=True)).encode() + b"\n": "body.stream",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.cli import main, make_parser
-from headrace.cli.serve import Server, generation_defaults, server_config
+from headrace.cli.serve import Server, server_config
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.several import check_alone, several_models
 from headrace.config import EngineConfig
@@ -48,7 +48,7 @@ def read(*words: str, file: str = "", tmp: Path | None = None):
         words = ("--config", str(tmp / "c.yaml"), *words)
     args = make_parser().parse_args(["serve", "--device", "cpu", *words])
     check_alone(args)
-    return several_models(args, ServeOptions(), server_config(args), "nobody:builds", {}, generation_defaults)[0]
+    return several_models(args, ServeOptions(), server_config(args), "nobody:builds", {})[0]
 
 
 def closed(models):
@@ -68,7 +68,7 @@ max_queued_requests: 50
 models:
   - {model}
   - {{name: two, model: {other}, max_model_len: 64, max-num-seqs: 3, pinned: true, keep_alive: 5, max_queued_requests: 2}}
-  - {{names: [three, "3"], model: {other}, tool_parser: none, embedding_pooling: last, override_generation_config: {{temperature: 0.25}}}}
+  - {{names: [three, "3"], model: {other}, tool_parser: none, embedding_pooling: last, override_generation_config: '{{"temperature": 0.25}}'}}
 """
     models = closed(read("--model-keep-alive", "60", "--default-model", "3", file=file, tmp=tmp_path))
     one, two, three = (m.spec for m in models.served)
@@ -109,9 +109,13 @@ WRONG = {
     "--model MODEL --model OTHER --served-model-name x": "--served-model-name: got ['x'], allowed: with several models: each has names",
     "--model MODEL --model ./nowhere": "directory nowhere does not exist",
     "--model MODEL --model OTHER --model-memory-bytes 1000": "the model MODEL can never be loaded",
+    "--model MODEL --model OTHER --any-model-name": "--any-model-name: got True, allowed: off without --default-model",
+    "--model MODEL --model OTHER --kv-cache-bytes 9000000000000": "the model MODEL can never be loaded",
+    "--model MODEL --model OTHER --min-replicas 1": "--min-replicas: got 1",
     "--model MODEL --model OTHER --model-keep-alive -1": "--model-keep-alive: got -1.0, allowed: seconds in",
     '--model MODEL --models {"model":"OTHER","max_num_seqs":0}': "models[0].max_num_seqs: got 0, allowed: an integer in [1, 65536]",
-    '--model MODEL --models {"model":"OTHER","max_num_seqs":"4"}': "models[0].max_num_seqs: got '4'",
+    '--model MODEL --models {"model":"OTHER","max_num_seqs":"four"}': "models[0].max_num_seqs: got 'four', allowed: an integer",
+    '--model MODEL --models {"model":"OTHER","pinned":"maybe"}': "models[0].pinned: got 'maybe', allowed: true or false",
     '--model MODEL --models {"model":"OTHER","max_model_len":9999}': "--max-model-len: got 9999, allowed: at most 256",
     '--model MODEL --models {"model":"OTHER","max_num_seq":4}': "models[0].max_num_seq: a model has no such option (did you mean max_num_seqs?)",
     '--model MODEL --models {"model":"OTHER","device":"cpu"}': "models[0].device: this is for all models",

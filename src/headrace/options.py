@@ -34,6 +34,7 @@ class Option:
     unit: str = ""  # of its values; what stands for one in help
     flag: str = ""  # without its dashes, where it is not the name
     nothing: str | None = None  # what the flag without a value means
+    objects: bool = False  # a value may be a JSON object, in a file a mapping
     group: str = ""  # where help shows it: TITLE, or TITLE: DESCRIPTION
     low: float | None = None
     more_than: float | None = None  # as `low`, which is not allowed itself

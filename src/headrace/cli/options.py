@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -92,8 +93,9 @@ def server_options(args: argparse.Namespace) -> dict[str, Any]:
     return options | {name: None for name in ("tool_parser", "reasoning_parser") if options.get(name) == "none"}
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, EngineConfig, "model", "engine", "speculative decoding")
+def add_engine_arguments(parser: argparse.ArgumentParser, again: Mapping[str, str] | None = None) -> None:
+    """`again`: as of add_options."""
+    add_options(parser, EngineConfig, "model", "engine", "speculative decoding", again=again)
     add_options(parser, LogOptions)
 
 
@@ -116,6 +118,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: str = "2
     group.add_argument("--seed", type=int, metavar="N", help="the same seed and prompt give the same text (default: random)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (repeatable)")
     group.add_argument("--n", type=int, metavar="N", default=1, help="samples per prompt")
+
+
+def generation_defaults(text: str) -> dict[str, Any]:
+    """What stands in for the checkpoint's generation_config.json. Raises ParameterError for what is not one of its values."""
+    from headrace.sampling.params import SamplingParams
+
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict) or not set(given) <= set(names):
+        raise ParameterError("--override-generation-config", text, "a JSON object with some of " + ", ".join(names))
+    SamplingParams(**given)
+    return given
 
 
 def sampling_params(args: argparse.Namespace):

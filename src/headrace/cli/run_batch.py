@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from headrace.api.config import ServerConfig
 from headrace.cli.batch_file import (
@@ -30,10 +30,14 @@ from headrace.cli.batch_file import (
 )
 from headrace.cli.options import add_engine_arguments, add_options, engine_options, server_options
 from headrace.cli.parser import text
+from headrace.cli.serve_options import BUILDER, ModelsOptions, ServeOptions
 from headrace.cli.sources import add_config_file
 from headrace.cli.streams import StreamError
 from headrace.config import EngineConfig
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
 
 AHEAD = 64  # lines that are read before they are run
 ANSWERS = (  # options of a server that decide what an answer is
@@ -56,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_config_file(parser)
     add_options(parser, ServerConfig, *ANSWERS)
+    add_options(parser, ModelsOptions)
     add_options(parser, EngineConfig, "data_parallel_size")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, again={"model": "models"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,13 +84,9 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, source: BinaryIO) -> None:
     """The application and its engine, without a network between them and the file."""
-    from headrace.api.app import create_app
     from headrace.api.in_process import post
-    from headrace.engine.client import EngineClient
-    from headrace.engine.supervision import SupervisionConfig
 
-    client = EngineClient(EngineConfig(**engine_options(args)), SupervisionConfig(standby=False), log_level=args.log_level)
-    app = create_app(client, config)
+    client, app = _parts(args, config, batch)
 
     async def ask(url: str, body: bytes) -> Response:
         answer = await post(app, url, body)
@@ -98,12 +99,30 @@ async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, 
     await client.start()
     try:
         await client.wait_loaded()
-        batch.concurrency = batch.concurrency or 2 * client.config.max_num_seqs * client.config.data_parallel_size
         with batch.progress():
             await batch.run(lines_of(source), ask)
     finally:
         await client.close()
         await app.state.api.close()
+
+
+def _parts(args: argparse.Namespace, config: ServerConfig, batch: Batch) -> tuple[Any, Starlette]:
+    """The engine's client, or all models', not started, and the application."""
+    from headrace.api.app import create_app
+    from headrace.cli.several import check_alone, several_models
+    from headrace.engine.client import EngineClient
+    from headrace.engine.supervision import SupervisionConfig
+    from headrace.several_models.app import create_models_app
+
+    check_alone(args)
+    if args.models:
+        models, metrics, config = several_models(args, ServeOptions(log_level=args.log_level), config, BUILDER, {})
+        batch.concurrency = batch.concurrency or 2 * max(model.spec.engine.max_num_seqs for model in models.served)
+        models.switch.max_waiting = max(models.switch.max_waiting, batch.concurrency)  # no line is refused for another's sake
+        return models, create_models_app(models, config, metrics)
+    client = EngineClient(EngineConfig(**engine_options(args)), SupervisionConfig(standby=False), log_level=args.log_level)
+    batch.concurrency = batch.concurrency or 2 * client.config.max_num_seqs * client.config.data_parallel_size
+    return client, create_app(client, config)
 
 
 class Batch:

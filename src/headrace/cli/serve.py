@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from headrace.api.tls import tls_context
 from headrace.cli.fleet import ray_fleet
 from headrace.cli.keys import server_keys
-from headrace.cli.options import engine_options, given, named_model, server_options
+from headrace.cli.options import engine_options, generation_defaults, given, named_model, server_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
-from headrace.cli.serve_options import ServeOptions
+from headrace.cli.serve_options import BUILDER, ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
 from headrace.errors import EngineDeadError, ParameterError
 from headrace.extras import is_installed, require
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from headrace.metrics.trace import TraceFile
 
 logger = logging.getLogger("headrace.server")
-BUILDER = "headrace.engine.build:build_engine"
 
 
 def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
@@ -56,21 +55,6 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     server = Server(options, args, listeners, began, builder)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     return loop.run(server.run())
-
-
-def generation_defaults(text: str) -> dict[str, Any]:
-    """What stands in for the checkpoint's generation_config.json. Raises ParameterError for what is not one of its values."""
-    from headrace.sampling.params import SamplingParams
-
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict) or not set(given) <= set(names):
-        raise ParameterError("--override-generation-config", text, "a JSON object with some of " + ", ".join(names))
-    SamplingParams(**given)
-    return given
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -190,8 +174,9 @@ class Server:
         from headrace.config import EngineConfig
         from headrace.several_models.app import create_models_app
 
-        self.fleet, self.routing = None, Routing(self.options, EngineConfig(), several=False)
-        models, metrics, config = several_models(args, self.options, config, builder, defaults, generation_defaults)
+        self.fleet = ray_fleet(args, self.options)  # None: whatever belongs to one has been refused
+        self.routing = Routing(self.options, EngineConfig(), several=False)
+        models, metrics, config = several_models(args, self.options, config, builder, defaults)
         self.page, self.served = config.page, (args.default_model or models.names[0])
         return models, metrics, http_server(create_models_app(models, config, metrics), self.options.log_level, self.tls)
 

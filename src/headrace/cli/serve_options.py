@@ -18,6 +18,7 @@ from headrace.engine.supervision import SupervisionConfig
 from headrace.errors import ParameterError
 from headrace.options import check, option
 
+BUILDER = "headrace.engine.build:build_engine"  # module:function that makes the engine in a core's process
 _server = partial(option, group="server")
 _fleet = partial(option, group="several cores, other fleets")
 _ray = partial(option, group="several machines: cores on the nodes of a Ray cluster")
@@ -69,8 +70,9 @@ class ModelsOptions:
     """Of a server with several models."""
 
     models: tuple[str, ...] = _models(
-        (), "another, as --model given again; or a JSON object with its own options (in a file: a list of them)", unit="MODEL"
-    )
+        (), "another, as --model given again; or a JSON object with its own options (in a file: a list of them)",
+        unit="MODEL", objects=True,
+    )  # fmt: skip
     default_model: str | None = _models(None, "for requests that name none, with --any-model-name also another", unit="NAME")
     pinned_models: tuple[str, ...] = _models((), "loaded at the start, and never unloaded", flag="pinned-model", unit="NAME")
     model_memory_bytes: int | None = _models(

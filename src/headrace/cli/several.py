@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.options import engine_options, given
+from headrace.cli.options import engine_options, generation_defaults, given
 from headrace.cli.serve_options import ModelsOptions, ServeOptions
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, ParameterError
@@ -34,7 +34,8 @@ OF_SERVER = (  # options of the application that a model may have of its own
     "chat_template", "tool_parser", "reasoning_parser", "embedding_pooling", "score_method", "special_tokens_in_content",
     "max_queued_requests", "max_queued_tokens",
 )  # fmt: skip
-OWN = ("name", "names", "pinned", "keep_alive", "memory_bytes", "override_generation_config")
+OWN = ("name", "names", "pinned", "keep_alive", "override_generation_config")
+TRUTHS = {"true": True, "false": False}
 
 
 def check_alone(args: argparse.Namespace) -> None:
@@ -49,19 +50,17 @@ def check_alone(args: argparse.Namespace) -> None:
         ("data_parallel_size", 1), ("tensor_parallel_size", 1), ("api_processes", 1), ("ray", None), ("trace", None),
         ("kv_events", None), ("allow_kill_core", False), ("served_model_names", ()),
     ):  # fmt: skip
-        value = getattr(args, name)
-        if name in args.sources and value != only:
+        if name in args.sources and (value := getattr(args, name)) != only:
             instead = "each has names of its own (`models:` in the file of --config)" if name == "served_model_names" else only
             raise ParameterError(args.sources[name], value, f"with several models: {instead}")
 
 
 def several_models(
-    args: argparse.Namespace, options: ServeOptions, config: ServerConfig, builder: str, defaults: dict[str, Any],
-    read_defaults: Callable[[str], dict[str, Any]],
+    args: argparse.Namespace, options: ServeOptions, config: ServerConfig, builder: str, defaults: dict[str, Any]
 ) -> tuple[Models, ModelsMetrics, ServerConfig]:  # fmt: skip
     """All of them, not started, their metrics, and the configuration of the server. Whatever is wrong with one is raised here.
 
-    `defaults`: of sampling, where a model has none of its own; `read_defaults` reads those.
+    `defaults`: of sampling, where a model has none of its own.
     """
     from headrace.engine.client import EngineClient
     from headrace.engine.supervision import SupervisionConfig
@@ -72,10 +71,10 @@ def several_models(
     asked = ModelsOptions(**given(ModelsOptions, args))
     first = [args.model] if "model" in args.sources else []
     entries = [_entry(i, text) for i, text in enumerate(asked.models)]
-    read = SpecReader(args, config, asked, defaults, read_defaults)
+    read = SpecReader(args, config, asked, defaults)
     specs = [read.spec({"model": name}, "model") for name in first]
     specs += [read.spec(entry, f"models[{i}]") for i, entry in enumerate(entries)]
-    _check_names(specs, asked)
+    _check_names(specs, asked, config.any_model_name)
     specs, sizes, budget = divide(specs, asked.model_memory_bytes)
 
     supervision = SupervisionConfig(**{"standby": False, **given(SupervisionConfig, args)})
@@ -103,11 +102,13 @@ def _entry(number: int, text: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _check_names(specs: list[ModelSpec], asked: ModelsOptions) -> None:
+def _check_names(specs: list[ModelSpec], asked: ModelsOptions, any_name: bool) -> None:
     names = [name for spec in specs for name in spec.names]
     for name in names:
         if names.count(name) > 1:
             raise ParameterError("models", name, "names that differ: give one of these models a `name` of its own")
+    if any_name and asked.default_model is None:
+        raise ParameterError("any_model_name", True, "off without --default-model, where there are several models")
     for option, value in (("default_model", asked.default_model), *(("pinned_models", name) for name in asked.pinned_models)):
         if value is not None and value not in names:
             raise ParameterError(option, value, "one of " + ", ".join(names))
@@ -116,19 +117,18 @@ def _check_names(specs: list[ModelSpec], asked: ModelsOptions) -> None:
 class SpecReader:
     """Makes what is known of a model of what is said for it and for all."""
 
-    def __init__(
-        self, args: argparse.Namespace, config: ServerConfig, asked: ModelsOptions, defaults: dict[str, Any],
-        read_defaults: Callable[[str], dict[str, Any]],
-    ):  # fmt: skip
+    def __init__(self, args: argparse.Namespace, config: ServerConfig, asked: ModelsOptions, defaults: dict[str, Any]):
         self.engine = {name: value for name, value in engine_options(args).items() if name != "model"}
-        self.config, self.asked, self.defaults, self.read_defaults = config, asked, defaults, read_defaults
-        own = [o.name for o in options_of(EngineConfig) if o.help and o.name not in SHARED]
-        self._of_engine = frozenset(own)
+        self.config, self.asked, self.defaults = config, asked, defaults
+        own = [o for o in options_of(EngineConfig) if (o.help or o.name == "memory_bytes") and o.name not in SHARED]
+        self._of_engine = frozenset(o.name for o in own)
+        self._kinds = {o.name: o.kind for o in (*own, *options_of(type(config)))} | {"pinned": bool, "keep_alive": float}
 
     def spec(self, entry: dict[str, Any], place: str) -> ModelSpec:
         """`place`: of the entry, for what is wrong with it."""
         known = [*OWN, *self._of_engine, *OF_SERVER]
         found = {key.replace("-", "_"): value for key, value in entry.items() if value is not None}
+        found = {key: _read(value, self._kinds.get(key, str)) for key, value in found.items()}
         for key in found:
             if key in SHARED:
                 raise HeadraceError(f"{place}.{key}: this is for all models: it stands beside `models:`, not in it")
@@ -142,12 +142,11 @@ class SpecReader:
     def _spec(self, found: dict[str, Any]) -> ModelSpec:
         from headrace.several_models.served import ModelSpec
 
-        own = {k: v for k, v in found.items() if k in self._of_engine or k == "memory_bytes"}
-        engine = EngineConfig(**{**self.engine, **own})
+        engine = EngineConfig(**{**self.engine, **{k: v for k, v in found.items() if k in self._of_engine}})
         names = _names(found, engine)
         defaults = self.defaults
         if (sampling := found.get("override_generation_config")) is not None:
-            defaults = self.read_defaults(sampling if isinstance(sampling, str) else json.dumps(sampling))
+            defaults = generation_defaults(sampling if isinstance(sampling, str) else json.dumps(sampling))
         return ModelSpec(
             names=names, engine=engine, server=self._server(found, names), generation_defaults=defaults,
             pinned=_truth(found.get("pinned", False)) or any(name in self.asked.pinned_models for name in names),
@@ -162,6 +161,16 @@ class SpecReader:
         own |= {name: None for name in ("tool_parser", "reasoning_parser") if own.get(name) == "none"}
         takes_any = self.config.any_model_name and self.asked.default_model in names
         return replace(self.config, **own, any_model_name=takes_any, responses_store_bytes=0, otlp_traces_endpoint=None)
+
+
+def _read(value: Any, kind: type) -> Any:
+    """A text of a file as what it means; what it cannot mean is refused as it is, where it is used."""
+    if not isinstance(value, str) or kind not in (bool, int, float):
+        return value
+    try:
+        return TRUTHS[value.lower()] if kind is bool else kind(value)
+    except (LookupError, ValueError):
+        return value
 
 
 def _names(found: dict[str, Any], engine: EngineConfig) -> tuple[str, ...]:
@@ -194,7 +203,10 @@ def divide(specs: list[ModelSpec], wanted: int | None) -> tuple[list[ModelSpec],
     CapacityError for a model that can never be loaded."""
     shared = specs[0].engine
     budget, on_card = memory.budget_of(shared, wanted)
-    weights = [memory.weight_bytes(spec.engine, resolve_checkpoint(spec.engine), on_card) for spec in specs]
+    weights = [
+        memory.weight_bytes(spec.engine, resolve_checkpoint(spec.engine), on_card) + (spec.engine.kv_cache_bytes or 0)
+        for spec in specs
+    ]  # with a cache of a size that was asked for: neither can be less
     asked = [spec.memory_bytes for spec in specs]
     sizes = memory.shares(budget, weights, asked)
     names, pinned = [spec.names[0] for spec in specs], [spec.pinned for spec in specs]

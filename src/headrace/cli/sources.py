@@ -6,6 +6,7 @@ Values of all sources are read alike. Each value that was given has a source in 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,8 @@ def _one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, s
     try:
         if action.nargs == 0:
             return BOOLEANS[value.lower()]
+        if isinstance(value, dict) and action.described.objects:  # type: ignore[attr-defined]
+            value = json.dumps(value)
         if not isinstance(value, str):
             raise argparse.ArgumentError(action, "a list or a mapping")
         found = parser._get_value(action, value)

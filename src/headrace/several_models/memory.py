@@ -113,6 +113,6 @@ def check_room(budget: int, names: Sequence[str], weights: Sequence[int], sizes:
         if size > room or weight >= size:
             beside = " beside the pinned models" if stay and not stays else ""
             raise CapacityError(
-                f"the model {name} can never be loaded{beside}: its weights take {weight / GIB:.2f} GiB, its share is "
-                f"{size / GIB:.2f}, and the room {room / GIB:.2f} of a budget of {budget / GIB:.2f} GiB (model-memory-bytes)"
+                f"the model {name} can never be loaded{beside}: its weights (with kv_cache_bytes) take {weight / GIB:.2f} GiB, "
+                f"its share is {size / GIB:.2f}, and the room {room / GIB:.2f} of {budget / GIB:.2f} GiB (model-memory-bytes)"
             )

@@ -70,6 +70,9 @@ class Models:
     async def start(self) -> None:
         self.switch.start()
 
+    async def wait_loaded(self) -> None:
+        """They are loaded when they are asked for: there is nothing to wait for."""
+
     @property
     def num_requests(self) -> int:
         return max(sum(entry.users for entry in self.entries), sum(model.num_requests for model in self.served))

@@ -190,7 +190,7 @@ class Switch:
         for entry in self.entries:
             entry.yielding = False
             if entry.expires() <= now:
-                self._begin_unload(entry, "nobody has asked for it for as long as it stays then")
+                self._begin_unload(entry, "idle for as long as it is kept")
         wanted = [entry for entry in self.entries if self._is_wanted(entry, now)]
         for entry in sorted(wanted, key=self._since):
             if entry.state not in (State.UNLOADED, State.FAILED):

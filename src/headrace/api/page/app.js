@@ -95,6 +95,7 @@ function KeyDialog({ wrong, done }) {
 function App({ chat }) {
   const [models, setModels] = useState([]);
   const [model, setModel] = useState(null);
+  const [several, setSeveral] = useState(false);
   const [loading, setLoading] = useState(true);
   const [status, setStatus] = useState({ kind: "connecting", words: "connecting" });
   const [key, setKey] = useState({ needed: false, asking: false, wrong: false });
@@ -105,7 +106,9 @@ function App({ chat }) {
       try {
         const served = (await askJson("v1/models")).data;
         if (over) return;
-        const names = served.map((found) => found.id), loaded = served.some((found) => found.max_model_len);
+        // of several models each has a state, and is loaded when it is asked something
+        const names = served.map((found) => found.id), loaded = served.some((found) => found.max_model_len || found.state);
+        setSeveral(served.some((found) => found.state));
         if (!loaded) timer = setTimeout(load, again);
         setLoading(!loaded);
         setModels(names);
@@ -128,12 +131,13 @@ function App({ chat }) {
     if (!model) return;
     const feed = connect({
       apiKey: apiKey(),
+      model: several ? model : null,
       onState: () => {},
       onStatus: (kind, words) => setStatus({ kind, words: words ?? kind }),
     });
     mount(document.getElementById("engine"), feed);
     return () => feed.close();
-  }, [model !== null, key.asking]);
+  }, [several ? model : model !== null, key.asking]);
 
   useEffect(() => chat.update(model, loading), [model, loading]);
   const given = (text) => { setApiKey(text); bus.dispatchEvent(new Event("load")); };

@@ -1,5 +1,5 @@
 // What the engine does, as it happens: reads GET /glass/events, keeps the state, and the last 1,000 steps to go back to.
-//   connect({apiKey, core, onState, onStatus}) -> a Feed
+//   connect({apiKey, core, model, onState, onStatus}) -> a Feed; `model`: which of several
 //     onState(feed) for each frame; onStatus("connecting" | "live" | "lost" | "off", words)
 
 import { State } from "./engine/state.js";
@@ -18,8 +18,8 @@ export function connect(options) {
 }
 
 export class Feed {
-  constructor({ apiKey = null, core = 0, onState = () => {}, onStatus = () => {} }) {
-    Object.assign(this, { apiKey, core, onState, onStatus });
+  constructor({ apiKey = null, core = 0, model = null, onState = () => {}, onStatus = () => {} }) {
+    Object.assign(this, { apiKey, core, model, onState, onStatus });
     this.status = "connecting";
     this.words = "connecting";
     this.live = null; // the newest State; null: none has come yet
@@ -158,7 +158,8 @@ export class Feed {
   // ---- what comes
 
   async #read(signal) {
-    const url = new URL(`../glass/events?core=${this.core}`, import.meta.url);
+    const query = new URLSearchParams({ core: this.core, ...(this.model !== null && { model: this.model }) });
+    const url = new URL(`../glass/events?${query}`, import.meta.url);
     const response = await fetch(url, { headers: this.#headers, signal, cache: "no-store" });
     if (!response.ok) throw await refusal(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

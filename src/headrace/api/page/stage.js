@@ -14,7 +14,7 @@ export class Stage {
   }
 
   async look() {
-    this.server = await askJson("glass/server", { signal: this.signal });
+    this.server = await askJson(`glass/server?${new URLSearchParams({ model: this.model })}`, { signal: this.signal });
     return this.server;
   }
 
