@@ -96,7 +96,12 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(engine: Any, glass: Any = None, **options: Any) -> AsyncIterator[Served]:
-    app = create_app(engine, ServerConfig(**options), glass=glass)
+    async with listening(create_app(engine, ServerConfig(**options), glass=glass), engine) as here:
+        yield here
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Any, engine: Any = None) -> AsyncIterator[Served]:
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve())

@@ -11,7 +11,8 @@ from typing import Any
 from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
 from page_picture import take
-from server_driver import Served, ServerProcess, serving, soon
+from server_driver import Served, ServerProcess, listening, serving, soon
+from several_world import World
 
 LONG = "".join(f"word{i} " for i in range(400))
 EVERYTHING = """# Title
@@ -342,6 +343,26 @@ async def test_what_is_being_written_is_kept_when_it_is_left(browser):
         await expect(c.answers).to_contain_text("word3 ")
         await expect(c.page.get_by_role("article", name="You")).to_have_text("first")
         await soon(lambda: len(c.engine.aborted) == 2, 20)
+
+
+async def test_the_picker_chooses_among_several_models_and_the_engine_is_that_ones(browser):
+    world = World(room=2)
+    await world.models.start()
+    try:
+        async with listening(world.app) as here, opened(browser, f"http://127.0.0.1:{here.port}", expected=("503",)) as page:
+            seen = Chat(page, here, world.clients[0])
+            status = page.locator(".status")
+            await expect(status).to_contain_text("not loaded")
+            for name in ("b", "a"):
+                await page.get_by_label("Model", exact=True).select_option(name)
+                await expect(await seen.ask(f"hello {name}")).to_contain_text(f"I am {name}.")
+                await expect(status).to_contain_text("has loaded its model")
+                hub = world.models.served["ab".index(name)].hub
+                await soon(lambda hub=hub: hub.viewers)
+            assert world.states() == ["loaded", "loaded"]
+    finally:
+        await world.http.aclose()
+        await world.models.close()
 
 
 async def test_with_an_api_key(browser):
