@@ -121,8 +121,10 @@ class SpecReader:
         self.engine = {name: value for name, value in engine_options(args).items() if name != "model"}
         self.config, self.asked, self.defaults = config, asked, defaults
         own = [o for o in options_of(EngineConfig) if (o.help or o.name == "memory_bytes") and o.name not in SHARED]
+        application: type = type(config)
+        of_application = options_of(application)
         self._of_engine = frozenset(o.name for o in own)
-        self._kinds = {o.name: o.kind for o in (*own, *options_of(type(config)))} | {"pinned": bool, "keep_alive": float}
+        self._kinds = {o.name: o.kind for o in (*own, *of_application)} | {"pinned": bool, "keep_alive": float}
 
     def spec(self, entry: dict[str, Any], place: str) -> ModelSpec:
         """`place`: of the entry, for what is wrong with it."""
