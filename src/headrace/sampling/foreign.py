@@ -32,7 +32,7 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "inputs": ("prompt", ""), "parameters": ("", "its fields belong at the top of the body"),
     "options": ("", "its fields belong at the top of the body"), "extra_body": ("", "its fields belong at the top of the body"),
     "sampling_params": ("", "its fields belong at the top of the body"),
-    "num_ctx": ("", "the context is the server's: --max-model-len"), "keep_alive": ("", "it is of Ollama's API, and of servers with several models"),
+    "num_ctx": ("", "the context is the server's: --max-model-len"), "keep_alive": ("", "it is of Ollama's API"),
 }  # fmt: skip
 
 
