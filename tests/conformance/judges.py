@@ -124,12 +124,22 @@ JUDGES = [
         "fleet in a Ray cluster", (), (sys.executable, "-m", "pytest", str(HERE / "real_ray.py")), server="",
         counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
     ),
+    Judge(
+        "Claude Code and Codex", (), (sys.executable, str(HERE / "coding_clients.py"), "{fetched}", "{work}"), server="",
+        counts=r"(?P<passed>\d+) passed, (?P<failed>\d+) failed",
+    ),
     Judge("histories of agents", (), (sys.executable, str(HERE / "agents.py"), "{url}", "{model}"), needs="passed"),
     client("openai (Python)", "openai", "openai_client.py"),
     client("langchain-openai", "langchain-openai", "langchain_client.py"),
     client("litellm", "litellm", "litellm_client.py"),
     client("pydantic-ai", "pydantic-ai-slim[openai]", "pydantic_ai_client.py"),
     client("instructor", "instructor", "instructor_client.py"),
+    client("anthropic", "anthropic", "anthropic_client.py"),
+    client("ollama", "ollama", "ollama_client.py"),
+    client("cohere", "cohere", "cohere_client.py"),
+    Judge(
+        "batch files", (), (sys.executable, str(HERE / "batch.py"), "{url}", "{model}", "{work}"), counts=r"(?P<passed>\d+) passed",
+    ),
     Judge("openai (Node)", (), ("node", "openai_client.mjs", "{url}/v1", "{model}"), node=True),
     Judge("AI SDK", (), ("node", "ai_sdk_client.mjs", "{url}/v1", "{model}"), node=True),
 ]  # fmt: skip
