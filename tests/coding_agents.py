@@ -7,13 +7,19 @@ with a real model; so an agent that sends the same conversation again gets the s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from fake_engine import FakeEngine
+from headrace.api.app import create_app
+from headrace.api.config import ServerConfig
 from headrace.sampling.params import SamplingParams
 
 TASK = "Rename f to g in a.py, then run it."
@@ -101,6 +107,21 @@ def codex_script_lines() -> list[Line]:
     ]  # fmt: skip
 
 
+@contextlib.contextmanager
+def served(lines: Sequence[Line], after: Callable[[], int] = lambda: -1) -> Iterator[tuple[str, Cuts]]:
+    """The address of a server of that model in a thread, and its cuts."""
+    app = Cuts(create_app(engine(lines), ServerConfig(any_model_name=True)), after)  # type: ignore[arg-type]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", access_log=False))
+    socket = server.config.bind_socket()
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([socket])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}", app
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
 class Cuts:
     """An application whose streams are cut off: the first one of each body after so many pieces as `after` says; what is asked
     again is answered whole. `times`: how often it was done."""
@@ -116,10 +137,7 @@ class Cuts:
         while messages[-1].get("more_body"):
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
-        gone, left, streamed = asyncio.Event(), self.after(), False
-        if body in self._seen:
-            left = sys.maxsize
-        self._seen.add(body)
+        gone, left = asyncio.Event(), sys.maxsize
 
         async def given() -> Any:
             if messages:
@@ -133,11 +151,13 @@ class Cuts:
                     wait.cancel()
 
         async def taken(message: Any) -> None:
-            nonlocal left, streamed
+            nonlocal left
             if message["type"] == "http.response.start":
-                streamed = dict(message["headers"]).get(b"content-type") == b"text/event-stream"
-            elif streamed:
-                if not left and not gone.is_set():
+                if dict(message["headers"]).get(b"content-type") == b"text/event-stream" and body not in self._seen:
+                    self._seen.add(body)
+                    left = self.after()
+            else:
+                if not left:
                     self.times += 1
                     gone.set()
                 left -= 1

@@ -23,10 +23,10 @@ def quick(name: str) -> Judge:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [("tiny", ("schemathesis", "openai (Python)", "litellm")), ("model", ("llm-comply openai-chat", "llm-comply open-responses"))],
+    [("tiny", ("schemathesis", "openai (Python)", "litellm")), ("strict", ("llm-comply openai-chat", "llm-comply open-responses"))],
 )
 def test_judges(kind, names, tmp_path, request):
-    if kind == "model":
+    if kind == "strict":
         request.getfixturevalue("smollm2")
     here = {"bin": str(Path(sys.executable).parent), "site": sysconfig.get_path("purelib")}
     with server(kind, tmp_path) as running:

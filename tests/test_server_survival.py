@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -11,6 +12,10 @@ import pytest
 
 from core_builders import POISON, POISON_HANG, POISON_NAN
 from disturbance import disturbed, idle, leftovers, poisonous, prompts, some_asks, undisturbed, with_bad_ones
+from fake_engine import FakeEngine
+from fuzz_requests import BODIES, PLAIN
+from fuzzing import fuzz
+from headrace.api.app import create_app
 from server_driver import ServerProcess, processes_of, until
 
 
@@ -112,3 +117,18 @@ def test_a_step_that_never_ends(sick):
     assert time.monotonic() - began > 4 and "one step takes" in sick.log()
     assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(good)
     idle(sick)
+
+
+def test_drawn_requests_of_all_kinds_leave_it_as_it_was(server):
+    """`benchmarks/fuzz.py` does this with as many as one likes."""
+    server.wait_ready()
+    fuzzed = asyncio.run(fuzz(int(server.url.rpartition(":")[2]), 300, seed=1))
+    assert not fuzzed.faults, "\n".join(fuzzed.faults)
+    assert fuzzed.statuses["200"] > 100 and fuzzed.statuses["400"] > 60, fuzzed.statuses
+    assert "Traceback" not in server.log()
+    idle(server)
+
+
+def test_every_path_is_drawn():
+    app = create_app(FakeEngine(), glass=object())
+    assert {route.path for route in app.routes} == {*BODIES, *PLAIN}

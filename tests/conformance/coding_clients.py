@@ -8,23 +8,15 @@ Neither is told of anything but this machine's server; their settings lie in WOR
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import itertools
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import uvicorn
-
 import coding_agents as play
-from headrace.api.app import create_app
-from headrace.api.config import ServerConfig
 
 PACKAGES = ("@anthropic-ai/claude-code", "@openai/codex")
 CODEX = """
@@ -54,20 +46,6 @@ def fetched(folder: Path) -> Path:
     return folder / "node_modules/.bin"
 
 
-@contextlib.contextmanager
-def serving(lines: list[play.Line], after: Callable[[], int]) -> Iterator[tuple[str, play.Cuts]]:
-    app = play.Cuts(create_app(play.engine(lines), ServerConfig(any_model_name=True)), after)  # type: ignore[arg-type]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", access_log=False))
-    socket = server.config.bind_socket()
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([socket])))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}", app
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
 def claude(bin: Path, home: Path, url: str, model: str) -> tuple[list[str], dict[str, str]]:
     own = {
         "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "x", "ANTHROPIC_MODEL": model, "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
@@ -93,7 +71,7 @@ def main(folder: Path, work: Path) -> int:
         here, home = (work / f"{passed + failed}-{part}" for part in ("work", "home"))
         here.mkdir(), home.mkdir()
         (here / "a.py").write_text(play.FILE)
-        with serving(lines(here), itertools.cycle((1, 4, 9, 16) if cut else (-1,)).__next__) as (url, app):
+        with play.served(lines(here), itertools.cycle((1, 4, 9, 16) if cut else (-1,)).__next__) as (url, app):
             command, own = client(bin, home, url, model)
             environment = {"PATH": os.environ["PATH"], "HOME": str(home), "LANG": "C.UTF-8", **own}
             ran = subprocess.run(command, cwd=here, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
