@@ -67,7 +67,8 @@ class NativeStep:
         settings.rounding = getattr(_step.Rounding, rounding)
         settings.block_size, settings.threads = block_size, threads
         layers = range(config.num_layers)
-        kinds = [int(config.rope_of(layer) is not config.rope) for layer in layers]
+        ropes = list(dict.fromkeys(config.rope_of(layer) for layer in layers))
+        kinds = [ropes.index(config.rope_of(layer)) for layer in layers]
         self.model = _step.Model(self.library, settings, [config.window(layer) for layer in layers], kinds)
         self._load(weights, max_len, getattr(_step.Format, matrices))
         size = _step.block_bytes(settings.cache_format, block_size, config.num_kv_heads, config.head_dim)
@@ -78,8 +79,7 @@ class NativeStep:
 
     def _load(self, weights: DecoderWeights, max_len: int, matrices) -> None:
         config, names = self.config, _step.MatrixName
-        kinds = [config.rope] if config.rope_local is None else [config.rope, config.rope_local]
-        for kind, rope in enumerate(kinds):
+        for kind, rope in enumerate(dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))):
             self.model.set_rope(kind, *rope_tables(rope, max_len))
         if weights.lm_head.tensors[0] is not weights.embedding:
             self._add(-1, names.EMBEDDING, [weights.embedding], matrices)

@@ -19,6 +19,8 @@ VARIANTS = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "gemma3-plain": ("gemma3", {"rope_parameters": None, "layer_types": None, "num_hidden_layers": 7}),
     "phi3-window": ("phi3", {"sliding_window": 10}),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": None, "no_rope_layer_interval": 2}),
+    "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 TOLERANCE = 1e-4  # of the largest logit

@@ -30,6 +30,23 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"num_attention_heads": 4, "num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "olmo2": ("Olmo2Config", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 9, "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 5000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3Config", {"num_attention_heads": 4, "no_rope_layers": [1, 0, 1]}),
+    "exaone4": (
+        "Exaone4Config", {"head_dim": 16, "num_attention_heads": 4, "sliding_window": 9, "sliding_window_pattern": 2}
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16, "num_attention_heads": 4, "attention_out_bias": True, "mlp_bias": True}),
     "granite": (
         "GraniteConfig",
         {

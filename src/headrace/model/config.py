@@ -5,7 +5,7 @@ Built from Hugging Face `config.json` or GGUF metadata by `families.py`; every a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -13,13 +13,14 @@ from typing import Literal
 class RopeConfig:
     """Rotary position embedding: kind, base and the parameters of its scaling.
 
-    `kind` is the scaling (default, linear, dynamic, llama3, yarn, longrope); `dim` the number of rotated dimensions of a
-    head (head_dim times the partial rotary factor); `params` the raw `rope_scaling` entries that the kind needs.
+    `kind` is the scaling (default, linear, dynamic, llama3, yarn, longrope), or none: nothing is rotated; `dim` the number of
+    rotated dimensions of a head (head_dim times the partial rotary factor); `params` the raw `rope_scaling` entries that the
+    kind needs.
     """
 
     theta: float
     dim: int
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "none"] = "default"
     max_position: int = 2048
     params: tuple[tuple[str, object], ...] = ()  # sorted items of rope_scaling: hashable
 
@@ -42,6 +43,7 @@ class ModelConfig:
     max_position: int
     rope: RopeConfig
     rope_local: RopeConfig | None = None  # of layers with a window, where it differs (Gemma-3)
+    rope_layers: tuple[bool, ...] = ()  # per layer, whether it has any; () = all (SmolLM3, EXAONE-4)
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to every norm weight (Gemma: 1)
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # sandwich: before and after each part (Gemma-2/3); post: OLMo-2
@@ -65,7 +67,8 @@ class ModelConfig:
         return self.windows[layer] if self.windows else 0
 
     def rope_of(self, layer: int) -> RopeConfig:
-        return self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
+        rope = self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
+        return rope if not self.rope_layers or self.rope_layers[layer] else replace(rope, kind="none")
 
     @property
     def q_size(self) -> int:

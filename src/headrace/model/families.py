@@ -61,6 +61,38 @@ def _olmo2(c: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": bias, "o_bias": bias, "norm_place": "post", "qk_norm": "full"}
 
 
+def _olmo3(c: HfConfig) -> dict[str, Any]:
+    return {
+        **_olmo2(c),
+        "windows": _typed_windows(c, lambda layer: (layer + 1) % 4 != 0),
+        "rope_local": _rope_local(c, c.number("rope_theta", 500_000.0)),
+    }
+
+
+def _smollm3(c: HfConfig) -> dict[str, Any]:
+    layers, interval = c.num_layers(), c.count("no_rope_layer_interval", 4)
+    rotated = c.raw.get("no_rope_layers")  # 1: the layer has rotary embedding
+    if rotated is None:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(value not in (0, 1) for value in rotated):
+        raise CheckpointError(f"config.json: no_rope_layers is {rotated!r}, wanted {layers} times 0 or 1")
+    rope_layers = tuple(map(bool, rotated[:layers]))
+    windowed = c.flag("use_sliding_window")
+    windows = _typed_windows(c, lambda layer: windowed and not rope_layers[layer])
+    return {**_biases(c), "rope_layers": rope_layers, "windows": windows}
+
+
+def _exaone4(c: HfConfig) -> dict[str, Any]:
+    windows = _typed_windows(c, lambda layer: (layer + 1) % c.count("sliding_window_pattern", 4) != 0)
+    # with a window in the config, the layers without one have no rotary embedding
+    rope_layers = tuple(map(bool, windows or (0,) * c.num_layers())) if c.count("sliding_window", 0) else ()
+    return {"norm_place": "post", "qk_norm": "head", "windows": windows, "rope_layers": rope_layers}
+
+
+def _seed_oss(c: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": c.flag("attention_bias"), "o_bias": c.flag("attention_out_bias"), "mlp_bias": c.flag("mlp_bias")}
+
+
 def _granite(c: HfConfig) -> dict[str, Any]:
     return {
         **_biases(c),
@@ -97,17 +129,22 @@ def _gemma2(c: HfConfig) -> dict[str, Any]:
 def _gemma3(c: HfConfig) -> dict[str, Any]:
     if c.raw.get("attn_logit_softcapping"):
         raise CheckpointError("config.json: attn_logit_softcapping is not defined for Gemma-3")
-    rope = c.raw.get("rope_parameters")
-    if isinstance(rope, dict) and rope and not any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(f"config.json: rope_parameters is {rope!r}, wanted full_attention and sliding_attention in it")
     pattern = c.count("sliding_window_pattern", 6)
     return {
         **_gemma(c),
         "qk_norm": "head",
         "windows": _typed_windows(c, lambda layer: (layer + 1) % pattern != 0),
         "logit_softcap": c.number("final_logit_softcapping", 0.0),
-        "rope_local": c.rope("sliding_attention", c.number("rope_local_base_freq", 10_000.0)),
+        "rope_local": _rope_local(c, c.number("rope_local_base_freq", 10_000.0)),
     }
+
+
+def _rope_local(c: HfConfig, theta: float) -> RopeConfig:
+    """Of the layers with a window, in families that have two."""
+    rope = c.raw.get("rope_parameters")
+    if isinstance(rope, dict) and rope and not any(isinstance(value, dict) for value in rope.values()):
+        raise CheckpointError(f"config.json: rope_parameters is {rope!r}, wanted full_attention and sliding_attention in it")
+    return c.rope("sliding_attention", theta)
 
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -121,6 +158,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "qwen2": Family(("Qwen2ForCausalLM",), _qwen2, defaults=_QWEN_DEFAULTS),
     "qwen3": Family(("Qwen3ForCausalLM",), _qwen3, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
     "olmo2": Family(("Olmo2ForCausalLM",), _olmo2, POST_NORM_NAMES, {"rms_norm_eps": 1e-5}),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",), _olmo3, POST_NORM_NAMES,
+        {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+    ),
+    "smollm3": Family(("SmolLM3ForCausalLM",), _smollm3, defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0}),
+    "exaone4": Family(
+        ("Exaone4ForCausalLM",), _exaone4, POST_NORM_NAMES,
+        {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096},
+    ),
+    "seed_oss": Family(
+        ("SeedOssForCausalLM",), _seed_oss, defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8}
+    ),
     "granite": Family(("GraniteForCausalLM",), _granite),
     "phi3": Family(
         ("Phi3ForCausalLM",), _mistral, FUSED_NAMES,

@@ -112,6 +112,11 @@ def _longrope(rope: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(rope, rope.theta)), attention
 
 
+def _none(rope: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """No angle at any position: what runs layers with rotation runs those without."""
+    return torch.zeros(rope.dim // 2), 1.0
+
+
 _KINDS = {
     "default": _default,
     "linear": _linear,
@@ -119,4 +124,5 @@ _KINDS = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "none": _none,
 }
