@@ -100,6 +100,7 @@ def test_without_a_name_the_default_answers_or_the_names_are_told():
     async def refused(world: World) -> None:
         answer = await world.http.post("/v1/completions", json={"prompt": "hi"})
         assert answer.status_code == 400 and "a, alias:7b, b" in answer.text and answer.json()["error"]["param"] == "model"
+        assert (await world.http.post("/v1/completions", json={"prompt": "hi", "model": ""})).status_code == 404
         answer = await world.http.post("/v1/completions", json={"prompt": "hi", "model": 7})
         assert answer.status_code == 400 and "model: Expected `str | null`, got `int`" in answer.text
 

@@ -80,7 +80,7 @@ class ModelEndpoint(Endpoint):
         data = await read_body(request, self.ctx.config)
         ollama = scope["path"].startswith("/api/")
         named = read_named(data)
-        number = chosen(self.models, named.model or (named.name if ollama else None), ollama)
+        number = chosen(self.models, named.name if ollama and named.model is None else named.model, ollama)
         model, entry = self.models.served[number], self.models.entries[number]
         seconds = keep_alive_seconds(named.keep_alive) if ollama else None
         if seconds == 0 and scope["path"] in EMPTY and not (named.prompt or named.messages):
