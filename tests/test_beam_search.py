@@ -69,7 +69,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("num_eos", [0, 1, 12])
+@pytest.mark.parametrize("num_eos", [0, 12])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_those_of_transformers(pair, case, num_eos):
     ours, theirs = pair

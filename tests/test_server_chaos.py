@@ -10,7 +10,7 @@ from chaos import Chaos
 from server_driver import ServerProcess
 
 
-@pytest.mark.parametrize(("cores", "seconds"), [(1, 18), (2, 10)])
+@pytest.mark.parametrize(("cores", "seconds"), [(1, 12), (2, 9)])
 def test_chaos(model, tmp_path: Path, cores, seconds):
     options = ("--served-model-name", "tiny", "--heartbeat-timeout", "3", "--max-restarts", "1000", "--data-parallel-size", str(cores))
     with ServerProcess(model, *options, tmp=tmp_path) as server:

@@ -138,11 +138,11 @@ def test_masks_of_drafts_in_captured_steps(model, alone, p_right):
 # ---- what is forced, without anybody who guesses
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"num_kv_blocks": 30}, {"max_num_batched_tokens": 9, "num_kv_blocks": 64}, {"async_scheduling": False, "speculative_max_rows": 10},
-    {"enable_prefix_caching": False, "max_num_seqs": 3},
+@pytest.mark.parametrize("overlap, multiple, options", [
+    (False, 1, {}), (False, 1, {"num_kv_blocks": 30}), (True, 1, {"async_scheduling": False, "speculative_max_rows": 10}),
+    (True, 1, {"num_kv_blocks": 30}), (True, 3, {}), (True, 3, {"max_num_batched_tokens": 9, "num_kv_blocks": 64}),
+    (True, 16, {"num_kv_blocks": 30}), (True, 16, {"enable_prefix_caching": False, "max_num_seqs": 3}),
 ])  # fmt: skip
-@pytest.mark.parametrize("overlap, multiple", [(False, 1), (True, 1), (True, 3), (True, 16)])
 def test_forced_drafts_change_nothing(model, alone, options, overlap, multiple):
     core = forcing(make_core(model, max_model_len=200, **options), overlap=overlap, multiple=multiple)
     results = run(core, mixed())
