@@ -84,6 +84,17 @@ def test_a_core_of_several_plans_its_share_of_the_machine(model, free):
         plan(model, weights=5 * GIB, loaded=False, memory_bytes=4 * GIB)
 
 
+def test_a_model_of_several_on_a_card_plans_its_share_of_it(model, card):
+    """Whatever the others have taken, and no more than the card has left."""
+    for others in (0, 30):
+        card((80 - others - 5) * GIB, 5 * GIB)
+        share = plan(model, CARD, torch.bfloat16, weights=5 * GIB, memory_bytes=20 * GIB, max_num_seqs=1024, max_model_len=65536)
+        terms = sum(getattr(share, name) for name in memory_plan.TERMS)
+        assert share.budget == (20 + others) * GIB and 19 * GIB < terms + share.kv <= 20 * GIB
+    card((80 - 60 - 5) * GIB, 5 * GIB)
+    assert plan(model, CARD, torch.bfloat16, weights=5 * GIB, memory_bytes=20 * GIB).budget == int(80 * GIB * 0.9)
+
+
 def test_a_process_that_has_loaded_more_gets_no_less_cache(tmp_path, monkeypatch):
     """The same memory left, with and without a draft model's weights in it: an engine's own cache is planned from that."""
     monkeypatch.setattr(memory_plan, "available_memory", lambda: 64 * MIB)

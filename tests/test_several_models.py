@@ -112,6 +112,7 @@ def test_without_a_name_the_default_answers_or_the_names_are_told():
         answer = await world.ok("/v1/completions", {"prompt": "hi", "model": "gpt-4"})
         assert "I am b." in answer.text and answer.json()["model"] == "b"
         assert "I am a." in (await world.ok("/v1/completions", {"prompt": "hi", "model": "a"})).text
+        assert (await world.http.get("/v1/models/gpt-4")).json()["id"] == "b"
 
     over_http(refused)
     over_http(default, default="b")

@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.api.config import ServerConfig
 from headrace.cli import main, make_parser
 from headrace.cli.serve import Server, server_config
 from headrace.cli.serve_options import ServeOptions
-from headrace.cli.several import check_alone, several_models
+from headrace.cli.several import check_alone, divide, several_models
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.several_models import memory
+from headrace.several_models.served import ModelSpec
 from server_driver import ServerProcess, alive, until
 from tiny_models import write_tiny
 
@@ -169,6 +171,22 @@ def test_what_weights_take_is_known_from_the_headers(other, options, item):
     assert elements * item <= found <= elements * item + 4 * (7 * 96 + 3 * 144) + 4 * 96
     drafted = EngineConfig(model=other, device="cpu", speculative_method="draft_model", speculative_model=other, **options)
     assert memory.weight_bytes(drafted, resolve_checkpoint(config), on_card=False) > found
+
+
+def test_models_of_a_card_share_it_and_have_threads_as_they_are(model, other, monkeypatch):
+    """Here is none: nothing is loaded."""
+    monkeypatch.setattr(memory, "num_cards", lambda: 2)
+    monkeypatch.setattr(memory, "card_bytes", lambda: 80 * GIB)
+    engines = [EngineConfig(model=path, gpu_memory_utilization=0.5) for path in (model, other)]
+    specs = [ModelSpec(names=(name,), engine=engine, server=ServerConfig()) for name, engine in zip("ab", engines, strict=True)]
+    placed, sizes, budget = divide(specs, None)
+    assert budget == 40 * GIB == pytest.approx(sum(sizes)) and [spec.engine.threads for spec in placed] == [None, None]
+    assert [spec.engine.memory_bytes for spec in placed] == sizes
+    floats, narrow = (
+        memory.weight_bytes(EngineConfig(model=other, quantization=made), resolve_checkpoint(engines[1]), on_card=True)
+        for made in (None, "int4")
+    )
+    assert narrow < floats / 3 and memory.budget_of(engines[0], GIB) == (GIB, True)
 
 
 # ---------------------------------------------------------------- real ones

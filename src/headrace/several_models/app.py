@@ -22,14 +22,14 @@ from headrace.api.app import Endpoint, Handler, create_app
 from headrace.api.body import check_media_type, decode, from_validation, read_body
 from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
-from headrace.api.errors import ApiError, bad_request, invalid, unavailable
+from headrace.api.errors import bad_request, invalid, unavailable
 from headrace.api.generation import seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.ollama import now
 from headrace.api.service import json_response
 from headrace.several_models.listing import OwnAnswers
 from headrace.several_models.metrics import ModelsMetrics
-from headrace.several_models.models import Models
+from headrace.several_models.models import Models, chosen
 from headrace.several_models.switch import Entry, LoadFailedError, TooManyWaitError
 
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ns|us|µs|ms|s|m|h))+")
@@ -117,19 +117,6 @@ def read_named(data: bytes) -> Named:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         decode(data, dict)  # says what is wrong
         raise bad_request("The body is not valid JSON.", code="invalid_json") from None
-
-
-def chosen(models: Models, name: str | None, tagged: bool = False) -> int:
-    """The model's number. Raises ApiError: 404 for a model that is not here, 400 where one must be named."""
-    number = models.find(name, tagged=tagged)
-    if number is not None:
-        return number
-    if name is None:
-        text = "model: a name is needed, this server has several: " + ", ".join(models.names[:50])
-        raise bad_request(text, "model", "missing_required_parameter")
-    shown = name if len(name) <= 200 else name[:200] + "..."
-    text = f"model '{shown}' not found" if tagged else f"The model `{shown}` does not exist."
-    raise ApiError(404, text, param="model", code="model_not_found")
 
 
 def keep_alive_seconds(value: Any) -> float | None:

@@ -15,12 +15,12 @@ from headrace.api import ollama_models, service
 from headrace.api.app import Handler
 from headrace.api.body import read_json
 from headrace.api.context import ApiContext
-from headrace.api.errors import ApiError, unavailable
+from headrace.api.errors import unavailable
 from headrace.api.glass import GlassRoutes
 from headrace.api.ollama_input import ShowRequest
 from headrace.api.page_api import SceneRoutes
 from headrace.api.service import json_response
-from headrace.several_models.models import Models
+from headrace.several_models.models import Models, chosen
 from headrace.several_models.served import ServedModel
 from headrace.several_models.switch import Entry, State
 
@@ -60,10 +60,10 @@ class OwnAnswers:
         return json_response({"object": "list", "data": [self._card(*one) for one in each], "models": []})
 
     async def one(self, ctx: ApiContext, request: Request) -> Response:
-        name = ctx.check_model(request.path_params["id"])
-        number = self.models.find(name)
-        assert number is not None, "the context has the names of all"
+        asked = request.path_params["id"]
+        number = chosen(self.models, asked)
         model, entry = self.models.served[number], self.models.entries[number]
+        name = asked if asked in model.spec.names else entry.name
         if "anthropic-version" in request.headers:
             return json_response(service.anthropic_card(self._context(model), name))
         return json_response(self._card(model, entry, name))
@@ -86,10 +86,7 @@ class OwnAnswers:
         """POST /api/show. Editors ask this of every model that there is."""
         body = await read_json(request, ShowRequest, ctx.config)
         name = body.model or body.name
-        number = self.models.find(name, tagged=True)
-        if number is None:
-            raise ApiError(404, f"model '{str(name)[:200]}' not found", param="model", code="model_not_found")
-        found = self._context(self.models.served[number])
+        found = self._context(self.models.served[chosen(self.models, name, tagged=True)])
         return await ollama_models.described(found, name or found.model_names[0])
 
     # ---------------------------------------------------------------- the page's engine
@@ -97,9 +94,7 @@ class OwnAnswers:
     def _shown(self, request: Request) -> ServedModel:
         """The model of `?model=`; without, the one that is loaded and was used last."""
         name = request.query_params.get("model")
-        number = self.models.latest() if name is None else self.models.find(name)
-        if name is not None and number is None:
-            raise ApiError(404, f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
+        number = self.models.latest() if name is None else chosen(self.models, name)
         if number is None or self.models.served[number].hub is None:
             raise unavailable("The model is not loaded: it is when it is asked something.", 5, "not_loaded")
         return self.models.served[number]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 
+from headrace.api.errors import ApiError, bad_request
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.stats import CoreStats
 from headrace.several_models.served import ServedModel
@@ -122,3 +123,16 @@ def _added(first: CoreStats, second: CoreStats) -> CoreStats:
     total.running, total.waiting = first.running + second.running, first.waiting + second.waiting
     total.kv_usage = max(first.kv_usage, second.kv_usage)
     return total
+
+
+def chosen(models: Models, name: str | None, tagged: bool = False) -> int:
+    """As `Models.find`. Raises ApiError: 404 for a model that is not here, 400 where one must be named."""
+    number = models.find(name, tagged=tagged)
+    if number is not None:
+        return number
+    if name is None:
+        text = "model: a name is needed, this server has several: " + ", ".join(models.names[:50])
+        raise bad_request(text, "model", "missing_required_parameter")
+    shown = name if len(name) <= 200 else name[:200] + "..."
+    text = f"model '{shown}' not found" if tagged else f"The model `{shown}` does not exist."
+    raise ApiError(404, text, param="model", code="model_not_found")
