@@ -16,7 +16,7 @@ TORCH  ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
-.PHONY: run generate native read test lint test-gpu bench-gpu conformance browser vendor mutation clean
+.PHONY: run generate native read test tests lint test-gpu bench-gpu conformance browser vendor mutation clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -30,7 +30,7 @@ $(VENV)/.torch: $(BIN)/python
 # The native CPU step. Where a C++ compiler is, a build that fails is an error; where none is, models run through torch.
 CXX_FOUND := $(shell command -v $${CXX:-c++} || command -v g++ || command -v clang++)
 NATIVE := CMakeLists.txt $(wildcard src/headrace/csrc/cpu/*)
-$(VENV)/.native-tools: $(BIN)/python
+$(VENV)/.native-tools: $(VENV)/.torch  # one pip at a time
 	$(BIN)/python -m pip install -q 'nanobind>=2.4' $(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
 	touch $@
 
@@ -76,8 +76,11 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+MAKEFLAGS += -j2  # types are checked while tests run
+test: lint tests
+
 # one worker a core, each with one thread: two thread pools on the same cores only wait for each other
-test: lint
+tests: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 # Most of the time goes to compiling kernels on the CPU, so workers share the card; a test at a time, the long ones come first.
