@@ -38,7 +38,7 @@ def remote() -> Iterator[None]:
     """All applications of this module's tests are remote ones."""
     context, made = zmq.Context(), []
 
-    def create_app(engine: FakeEngine, config) -> RemoteApp:
+    def create_app(engine: FakeEngine, config, glass: None = None) -> RemoteApp:
         made.append(RemoteApp(engine, config, context))
         return made[-1]
 
