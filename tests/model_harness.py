@@ -28,13 +28,21 @@ def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
     for spec in weight_plan(config):
         if spec.optional and spec.sources[0][0] not in files:
             continue
-        parts = [files[name] for name, _ in spec.sources]
+        parts = [in_usual_order(config, name, files[name]) for name, _ in spec.sources]
         assert [p.shape[0] for p in parts] == [rows for _, rows in spec.sources]
         tensors[spec.target] = torch.cat(parts)
         assert tensors[spec.target].shape == spec.shape
         used.update(name for name, _ in spec.sources)
     assert used == set(files), set(files) - used
     return config, DecoderWeights.from_tensors(tensors, config)
+
+
+def in_usual_order(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+    """Queries and keys of heads whose rotary pairs are neighbours in the file, pair i at i and i + half of what is rotated."""
+    if not config.rope_interleaved or not any(part in name for part in ("q_proj", "k_proj")):
+        return tensor
+    rotated, rest = tensor.unflatten(0, (-1, config.head_dim)).split([config.rope.dim, config.head_dim - config.rope.dim], 1)
+    return torch.cat([rotated[:, 0::2], rotated[:, 1::2], rest], 1).flatten(0, 1)
 
 
 class Sequences:

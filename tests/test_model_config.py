@@ -230,7 +230,7 @@ PAIRS: dict[str, dict[str, list[Any]]] = {  # fields that speak of one thing; ..
         "rope_theta": [..., 777.0], "rope_parameters": [..., None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 999.0}],
     },
 }  # fmt: skip
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4")  # of the others Transformers keeps what it does not use
+WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2")  # of the others Transformers keeps what it does not use
 
 
 def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -239,14 +239,14 @@ def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
     theirs = transformers.AutoConfig.for_model(kind, **copy.deepcopy({k: v for k, v in config.items() if k != "model_type"}))
     window, layers = getattr(theirs, "sliding_window", None) or 0, theirs.num_hidden_layers
-    # Mistral and Phi-3 look at the window alone
-    types = None if kind in ("mistral", "phi3") else getattr(theirs, "layer_types", None)
+    # these look at the window alone
+    types = None if kind in ("mistral", "phi3", "ministral3", "starcoder2") else getattr(theirs, "layer_types", None)
     windows = (window,) * layers if types is None else tuple(window * (t == "sliding_attention") for t in types)
     rope = theirs.rope_parameters
     return {
         "windows": windows if any(windows) and kind in WINDOWED else (),
         "head_dim": getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
-        "num_kv_heads": theirs.num_key_value_heads,
+        "num_kv_heads": theirs.num_key_value_heads or theirs.num_attention_heads,
         "dtype": str(theirs.dtype or "float32").removeprefix("torch."),
         "theta": rope.get("full_attention", rope)["rope_theta"],
     }

@@ -27,7 +27,7 @@ from headrace.model.loader import load_model
 from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
-from model_harness import Sequences
+from model_harness import Sequences, in_usual_order
 from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, packed, write_quantized
 from test_model_config import NASTY
 from test_model_families import assert_close, reference, tokens
@@ -56,14 +56,25 @@ def floats_of(weights: DecoderWeights) -> dict[str, Tensor]:
 
 
 def expected_of(tiny: Tiny) -> dict[str, Tensor]:
-    plan = [spec for spec in weight_plan(model_config_from_hf(tiny.config)) if len(spec.shape) == 2 and spec.target != "embedding"]
-    return {spec.target: torch.cat([tiny.matrices[name] for name, _ in spec.sources]) for spec in plan}
+    config = model_config_from_hf(tiny.config)
+    plan = [spec for spec in weight_plan(config) if len(spec.shape) == 2 and spec.target != "embedding"]
+    return {
+        spec.target: torch.cat([in_usual_order(config, name, tiny.matrices[name]) for name, _ in spec.sources]) for spec in plan
+    }
 
 
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, matrix in expected.items():
         assert torch.equal(found[name], matrix), name
+
+
+@pytest.mark.parametrize("head_dim", [32, 24])  # blocks of 128 rows end between heads, and in them
+@pytest.mark.parametrize("name", ["fp8-block", "ct-int8", "ct-pack4-asym", "gptq-v2"])
+def test_heads_whose_rotary_pairs_are_neighbours_are_put_in_order(name: str, head_dim: int, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], "glm4", **{**EVEN, "head_dim": head_dim, "partial_rotary_factor": 0.5})
+    for narrow in (False, True):
+        check_equal(floats_of(load(tiny.path, narrow)), expected_of(tiny))
 
 
 @pytest.mark.parametrize("sizes", [EVEN, ODD], ids=["even", "odd"])

@@ -47,6 +47,27 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4Config", {"head_dim": 16, "num_attention_heads": 4, "sliding_window": 9, "sliding_window_pattern": 2}
     ),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16, "num_attention_heads": 4, "attention_out_bias": True, "mlp_bias": True}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16, "num_attention_heads": 4,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0, "original_max_position_embeddings": 16,
+                "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 32, "num_attention_heads": 4}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16, "num_attention_heads": 4, "use_bias": True}),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 16, "num_attention_heads": 4, "attention_bias": True,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "alpha": 50.0, "factor": 1.0},
+        },
+    ),
+    "starcoder2": ("Starcoder2Config", {"num_attention_heads": 4, "sliding_window": 11}),
+    "nemotron": ("NemotronConfig", {"num_attention_heads": 4, "partial_rotary_factor": 0.5}),
     "granite": (
         "GraniteConfig",
         {
@@ -80,6 +101,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
+
+RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron")  # of which only the common decoder knows how
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "

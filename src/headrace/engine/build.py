@@ -93,6 +93,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     checkpoint = checkpoint or resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
     check_options(config, checkpoint, model)
+    if checkpoint.text_of is not None:
+        logger.warning("%s is the text part of a %s: images are not served", checkpoint.name, checkpoint.text_of)
     device, ranks = choose_device(config.device, 0, config.tensor_parallel_size), None
     if config.tensor_parallel_size == 1:
         worker = build_worker(config, checkpoint, model, device, progress=progress)

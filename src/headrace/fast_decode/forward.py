@@ -35,6 +35,7 @@ from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeigh
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear
 from headrace.model.mlp import Mlp
+from headrace.model.rare import rare_parts
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.weight import Weight
@@ -100,7 +101,7 @@ class FastDecode:
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-        """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP.
+        """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP, nothing rare.
 
         Not float16: x * norm weight is stored before it is divided by the norm, and may exceed 65504.
         """
@@ -108,6 +109,7 @@ class FastDecode:
             config.norm_place == "pre"
             and config.qk_norm in ("none", "head")
             and not config.mlp_bias
+            and not rare_parts(config)
             and config.head_dim <= 256
             and config.num_heads % config.num_kv_heads == 0
             and config.num_heads // config.num_kv_heads <= 64

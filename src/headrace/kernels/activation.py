@@ -11,17 +11,22 @@ from torch import Tensor
 
 from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, on_gpu, tl
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+
+
+def act(x: Tensor, kind: Activation) -> Tensor:
+    """The activation alone; relu2 (relu(x)^2) has no other form."""
+    if kind == "silu":
+        return F.silu(x)
+    if kind == "relu2":
+        return F.relu(x).square_()
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def act_mul_reference(gate_up: Tensor, kind: Activation) -> Tensor:
     """See `act_mul`."""
     gate, up = gate_up.chunk(2, -1)
-    if kind == "silu":
-        active = F.silu(gate)
-    else:
-        active = F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
-    return active.mul_(up)  # a second rounding below float32, for half the memory traffic
+    return act(gate, kind).mul_(up)  # a second rounding below float32, for half the memory traffic
 
 
 @jit

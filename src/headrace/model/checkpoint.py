@@ -20,6 +20,7 @@ from headrace.model.formats.gguf_model import end_token_ids, hf_config, hf_tenso
 from headrace.model.formats.quantized import quantization_beside, quantization_of
 from headrace.model.formats.safetensors_file import find_tensors, read_json
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
+from headrace.model.text_part import text_config, text_tensors, wrapper_of
 
 _GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
@@ -44,6 +45,7 @@ class Checkpoint:
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     tokenizer_path: Path | None = None  # a directory or .gguf file; None: `path`
     gguf: GgufFile | None = field(default=None, repr=False)
+    text_of: str | None = None  # the architecture of a model that sees images, too: this is its text part
 
     def end_token_ids(self, of_tokenizer: Sequence[int]) -> tuple[int, ...]:
         """What the files name as the end of a text: each may be silent, or name only what ended the base model's texts."""
@@ -62,7 +64,8 @@ class Checkpoint:
         """Where each tensor lies, by Hugging Face name. Raises CheckpointError for broken headers or missing shards."""
         if self.format == "dummy":
             raise CheckpointError(f"{self.path}: load_format dummy reads no tensors")
-        return hf_tensors(self.gguf) if self.gguf is not None else find_tensors(self.path)
+        found = hf_tensors(self.gguf) if self.gguf is not None else find_tensors(self.path)
+        return found if self.text_of is None else text_tensors(found)
 
 
 def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
@@ -102,7 +105,8 @@ def _from_directory(name: str, path: Path, config: EngineConfig) -> Checkpoint:
     sources = [model, text if isinstance(text, dict) else {}, generation]
     eos = sorted({i for source in sources for i in _token_ids(path, source.get("eos_token_id"))})
     kind: Literal["safetensors", "dummy"] = "dummy" if config.load_format == "dummy" else "safetensors"
-    return Checkpoint(name, path, kind, model, tuple(eos), _generation_defaults(path / "generation_config.json", generation))
+    defaults = _generation_defaults(path / "generation_config.json", generation)
+    return Checkpoint(name, path, kind, text_config(model), tuple(eos), defaults, text_of=wrapper_of(model))
 
 
 def _token_ids(path: Path, value: Any) -> list[int]:

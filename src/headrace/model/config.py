@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -46,12 +48,17 @@ class ModelConfig:
     rope_layers: tuple[bool, ...] = ()  # per layer, whether it has any; () = all (SmolLM3, EXAONE-4)
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to every norm weight (Gemma: 1)
+    norm: Literal["rms", "layer"] = "rms"
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # sandwich: before and after each part (Gemma-2/3); post: OLMo-2
-    qk_norm: Literal["none", "head", "full"] = "none"  # over one head (Qwen3, Gemma-3) or the whole projection (OLMo-2)
+    # over one head (Qwen3, Gemma-3), also after its rotation (Hunyuan), or over the whole projection (OLMo-2)
+    qk_norm: Literal["none", "head", "rotated", "full"] = "none"
+    rope_interleaved: bool = False  # in the file a head's rotary pairs are neighbours; see rope_layout.py
+    query_scale: tuple[float, int] | None = None  # (b, period): queries at p times 1 + b ln(1 + p // period) (Ministral 3)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Activation = "silu"
+    gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none
     logit_softcap: float = 0.0

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.launch import on_gpu
-from headrace.kernels.norm import add_rms_norm, rms_norm
 from headrace.kernels.qkv import qkv_rope_write, rotation_rows
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
@@ -20,6 +19,7 @@ from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear, Reduce, make_linear
 from headrace.model.mlp import DenseMlp, Mlp
 from headrace.model.ranks import NormedQkv, VocabPart
+from headrace.model.rare import add_norm, before_rotation, norm, scaling_queries
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.vocabulary import TokenlessIds, embed
@@ -35,9 +35,9 @@ class LayerWeights:
 
     qkv: Weight  # [q + 2 kv, H]
     o: Weight  # [H, q]
-    gate_up: Weight  # [2 I, H]
+    gate_up: Weight  # [2 I, H]; [I, H] without a gate
     down: Weight  # [H, I]
-    input_norm: Tensor | None = None  # [H], before attention (pre, sandwich)
+    input_norm: Tensor | None = None  # [H], or [2 H] of LayerNorm, before attention (pre, sandwich)
     post_attn_norm: Tensor | None = None  # [H], on attention's output (post, sandwich)
     mlp_norm: Tensor | None = None  # [H], before the feed-forward part (pre, sandwich)
     post_mlp_norm: Tensor | None = None  # [H], on the feed-forward part's output (post, sandwich)
@@ -104,10 +104,10 @@ class _Layer:
         self.qkv, self.o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
         gate_up, down = make(w.gate_up, w.gate_up_bias, None), make(w.down, w.down_bias, reduce)
         self.workspace_bytes = max(linear.workspace_bytes for linear in (self.qkv, self.o, gate_up, down))
-        self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation)
+        self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
-        self.q_norm, self.k_norm = w.q_norm, w.k_norm
+        self.q_norm, self.k_norm = before_rotation(config, w.q_norm), before_rotation(config, w.k_norm)
         if group is not None and w.q_norm is not None and w.k_norm is not None and config.qk_norm == "full":
             self.qkv = NormedQkv(self.qkv, w.q_norm, w.k_norm, config, group, offset)
             self.q_norm = self.k_norm = None
@@ -128,7 +128,7 @@ class Decoder:
         self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, *,
         max_model_len: int | None = None, decode_rows: int = 0, make: MakeLinear = make_linear, group: Group | None = None,
     ):  # fmt: skip
-        self.config, self.attention, self.vocab_size = config, attention, config.vocab_size
+        self.config, self.vocab_size = config, config.vocab_size
         self.dtype = self.cache_dtype = weights.embedding.dtype
         self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
         self.layers = [_Layer(layer, config, make, group, weights.norm_offset) for layer in weights.layers]
@@ -136,6 +136,7 @@ class Decoder:
         # rounded to the weights' dtype, as the models were trained
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.embedding.dtype).item()
         device, length = self.embedding.device, max_model_len or config.max_position
+        self.attention = scaling_queries(attention, config, weights.layers, length, device)
         self.vocab = None if group is None else VocabPart(group, config.vocab_size, device)
         kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
@@ -152,9 +153,9 @@ class Decoder:
         With `wanted` only those rows' hidden states [R, H].
         """
         residual = self.embed(batch.token_ids)
-        normed, norm = residual, self.layers[0].input_norm
-        if norm is not None:
-            normed = rms_norm(residual, norm, self.config.norm_eps, self.norm_offset)
+        normed, weight = residual, self.layers[0].input_norm
+        if weight is not None:
+            normed = norm(residual, weight, self.config.norm_eps, self.norm_offset)
         return self.run_layers(normed, residual, batch, kv, wanted)[0]
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -208,14 +209,14 @@ class Decoder:
         config = self.config
         if part.fuses_add and post is None and following is not None and config.residual_scale == 1.0:
             part.add_to(residual, x)
-            return rms_norm(residual, following, config.norm_eps, self.norm_offset), residual
+            return norm(residual, following, config.norm_eps, self.norm_offset), residual
         out = part(x)
         if post is not None:
-            out = rms_norm(out, post, config.norm_eps, self.norm_offset)
+            out = norm(out, post, config.norm_eps, self.norm_offset)
         if following is None:
             residual = torch.add(residual, out, alpha=config.residual_scale)
             return residual, residual
-        return add_rms_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
+        return add_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See Forward."""

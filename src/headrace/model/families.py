@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +17,16 @@ from headrace.errors import CheckpointError
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.hf_config import HfConfig
+from headrace.model.text_part import WRAPPERS, text_config
 from headrace.model.weight_names import (
     FUSED_NAMES,
+    GLM_NAMES,
+    HUNYUAN_NAMES,
     POST_NORM_NAMES,
     PRE_NORM_NAMES,
     SANDWICH_NORM_NAMES,
+    STARCODER_NAMES,
+    UNGATED_NAMES,
     WeightSpec,
     plan_weights,
 )
@@ -93,6 +98,51 @@ def _seed_oss(c: HfConfig) -> dict[str, Any]:
     return {"qkv_bias": c.flag("attention_bias"), "o_bias": c.flag("attention_out_bias"), "mlp_bias": c.flag("mlp_bias")}
 
 
+def _glm4(c: HfConfig) -> dict[str, Any]:
+    return {"qkv_bias": c.flag("attention_bias"), "norm_place": "sandwich", "rope_interleaved": True}
+
+
+def _ernie(c: HfConfig) -> dict[str, Any]:
+    bias = c.flag("use_bias")
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bias, "rope_interleaved": True}
+
+
+def _ministral3(c: HfConfig) -> dict[str, Any]:
+    if not (c.raw.get("rope_parameters") or c.raw.get("rope_scaling")):
+        c = HfConfig({**c.raw, "rope_parameters": _MINISTRAL_ROPE})
+    entries = HfConfig(c.rope_entries("full_attention"))
+    growth = entries.number("llama_4_scaling_beta", 0.0)
+    period = entries.count("original_max_position_embeddings", c.count("max_position_embeddings", 2048))
+    rope = c.rope("full_attention", c.number("rope_theta", 10_000.0))
+    return {**_mistral(c), "rope": rope, "query_scale": (growth, period) if growth else None}
+
+
+def _hunyuan(c: HfConfig) -> dict[str, Any]:
+    bias, rope = c.flag("attention_bias"), c.rope("full_attention", c.number("rope_theta", 10_000.0))
+    entries = HfConfig(c.rope_entries("full_attention"))
+    if rope.kind == "dynamic" and entries.raw.get("alpha"):  # a base stretched once, whatever the length
+        theta = rope.theta * entries.number("alpha", 1.0) ** (rope.dim / (rope.dim - 2))
+        rope = replace(rope, theta=theta, kind="default", params=())
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "rotated", "rope": rope}
+
+
+def _starcoder2(c: HfConfig) -> dict[str, Any]:
+    bias = c.flag("use_bias")
+    return {
+        **_mistral(c),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bias,
+        "norm": "layer",
+        "norm_eps": c.number("norm_epsilon", 1e-5),
+        "gated": False,
+    }
+
+
+def _nemotron(c: HfConfig) -> dict[str, Any]:
+    return {**_biases(c), "norm": "layer", "norm_offset": 1.0, "norm_eps": c.number("norm_eps", 1e-5), "gated": False}
+
+
 def _granite(c: HfConfig) -> dict[str, Any]:
     return {
         **_biases(c),
@@ -148,6 +198,10 @@ def _rope_local(c: HfConfig, theta: float) -> RopeConfig:
 
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _GEMMA_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
 }  # fmt: skip
@@ -170,6 +224,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "seed_oss": Family(
         ("SeedOssForCausalLM",), _seed_oss, defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8}
     ),
+    "ministral3": Family(
+        ("Ministral3ForCausalLM",), _ministral3,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    ),
+    "glm4": Family(
+        ("Glm4ForCausalLM",), _glm4, GLM_NAMES,
+        {
+            "num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7,
+        },
+    ),
+    "ernie4_5": Family(
+        ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _ernie,
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    ),
+    "hunyuan_v1_dense": Family(("HunYuanDenseV1ForCausalLM",), _hunyuan, HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
+    "starcoder2": Family(
+        ("Starcoder2ForCausalLM",), _starcoder2, STARCODER_NAMES,
+        {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
+    ),
+    "nemotron": Family(
+        ("NemotronForCausalLM",), _nemotron, UNGATED_NAMES, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}
+    ),
     "granite": Family(("GraniteForCausalLM",), _granite),
     "phi3": Family(
         ("Phi3ForCausalLM",), _mistral, FUSED_NAMES,
@@ -188,6 +265,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     Raises CheckpointError that names the architecture, or the field and its value, when it is missing, malformed or not
     supported.
     """
+    config = text_config(config)
     key = _family_of(config)
     family = FAMILIES[key]
     c = HfConfig({**family.defaults, **config})
@@ -209,14 +287,14 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
         "intermediate_size": c.count("intermediate_size"),
         "rope": rope,
         "norm_eps": c.number("rms_norm_eps", 1e-6),
-        "activation": c.activation(),
         "attn_scale": head_dim**-0.5,
         "dtype": c.dtype(),
         "bos_token_id": c.token_ids("bos_token_id")[0] if c.token_ids("bos_token_id") else None,
         "eos_token_ids": c.token_ids("eos_token_id"),
     }
     fields.update(family.switches(c))
-    fields["max_position"] = _max_position(rope, two_bases=fields.get("rope_local") is not None)
+    fields["activation"] = c.activation(gated=fields.get("gated", True))
+    fields["max_position"] = _max_position(fields["rope"], two_bases=fields.get("rope_local") is not None)
     return ModelConfig(**fields)
 
 
@@ -235,7 +313,7 @@ def _family_of(config: Mapping[str, Any]) -> str:
     for key, family in FAMILIES.items():
         if any(name in family.architectures for name in names):
             return key
-    known = ", ".join(name for family in FAMILIES.values() for name in family.architectures)
+    known = ", ".join([*(name for family in FAMILIES.values() for name in family.architectures), *WRAPPERS])
     shown = ", ".join(map(str, names)) or f"model_type {config.get('model_type')!r}"
     raise CheckpointError(f"config.json: architecture {shown} is not supported; known: {known}")
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from headrace.errors import CheckpointError
-from headrace.model.config import RopeConfig
+from headrace.model.config import Activation, RopeConfig
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "gelu"]] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 # Which entries of rope_parameters / rope_scaling each kind reads: required, then optional.
@@ -73,11 +74,11 @@ class HfConfig:
             raise CheckpointError(f"config.json: {name} is {value!r}, wanted a token id or a list of them")
         return tuple(ids)
 
-    def activation(self) -> Literal["silu", "gelu_tanh", "gelu"]:
+    def activation(self, gated: bool) -> Activation:
         # Gemma-2's older files carry both names, and only the second is meant
         name = self.raw.get("hidden_activation") or self.raw.get("hidden_act") or "silu"
-        if not isinstance(name, str) or name not in _ACTIVATIONS:
-            known = ", ".join(_ACTIVATIONS)
+        if not isinstance(name, str) or name not in _ACTIVATIONS or (gated and name == "relu2"):
+            known = ", ".join(name for name in _ACTIVATIONS if not gated or name != "relu2")
             raise CheckpointError(f"config.json: activation {name!r} is not supported; known: {known}")
         return _ACTIVATIONS[name]
 
@@ -89,7 +90,7 @@ class HfConfig:
         """Rope of the layers of `layer_type`, from `rope_parameters` (Transformers 5; flat or one entry per layer type)
         or `rope_theta` + `rope_scaling` (before; scaling is of the full-attention layers). `theta`: where none is given.
         """
-        entries = self._rope_entries(layer_type)
+        entries = self.rope_entries(layer_type)
         kind = entries.get("rope_type") or "default"
         if kind == "su" or (kind == "yarn" and "short_factor" in entries):  # early names in Phi-3's files
             kind = "longrope"
@@ -114,7 +115,8 @@ class HfConfig:
             params=_checked_rope(kind, entries, dim),
         )
 
-    def _rope_entries(self, layer_type: str) -> dict[str, Any]:
+    def rope_entries(self, layer_type: str) -> dict[str, Any]:
+        """What the config says of these layers' rope, in the names of Transformers 5."""
         new, old = self.raw.get("rope_parameters") or {}, self.raw.get("rope_scaling") or {}
         if not isinstance(new, dict) or not isinstance(old, dict):
             raise CheckpointError(f"config.json: rope_parameters / rope_scaling is {new or old!r}, wanted an object")

@@ -25,6 +25,7 @@ from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.narrow import compact, fitted, quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources, part_of
 from headrace.model.parts import parts_of, taken
+from headrace.model.rope_layout import in_halves
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, chunks_of, load_chunks
 from headrace.model.weight import Weight, dequantized
@@ -52,7 +53,7 @@ def load_model(
     if source.format == "dummy":
         random = random_weights(source, config, plan, dtype, device, shard, made, keep)
         return DecoderWeights.from_tensors(dict(random), config)
-    entries = with_quantized(source, plan)
+    entries = {name: in_halves(entry, name, config) for name, entry in with_quantized(source, plan).items()}
     plan = parts_of(checked_plan(source, plan, entries), config, shard)
     tensors = load_weights(plan, narrow_sources(plan, entries, made, keep), dtype, device, keep, progress)
     head, embedding = tensors.get("lm_head"), tensors["embedding"]

@@ -75,6 +75,21 @@ def rows_of(weight: Weight, rows: range) -> Weight:
     return replace(weight, data=weight.data[part], scales=scales, zeros=zeros)
 
 
+def permuted_heads(weight: Weight, order: list[int]) -> Weight:
+    """Of whole heads, the rows of each in another order: the `order[i]`th comes ith."""
+    if weight.scale_rows % len(order):
+        weight = _scales_by_row(weight)
+
+    def permuted(rows: Tensor | None) -> Tensor | None:
+        return None if rows is None else rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+    data = permuted(weight.data.view(torch.uint8) if weight.kind == "fp8" else weight.data)
+    assert data is not None
+    of_rows = weight.scale_rows == 1
+    scales, zeros = (permuted(t) if of_rows else t for t in (weight.scales, weight.zeros))
+    return replace(weight, data=data.view(weight.data.dtype), scales=scales, zeros=zeros)
+
+
 def columns_of(weight: Weight, columns: range) -> Weight:
     """Some of its columns. A cut through a group makes all groups smaller, one through what is packed together bytes of it."""
     if len(columns) == weight.shape[1]:

@@ -56,7 +56,7 @@ def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> Wei
             return _rows(spec, [range(of.start - first, of.stop - first)])
         case "gate_up" | "gate_up_bias":
             size = config.intermediate_size
-            return _rows(spec, [inner, range(size + inner.start, size + inner.stop)])
+            return _rows(spec, [inner, range(size + inner.start, size + inner.stop)][: 1 + config.gated])
         case "o" | "down":
             columns = heads[0] if name == "o" else inner
             (source, rows), *_ = spec.sources

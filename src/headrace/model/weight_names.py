@@ -28,7 +28,19 @@ SANDWICH_NORM_NAMES = {
     "input_norm": ("input_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),
 }
+GLM_NAMES = {
+    **SANDWICH_NORM_NAMES,
+    "gate_up": ("mlp.gate_up_proj",),
+    "post_attn_norm": ("post_self_attn_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "post_mlp_norm": ("post_mlp_layernorm",),
+}
+HUNYUAN_NAMES = {**PRE_NORM_NAMES, "q_norm": ("self_attn.query_layernorm",), "k_norm": ("self_attn.key_layernorm",)}
+STARCODER_NAMES = {**PRE_NORM_NAMES, "gate_up": ("mlp.c_fc",), "down": ("mlp.c_proj",)}
+UNGATED_NAMES = {**PRE_NORM_NAMES, "gate_up": ("mlp.up_proj",)}
 FUSED_NAMES = {**PRE_NORM_NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
+
+_NORMS = ("input_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
 
 # Tensors that some checkpoints hold and no decoder needs: recomputed tables and buffers.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
@@ -70,15 +82,24 @@ def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> l
     shapes = _layer_shapes(config)
     for layer in range(config.num_layers):
         for name, (rows, columns) in shapes.items():
+            if name in _NORMS:
+                plan.append(_norm(f"layers.{layer}.{name}", f"model.layers.{layer}.{names[name][0]}", config))
+                continue
             suffix = ".bias" if name.endswith("_bias") else ".weight"
             modules = names[name.removesuffix("_bias")]
             stacked = zip(modules, rows if len(modules) > 1 else (sum(rows),), strict=True)
             sources = tuple((f"model.layers.{layer}.{source}{suffix}", count) for source, count in stacked)
             shape = (sum(rows), columns) if columns else (sum(rows),)
             plan.append(WeightSpec(f"layers.{layer}.{name}", shape, sources))
-    plan.append(WeightSpec("final_norm", (hidden,), (("model.norm.weight", hidden),)))
+    plan.append(_norm("final_norm", "model.norm", config))
     plan.append(WeightSpec("lm_head", (vocab, hidden), (("lm_head.weight", vocab),), optional=True))
     return plan
+
+
+def _norm(target: str, module: str, config: ModelConfig) -> WeightSpec:
+    """A LayerNorm's bias lies behind its weight."""
+    parts, hidden = ("weight", "bias")[: 1 + (config.norm == "layer")], config.hidden_size
+    return WeightSpec(target, (hidden * len(parts),), tuple((f"{module}.{part}", hidden) for part in parts))
 
 
 def _layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -101,10 +122,11 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]
         shapes["post_attn_norm"] = ((hidden,), 0)
     if config.norm_place != "post":
         shapes["mlp_norm"] = ((hidden,), 0)
-    shapes["gate_up"] = ((inner, inner), hidden)
+    halves = (inner,) * (1 + config.gated)
+    shapes["gate_up"] = (halves, hidden)
     shapes["down"] = ((hidden,), inner)
     if config.mlp_bias:
-        shapes["gate_up_bias"] = ((inner, inner), 0)
+        shapes["gate_up_bias"] = (halves, 0)
         shapes["down_bias"] = ((hidden,), 0)
     if config.norm_place != "pre":
         shapes["post_mlp_norm"] = ((hidden,), 0)

@@ -19,6 +19,7 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.forward import HiddenStateHook
 from headrace.model.ranks import VocabPart
+from headrace.model.rare import rare_parts
 from headrace.model.rope import rope_tables
 from headrace.model.vocabulary import TokenlessIds
 from headrace.native.load import Library
@@ -45,7 +46,8 @@ def why_not(config: EngineConfig, model: ModelConfig, limits: Limits) -> str | N
         return f"its blocks of the KV cache are multiples of 16 tokens, not {limits.block_size}"
     if model.head_dim % 2 or model.head_dim > MAX_HEAD_DIM:
         return f"it has even heads of up to {MAX_HEAD_DIM} dimensions, not {model.head_dim}"
-    return None
+    rare = rare_parts(model)
+    return f"it knows nothing of {', '.join(rare)}" if rare else None
 
 
 class NativeDecoder:

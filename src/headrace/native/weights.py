@@ -18,8 +18,9 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
-from headrace.model.formats.tensor_file import Encoding, TensorEntry
+from headrace.model.formats.tensor_file import Encoding, TensorEntry, head_order
 from headrace.model.loader import checked_plan, load_tensors, random_tensors
+from headrace.model.rope_layout import in_halves
 from headrace.model.streaming import Chunk, ChunkQueue, ChunkWorker, chunks_of, load_chunks
 from headrace.model.weight_names import WeightSpec
 from headrace.native.load import Library
@@ -57,7 +58,8 @@ class Weights:
     def __init__(self, source: Checkpoint, config: ModelConfig, precision: Precision, library: Library):
         self.source, self.config, self.precision, self.library = source, config, precision, library
         plan = weight_plan(config)
-        self.entries = _dummy_entries(source, config, plan) if source.format == "dummy" else source.tensors()
+        found = _dummy_entries(source, config, plan) if source.format == "dummy" else source.tensors()
+        self.entries = {name: in_halves(entry, name, config) for name, entry in found.items()}
         plan = checked_plan(source, plan, self.entries)
         head = next((spec for spec in plan if spec.target == "lm_head"), None)
         if head is not None and source.format != "dummy" and _same_bytes(*(self._only_entry(s) for s in (plan[0], head))):
@@ -165,8 +167,8 @@ def rows_in_format(entry: TensorEntry, staged: Tensor, num_rows: int, format_: s
         return _converted(decode_rows(entry, staged, num_rows), format_, library)
     raw = staged.numpy().reshape(num_rows, entry.row_bytes)
     if entry.head_dim:
-        pairs = raw.reshape(num_rows // entry.head_dim, entry.head_dim // 2, 2, entry.row_bytes)
-        raw = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(num_rows, entry.row_bytes)
+        heads = raw.reshape(num_rows // entry.head_dim, entry.head_dim, entry.row_bytes)
+        raw = np.ascontiguousarray(heads[:, head_order(entry.head_dim, entry.rotary)]).reshape(num_rows, entry.row_bytes)
     return raw if encoding == format_ else _RECODED[encoding](raw)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.formats.tensor_file import TensorEntry, head_order
 
 Decoder = Callable[[Tensor], Tensor]
 
@@ -25,8 +25,8 @@ def decode_rows(entry: TensorEntry, raw: Tensor, num_rows: int) -> Tensor:
     else:
         out = out.view(num_rows, *entry.shape[1:])
     if entry.head_dim:
-        pairs = out.view(num_rows // entry.head_dim, entry.head_dim // 2, 2, *entry.shape[1:])
-        out = pairs.transpose(1, 2).reshape(num_rows, *entry.shape[1:])
+        heads = out.view(num_rows // entry.head_dim, entry.head_dim, *entry.shape[1:])
+        out = heads[:, head_order(entry.head_dim, entry.rotary)].reshape(num_rows, *entry.shape[1:])
     return out.float() + entry.shift if entry.shift else out
 
 

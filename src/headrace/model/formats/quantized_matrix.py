@@ -45,6 +45,7 @@ class MatrixSource:
     shape: tuple[int, ...]
     parts: Mapping[str, Part]  # the numbers are "data"
     read: Read
+    heads: int = 0  # `read` wants whole heads of so many rows
 
     @property
     def file(self) -> Path:
@@ -54,7 +55,9 @@ class MatrixSource:
     def unit(self) -> int:
         """Rows are read in multiples of these, or to the end."""
         data = self.parts["data"]
-        return lcm(data.entry.head_dim or 1, *(part.rows or 1 for part in self.parts.values())) if data.rows else self.shape[0]
+        if not data.rows:
+            return self.shape[0]
+        return lcm(self.heads or data.entry.head_dim or 1, *(part.rows or 1 for part in self.parts.values()))
 
     @property
     def scale_names(self) -> str:

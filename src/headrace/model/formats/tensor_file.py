@@ -26,9 +26,9 @@ class TensorEntry:
     """One tensor of a file. Its position and size were checked against the file's size by whoever made the entry.
 
     `head_dim` > 0 says that within each head of that many rows the two rotary halves are interleaved (llama GGUFs) and
-    must be separated again; `shift` is added to every element in float32 (-1 for the norms of Gemma GGUFs). `stride` > 0:
-    these are some columns of a wider tensor, whose rows are so many bytes apart; what is read of a row begins `skip` elements
-    before them.
+    must be separated again, in its first `rotary` rows (0: all); `shift` is added to every element in float32 (-1 for the
+    norms of Gemma GGUFs). `stride` > 0: these are some columns of a wider tensor, whose rows are so many bytes apart; what is
+    read of a row begins `skip` elements before them.
     """
 
     name: str
@@ -41,6 +41,7 @@ class TensorEntry:
     shift: float = 0.0
     stride: int = 0
     skip: int = 0
+    rotary: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -62,6 +63,12 @@ class TensorEntry:
             stride=self.row_bytes,
             skip=wanted.start - first * size,
         )
+
+
+def head_order(head_dim: int, rotary: int = 0) -> list[int]:
+    """Which of a head's rows come first, where the halves of its first `rotary` (0: all) are interleaved and are put apart."""
+    rotary = rotary or head_dim
+    return [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, head_dim)]
 
 
 def num_elements(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,106 @@
+"""What few families have, out of the decoder's way: queries scaled after their rotation, norms after it, LayerNorms.
+
+Only the common decoder runs these; `rare_parts` names them where another path has to step aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.cache.kv_cache import KVCache
+from headrace.kernels.norm import add_rms_norm, rms_norm
+from headrace.model.attention import AttentionBackend, KeyValues
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig
+
+
+class HeadNorms(Protocol):
+    """Of a layer's weights."""
+
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+def rare_parts(config: ModelConfig) -> list[str]:
+    """What of the model only the common decoder runs, in words."""
+    there = {
+        "LayerNorm": config.norm == "layer",
+        "an MLP without gate": not config.gated,
+        "a norm after the rotation": config.qk_norm == "rotated",
+        "queries scaled by position": config.query_scale is not None,
+    }
+    return [name for name, has in there.items() if has]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Over the last dimension of x [..., H]: RMSNorm by a weight [H], LayerNorm by [2 H]: weight, then bias."""
+    if weight.shape[0] == x.shape[-1]:
+        return rms_norm(x, weight, eps, offset)
+    factor, bias = weight.float().chunk(2)
+    return torch.nn.functional.layer_norm(x.float(), factor.shape, factor + offset, bias, eps).to(x.dtype)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]."""
+    if weight.shape[0] == residual.shape[-1]:
+        return add_rms_norm(x, residual, weight, eps, offset, scale)
+    residual = torch.add(residual, x, alpha=scale)
+    return norm(residual, weight, eps, offset), residual
+
+
+def before_rotation(config: ModelConfig, weight: Tensor | None) -> Tensor | None:
+    """What a head is normed with before it is rotated. A rotation keeps lengths: of a norm after it only the weights have to
+    wait (see `scaling_queries`)."""
+    return weight if weight is None or config.qk_norm != "rotated" else torch.ones_like(weight)
+
+
+def scaling_queries(
+    attention: AttentionBackend, config: ModelConfig, layers: Sequence[HeadNorms], length: int, device: torch.device
+) -> AttentionBackend:
+    """`attention`, behind what a model still does to its queries after their rotation; positions are below `length`.
+
+    Queries and keys that are normed after it meet in a product only, so that the keys' weights can be the queries' as well.
+    """
+    by_layer, by_position = None, None
+    if config.qk_norm == "rotated":
+        norms = [(layer.q_norm, layer.k_norm) for layer in layers]
+        by_layer = [q.float() * k.float() for q, k in norms if q is not None and k is not None]
+    if config.query_scale is not None:
+        growth, period = config.query_scale
+        by_position = 1 + growth * torch.log(1 + torch.floor(torch.arange(length, dtype=torch.float32, device=device) / period))
+    if by_layer is None and by_position is None:
+        return attention
+    return _ScaledQueries(attention, by_layer, by_position)
+
+
+class _ScaledQueries(AttentionBackend):
+    """Multiplies queries by a vector [head_dim] of the layer, and by a factor of their position."""
+
+    def __init__(self, inner: AttentionBackend, by_layer: list[Tensor] | None, by_position: Tensor | None):
+        self._inner, self._by_layer, self._by_position = inner, by_layer, by_position
+
+    def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
+        self._inner.begin(batch, kv)
+        self.keeps_own = self._inner.keeps_own
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        return self._inner.workspace_bytes(max_num_seqs)
+
+    def attend(
+        self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
+        own: KeyValues | None = None,
+    ) -> Tensor:  # fmt: skip
+        scaled = q.float()
+        if self._by_layer is not None:
+            scaled = scaled * self._by_layer[layer]
+        if self._by_position is not None:
+            scaled = scaled * self._by_position[batch.positions][:, None, None]
+        return self._inner.attend(
+            scaled.to(q.dtype), layer, kv, batch, scale=scale, window=window, softcap=softcap, own=own
+        )  # fmt: skip
