@@ -1,9 +1,11 @@
 """The chaos of tests/chaos.py for as long as one likes: 32 clients with random parameters, disconnects, slow readers,
-malformed bodies, huge prompts, SIGKILL of the core every few seconds. Exits with 1 if anything was wrong.
+malformed bodies, huge prompts; the core is killed or stopped every few seconds, the server stopped now and then, the wall clock
+jumps by up to a year, and the disk of the trace is full. Exits with 1 if anything was wrong.
 
-    python benchmarks/soak.py --minutes 180 --out benchmarks/results/soak.json
+    python benchmarks/soak.py --minutes 120 --out benchmarks/results/soak.json
 
-Runs its own server of a tiny random model on a free loopback port; needs the test extra (transformers writes the model).
+Runs its own server of a tiny random model on a free loopback port; needs the test extra (transformers writes the model) and a C
+compiler (for the clock).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -20,7 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from chaos import Chaos
 from server_driver import ServerProcess
+from soak_faults import Clock, small_disk, stall
 from tiny_models import write_tiny
+
+FAULTS = ("SIGKILL", "SIGSTOP", "leave", "malformed", "huge", "slow", "clock jump", "server stopped")
 
 
 def main() -> int:
@@ -33,15 +39,19 @@ def main() -> int:
     parser.add_argument("--out", help="write the report to this JSON file")
     args = parser.parse_args()
     began = time.time()
-    with tempfile.TemporaryDirectory() as directory:
-        tmp = Path(directory)
-        model = write_tiny("llama", tmp / "model")
-        options = ("--served-model-name", "tiny", "--heartbeat-timeout", "5", "--max-restarts", "100000")
-        with ServerProcess(model, *options, tmp=tmp) as server:
+    with tempfile.TemporaryDirectory() as directory, small_disk(Path(directory) / "disk") as trace:
+        tmp = Path(directory) / "tmp"
+        tmp.mkdir()
+        model = write_tiny("llama", Path(directory) / "model")
+        options = ("--served-model-name", "tiny", "--heartbeat-timeout", "5", "--max-restarts", "100000", "--trace", trace)
+        clock = Clock(Path(directory))
+        with clock.loaded():
+            process = ServerProcess(model, *options, tmp=tmp)
+        with process as server:
             server.wait_ready()
             chaos = Chaos(
                 server, seed=args.seed, clients=args.clients, pool=args.requests, seconds=60 * args.minutes,
-                kill_every=args.kill_every,
+                kill_every=args.kill_every, more=(clock.jump, stall),
             )  # fmt: skip
             report = chaos.run()
             code = server.terminate()
@@ -49,12 +59,16 @@ def main() -> int:
                 report.fault(f"exit code {code} after SIGTERM")
             if left := list(tmp.glob("headrace-*")):
                 report.fault(f"left behind: {left}")
+            if server.log().count("No space left on device") != 1:
+                report.fault("the disk of the trace was not full, or said so more than once")
+            if len(set(re.findall(r"^(\d{4})-\d\d", server.log(), re.MULTILINE))) < 2:
+                report.fault("the log knows one year only: its clock did not jump")
     result = report.as_dict() | {
         "minutes": round((time.time() - began) / 60, 1), "clients": args.clients, "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }  # fmt: skip
     requests = sum(report.counts[k] for k in ("plain", "slow", "leave", "malformed", "huge"))
-    injected = sum(report.counts[k] for k in ("SIGKILL", "SIGSTOP", "leave", "malformed", "huge", "slow"))
+    injected = sum(report.counts[k] for k in FAULTS)
     print(f"{requests} requests, {injected} faults injected, {report.restarts} restarts")
     print(f"{report.tokens_checked} tokens compared, {report.tokens_lost} lost; {report.counts['faults']} faults found")
     memory = [m for _, m in report.memory]

@@ -17,6 +17,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +60,15 @@ class Report:
 
 
 class Chaos:
-    """One run. `server` must be ready and serve a tiny model, in so many `cores`, as "tiny"."""
+    """One run. `server` must be ready and serve a tiny model, in so many `cores`, as "tiny". `more`: further trouble, which goes on
+    until it is cancelled."""
 
     def __init__(
-        self, server: ServerProcess, *, seed: int, clients: int, pool: int, seconds: float, kill_every: float, cores: int = 1
-    ):
+        self, server: ServerProcess, *, seed: int, clients: int, pool: int, seconds: float, kill_every: float, cores: int = 1,
+        more: Sequence[Callable[[Chaos], Awaitable[None]]] = (),
+    ):  # fmt: skip
         self.server, self.clients, self.seconds, self.kill_every = server, clients, seconds, kill_every
-        self.cores = cores
+        self.cores, self.more = cores, more
         self.random = random.Random(seed)
         self.pool = [random_ask(self.random, "tiny", 100) for _ in range(pool)]
         self.want: list[Said] = []
@@ -90,7 +93,7 @@ class Chaos:
             self.began = time.monotonic()
             self.end = self.began + self.seconds
             seeds = [self.random.random() for _ in range(self.clients)]
-            around = [asyncio.create_task(self._watch(client)), asyncio.create_task(self._kill())]
+            around = [asyncio.create_task(trouble) for trouble in (self._watch(client), self._kill(), *(make(self) for make in self.more))]
             try:
                 await asyncio.gather(*(self._client(client, random.Random(s)) for s in seeds))
             finally:

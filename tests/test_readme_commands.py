@@ -1,0 +1,55 @@
+"""What the README tells its reader to type works as it stands there: every curl, and the batch file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import headrace.engine.client
+from fake_engine import FakeEngine
+from headrace.cli import main
+from server_driver import serving
+from test_run_batch import FakeClient
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```\w*\n(.*?)```", README, re.DOTALL)
+CURLS = {re.search(r"http://\S+?(/\S*)", block)[1]: block for block in BLOCKS if block.startswith("curl ")}  # type: ignore[index]
+ADDRESS = "http://127.0.0.1:8000"
+# a failure has an exit code, and proxies of whoever runs the tests are left out
+CURL = "curl() { command curl -sS --fail-with-body --noproxy '*' --max-time 30 \"$@\"; }\n"
+
+
+def test_there_is_one_for_each_api():
+    assert set(CURLS) == {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/v1/rerank"}
+    assert any("run-batch" in block for block in BLOCKS)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_every_curl_is_answered():
+    engine = FakeEngine(model_name="SmolLM2-135M-Instruct")
+    async with serving(engine) as here:
+        for path, command in CURLS.items():
+            assert ADDRESS in command
+            script = CURL + command.replace(ADDRESS, f"http://127.0.0.1:{here.port}")
+            process = await asyncio.create_subprocess_exec("bash", "-c", script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            said = (await process.communicate())[0].decode()
+            assert process.returncode == 0, f"{path}: {said}"
+            last = said.strip().splitlines()[-1]
+            assert last == "data: [DONE]" or not json.loads(last).get("error"), said
+
+
+def test_the_batch_file_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(headrace.engine.client, "EngineClient", FakeClient)
+    monkeypatch.chdir(tmp_path)
+    [block] = [block for block in BLOCKS if block.startswith("echo ")]
+    shell, _, command = block.rpartition("headrace run-batch")
+    subprocess.run(["bash", "-c", shell], check=True, cwd=tmp_path)
+    assert main(["run-batch", *command.partition("#")[0].split()]) == 0
+    [answer] = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert json.loads(answer)["response"]["status_code"] == 200
