@@ -1,7 +1,8 @@
 """Faults of the machine for `soak.py`: a wall clock that jumps, a disk that is full, a server that is stopped for a while.
 
-The clock: a library that is loaded before libc gives the wall clock an offset, which stands in a file; the monotonic clock stays
-what it is, as on a machine whose clock is set. The disk: a file system of a few MB where the process may mount one, else /dev/full.
+The clock: a library that is loaded before libc gives the wall clock an offset, which stands in a file; the monotonic clock
+stays what it is, as on a machine whose clock is set. The disk: a file system of a few MB where the process may mount one, else
+/dev/full.
 """
 
 from __future__ import annotations
