@@ -76,7 +76,7 @@ class ApiContext:
             raise bad_request("model: a name is needed.", "model", "missing_required_parameter")
         if name is None or (self.config.any_model_name and name not in self.model_names):
             return self.model_names[0]
-        if name not in self.model_names:
+        if name not in self.model_names and name.removesuffix(":latest") not in self.model_names:  # as /api/tags calls it
             shown = name if len(name) <= 200 else name[:200] + "..."
             raise ApiError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
         return name

@@ -47,10 +47,10 @@ class Models:
 
     def find(self, name: str | None, *, tagged: bool = False) -> int | None:
         """The number of the model that a request means; None: there is no such one, or it named none and there is no default.
-        `tagged`: as in Ollama's API."""
+        `tagged`: as in Ollama's API, where one without a tag means `:latest`; its names are taken everywhere."""
         if name is None:
             return self.default
-        forms = (name, name.removesuffix(LATEST), name + LATEST) if tagged else (name,)
+        forms = (name, name.removesuffix(LATEST), *((name + LATEST,) if tagged else ()))
         found = next((self._by_name[form] for form in forms if form in self._by_name), None)
         return self.default if found is None and self.any_name else found
 
