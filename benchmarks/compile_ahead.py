@@ -1,78 +1,18 @@
-"""Turns this process into a compiler: Triton launches on meta tensors compile for a card that is not there.
-
-What is compiled lies in Triton's cache. One target per process (Triton remembers it), TRITON_INTERPRET unset.
-"""
+"""Compiling for a card that is not there (headrace.compile_ahead.no_device), and what a compiled kernel takes of one."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-from triton.runtime import driver
 
-from headrace.fast_decode import epilogues
-from headrace.kernels import launch
+from headrace.compile_ahead.no_device import install, replace_everywhere
 
-
-class NoDevice(DriverBase):
-    """The part of a CUDA driver that compilation asks for."""
-
-    def __init__(self, capability: int):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return "void*"
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_benchmarker(self):
-        return None
-
-
-def install(capability: int, compiled: Callable[[str, Any], None] = lambda name, kernel: None) -> None:
-    """From now on every launch in this process only compiles, for sm_<capability>; `compiled` is told each kernel's name."""
-    driver.set_active(NoDevice(capability))
-    replace_everywhere(launch.capability, lambda device: divmod(capability, 10))
-    replace_everywhere(epilogues.runs_triton, lambda tensor: True)
-    run_kernel = triton.JITFunction.run
-
-    def run(self, *args, grid, warmup, **kwargs):
-        kernel = run_kernel(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled(self.fn.__name__, kernel)
-        return kernel
-
-    triton.JITFunction.run = run
-
-
-def replace_everywhere(asked: Callable, answer: Callable) -> None:
-    """Let `answer` stand for a function of Headrace's in all modules that have imported it by its name."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("headrace.") and getattr(module, asked.__name__, None) is asked:
-            setattr(module, asked.__name__, answer)
+__all__ = ["install", "replace_everywhere", "usage"]
 
 
 def usage(cubin: bytes) -> tuple[int, int]:

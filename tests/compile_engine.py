@@ -1,46 +1,55 @@
-"""Run an engine for a card that is not there: which kernels are compiled, and how often with the same constants.
+"""Run an engine for a card that is not there: which kernels it asks for, and in how many forms with the same constants.
 
 Requests come and go, so that steps have any number of prompts, decodes and rows. Where a tensor begins, or what a number is
-divisible by, must not make another form of a kernel: that would be compiled in the middle of serving. Prints JSON: kernel ->
-for each of its constants and types how many forms there are.
+divisible by, must not make another form of a kernel: that would be compiled in the middle of serving. Prints JSON: "forms":
+kernel -> for each of its constants and types how many there are; "unforeseen": kernels in forms that compiling ahead, from the
+model's shape alone, does not know of.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-import compile_ahead
 import headrace.engine.forwards as forwards
 from engine_driver import complete, make_core
 from headrace.attention.triton_backend import TritonAttention
+from headrace.compile_ahead import no_device
+from headrace.compile_ahead.steps import Played, Stage
+from headrace.compile_ahead.weights import weights_without_data
+from headrace.config import EngineConfig
+from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.kernels import launch
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
 from headrace.worker.batch_state import ALIGN
 from tiny_models import write_shape
 
 STEPS = 70
+original = JITFunction._do_compile
 forms: Counter = Counter()
-compile_kernel = JITFunction._do_compile
+asked: dict[tuple[str, str], str] = {}  # name and key of a form -> its constants
 
 
 def note(self: JITFunction, key, signature, device, constants, *rest):
-    """Stands for Triton's compilation: what it is asked for, apart from alignment and divisibility."""
+    """Stands for Triton's compilation: what it is asked for, and apart from alignment and divisibility."""
     declared = {p.name: constants.get((p.num,)) for p in self.params if p.is_constexpr}
     types = [kind for kind in signature.values() if kind.startswith("*")]
     forms[self.fn.__name__, str(declared), str(types)] += 1
-    return compile_kernel(self, key, signature, device, constants, *rest)
+    asked[self.fn.__name__, key] = f"{declared} {types}"
+    self.device_caches[device][0][key] = object()
+    return self.device_caches[device][0][key]
 
 
 def choose(logits: Tensor, inputs: sampler.SampleInputs) -> tuple[Tensor, Tensor]:
@@ -53,14 +62,13 @@ def main(directory: str) -> None:
         Path(directory), vocab_size=8192, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=256,
     )  # fmt: skip
-    forwards.select_attention = lambda name, model, device: (TritonAttention(model, device), "the one that is tested")
+    forwards.select_attention = lambda name, model, device, *_: (TritonAttention(model, device), "the one that is tested")
     core = make_core(
         path, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=64, max_model_len=2304,
         block_size=64, max_num_batched_tokens=2048, num_kv_blocks=1200, enforce_eager=True,
     )  # fmt: skip
     core.runner.state.align = ALIGN  # as on a card
-    compile_ahead.install(90)
-    compile_ahead.replace_everywhere(launch.on_gpu, lambda tensor: True)
+    no_device.install(90)
     launch._KNOWN = False  # a compiled form is not launched again
     sampler.choose = choose
     JITFunction._do_compile = note  # type: ignore[method-assign]
@@ -76,7 +84,20 @@ def main(directory: str) -> None:
     found: dict[str, list[int]] = {}
     for (name, _, _), count in forms.items():
         found.setdefault(name, []).append(count)
-    print(json.dumps(found))
+    print(json.dumps({"forms": found, "unforeseen": sorted(unforeseen(core, path))}))
+
+
+def unforeseen(core: EngineCore, path: str) -> list[str]:
+    JITFunction._do_compile = original  # type: ignore[method-assign]
+    config = EngineConfig(model=path, load_format="dummy")
+    checkpoint = resolve_checkpoint(config)
+    model, weights = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
+    for kernel in {kernel for kernel in gc.get_objects() if isinstance(kernel, JITFunction)}:
+        kernel.device_caches.clear()
+    launches, _ = no_device.note_launches()
+    Stage(Played(model, weights, core.scheduler.limits, torch.bfloat16, "no card", eager=True)).play()
+    ahead = {(launch.name, launch.arguments[0]) for launch in launches}
+    return [f"{name} {asked[name, key]} {key}" for name, key in asked.keys() - ahead]
 
 
 if __name__ == "__main__":

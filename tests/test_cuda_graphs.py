@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headrace.worker.cuda_graphs import FEW_ROWS, Captured, DecodeGraphs, Key, context_buckets, graph_sizes
+from headrace.worker import cuda_graphs
+from headrace.worker.cuda_graphs import (
+    COVERING,
+    FEW_ROWS,
+    MISSES,
+    SETTLED_SECONDS,
+    Captured,
+    DecodeGraphs,
+    Key,
+    context_buckets,
+    graph_sizes,
+)
 from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
 
@@ -20,6 +34,8 @@ class Noted(DecodeGraphs):
         self.sizes = graph_sizes(max(max_num_seqs, max_draft_rows))
         self.few_buckets, self.buckets = context_buckets((256, 512), max_model_len), context_buckets((2048,), max_model_len)
         self._graphs, self._todo, self._wanted = {}, [], set()
+        self._prepared, self._missed, self._stand_ins = None, Counter(), {}
+        self.replayed: Key | None = None
         self._mailbox = SimpleNamespace(post=lambda numbers, size, slot: numbers)
         self.state, self._rows = SimpleNamespace(dummy_slot=0), None
         self.captured: list[Key] = []
@@ -27,12 +43,13 @@ class Noted(DecodeGraphs):
     def _capture(self, key: Key) -> Captured:
         assert key not in self._graphs and len(self._graphs) < self.max_graphs
         self.captured.append(key)
-        self._graphs[key] = Captured(SimpleNamespace(replay=lambda: None), None)
+        self._graphs[key] = Captured(SimpleNamespace(replay=lambda: setattr(self, "replayed", key)), None)
+        self._stand_ins.clear()
         return self._graphs[key]
 
-    def waits(self, rows: int, context: int, related: bool = False) -> list[Key]:
+    def waits(self, rows: int, context: int, related: bool = False, tail: Tail = Tail.RANDOM) -> list[Key]:
         before = len(self.captured)
-        self.replay(np.zeros((4, rows), np.int32), context, Tail.RANDOM, related)
+        self.replay(np.zeros((4, rows), np.int32), context, tail, related)
         return self.captured[before:]
 
     def rest(self) -> None:
@@ -92,3 +109,44 @@ def test_no_more_graphs_than_the_plan_counts_with() -> None:
     assert graphs.waits(64, 4000) == [Key(64, 4352, Tail.RANDOM, False)]
     assert list(graphs._graphs) == [others[1], first, Key(64, 4352, Tail.RANDOM, False)]
     assert not graphs.capture_next()
+
+
+@given(
+    most=st.integers(1, 300), longest=st.sampled_from([100, 512, 2048, 40960]), data=st.data(),
+    tail=st.sampled_from([Tail.GREEDY, Tail.RANDOM, Tail.FILTERED]),
+)  # fmt: skip
+def test_what_is_captured_before_the_first_request_does_for_all(most, longest, data, tail) -> None:
+    """No step waits for a capture, and the one that stands in has room for its rows and its context. After an idle moment the
+    one that fits is there."""
+    graphs = Noted(most, longest)
+    graphs.prepare()
+    few = len(graphs.captured)
+    assert few <= 2 * (most.bit_length() + 1)
+    for _ in range(3):
+        rows, context = data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))
+        assert graphs.waits(rows, context, tail=tail) == []
+        key = graphs.replayed
+        assert key is not None and key.rows >= rows and key.context >= context and not key.related
+        assert COVERING[key.tail] >= COVERING[tail]
+        graphs.rest()
+        size = graphs.size_for(rows)
+        wanted = Key(size, graphs.bucket_for(context, size), tail, False)
+        if wanted in graphs.captured:  # there is room for so many
+            assert graphs.waits(rows, context, tail=tail) == [] and graphs.replayed == wanted
+
+
+def test_logits_and_drafts_have_no_stand_in() -> None:
+    graphs = Noted(8, 512, max_draft_rows=8)
+    graphs.prepare()
+    assert graphs.waits(2, 100, tail=Tail.LOGITS) == [Key(2, 256, Tail.LOGITS, False)]
+    assert graphs.waits(2, 100, related=True) == [Key(2, 256, Tail.RANDOM, True)]
+
+
+def test_under_load_what_fits_better_comes_when_it_is_worth_it(monkeypatch) -> None:
+    """Not in the first minute, where a capture would show; nor for a step that is rare."""
+    graphs, now = Noted(32, 512), [0.0]
+    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    graphs.prepare()
+    assert not any(graphs.waits(24, 100) for _ in range(MISSES + 5))
+    now[0] = SETTLED_SECONDS + 1
+    assert graphs.waits(3, 100) == [] and graphs.waits(24, 100) == [Key(24, 512, Tail.RANDOM, False)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,6 +147,16 @@ def visible_cards() -> list[str]:
 def show_cards(names: list[str]) -> None:
     """This process, and those that it starts, shall see these and no others. Of no effect once CUDA has been used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def use_temporary_directory(path: str) -> None:
+    """For this process's temporary files, and those of the programs that it starts."""
+    tempfile.tempdir = os.environ["TMPDIR"] = path
+
+
+def c_compiler() -> str | None:
+    """As Triton looks for it."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def hub_offline() -> bool:

@@ -76,7 +76,8 @@ async def ready(ctx: ApiContext, request: Request) -> Response:
     status = ctx.engine.status()
     state = {"loaded": status.loaded, "alive": status.alive, "progressing": status.progressing, "draining": status.draining}
     good = status.loaded and status.alive and status.progressing and not status.draining
-    return json_response({"ready": good, **state}, 200 if good else 503)
+    words = "ready" if good else "draining" if status.draining else status.doing if status.alive else "given up"
+    return json_response({"ready": good, "state": words, **state}, 200 if good else 503)
 
 
 @cache

@@ -22,6 +22,7 @@ COMMANDS: dict[str, Any] = {  # name -> (module, help), or the help and the comm
     "generate": ("headrace.cli.generate", "generate text from prompts"),
     "chat": ("headrace.cli.chat", "talk to a model in the terminal"),
     "serve": ("headrace.cli.serve", "serve a model over an OpenAI-compatible HTTP API"),
+    "compile": ("headrace.cli.compile", "compile a model's kernels ahead, with the card or without it"),
     "run-batch": ("headrace.cli.run_batch", "answer a file of requests, and go on where it was interrupted"),
     "ray": (
         "servers whose cores are in a Ray cluster",

@@ -20,6 +20,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
 from headrace.engine.forwards import load_forward
 from headrace.engine.options import check_options
+from headrace.engine.preparation import Preparation, Tell, tell_nobody
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.extras import is_installed
 from headrace.machine import usable_cores
@@ -61,9 +62,18 @@ class Engine:
     dtype: torch.dtype
     load_seconds: float
     ranks: Ranks | None = None  # the other processes of a tensor-parallel core
+    preparation: Preparation | None = None
+
+    def prepare(self, tell: Tell = tell_nobody) -> None:
+        """Before the first request; until then, that would wait for what is done here. Once."""
+        preparation, self.preparation = self.preparation, None
+        if preparation is not None:
+            preparation.finish(self.core.runner, self.core.scheduler.limits, self.model.vocab_size, tell)
 
     def close(self) -> None:
         """Drop every tensor and give the memory back."""
+        if self.preparation is not None:
+            self.preparation.close()
         with contextlib.suppress(EngineDeadError):  # of ranks that have died: what is in flight has no result any more
             self.core.close()
         if self.ranks is not None:
@@ -85,7 +95,8 @@ def give_memory_back(device: torch.device) -> None:
 
 
 def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False) -> Engine:
-    """Load the checkpoint and make an engine of it. Raises CheckpointError, CapacityError, ParameterError, EngineDeadError."""
+    """Load the checkpoint and make an engine of it, which is yet to `prepare`. Raises CheckpointError, CapacityError,
+    ParameterError, EngineDeadError."""
     claim_process()
     if config.data_parallel_size != 1:
         raise ParameterError("data_parallel_size", config.data_parallel_size, "1 here: several cores need `headrace serve`")
@@ -96,10 +107,15 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     if checkpoint.text_of is not None:
         logger.warning("%s is the text part of a %s: images are not served", checkpoint.name, checkpoint.text_of)
     device, ranks = choose_device(config.device, 0, config.tensor_parallel_size), None
-    if config.tensor_parallel_size == 1:
-        worker = build_worker(config, checkpoint, model, device, progress=progress)
-    else:
-        worker, ranks = build_leader(config, checkpoint, model, device, progress)
+    preparation = Preparation(config, checkpoint, resolve(config, model, device), device)
+    try:
+        if config.tensor_parallel_size == 1:
+            worker = build_worker(config, checkpoint, model, device, progress=progress)
+        else:
+            worker, ranks = build_leader(config, checkpoint, model, device, progress)
+    except BaseException:
+        preparation.close()
+        raise
     runner, limits = worker.runner, worker.limits
     structured = structured_output(config, model, worker.tokenizer)
     speculator = make_speculator(config, limits, structured, runner.drafter, device, runner.graphs)
@@ -114,8 +130,9 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         speculator=speculator,
     )
     seconds, dtype = time.perf_counter() - began, runner.decoder.dtype
-    logger.info("model %s ready on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
-    return Engine(core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, seconds, ranks)
+    logger.info("model %s loaded on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
+    config = resolved(config, limits)
+    return Engine(core, config, model, checkpoint, worker.tokenizer, device, dtype, seconds, ranks, preparation)
 
 
 def build_leader(

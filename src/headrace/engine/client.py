@@ -171,6 +171,7 @@ class EngineClient:
             waiting_tokens=self._streams.waiting_tokens,
             drain_rate=self._drain.rate(),
             num_cores=self._slots.num_staying,
+            doing=next((slot.doing for slot in self._slots if not slot.ready), "ready"),
         )
 
     def counters(self) -> CoreStats:

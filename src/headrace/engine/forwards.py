@@ -117,7 +117,8 @@ def make_decoder(
         logger.info("small batches: the general path; the fused one needs cards that see each other's memory")
         return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
     # bfloat16 is what they were searched in
-    tiles = load_tiles(model, device, usual_kinds(weights)) if dtype == torch.bfloat16 else None
+    name = torch.cuda.get_device_name(device)
+    tiles = load_tiles(model, name, usual_kinds(weights)) if dtype == torch.bfloat16 else None
     rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
     rows = rows if space is None else min(rows, space.max_rows)
     fast = FastDecode(

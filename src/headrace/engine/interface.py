@@ -29,6 +29,7 @@ class EngineStatus:
     waiting_tokens: int
     drain_rate: float  # tokens per second, measured; 0: not known yet
     num_cores: int  # that run or are being restarted: each takes config.max_num_seqs at the same time
+    doing: str = "loading"  # while `loaded` is false, in words: loading, compiling kernels 3 of 120, ...
 
 
 @dataclass(slots=True)

@@ -28,7 +28,21 @@ from headrace.config import EngineConfig, prepare_threads, show_cards
 from headrace.engine.messages import Outputs
 from headrace.engine.socket_pair import connect_pair
 from headrace.engine.stats import CoreStats, StepTrace
-from headrace.engine.wire import Abort, Add, Begin, Fatal, FromCore, Heartbeat, News, Ready, Shutdown, ToCore, Watch, from_wire
+from headrace.engine.wire import (
+    Abort,
+    Add,
+    Begin,
+    Fatal,
+    FromCore,
+    Heartbeat,
+    News,
+    Progress,
+    Ready,
+    Shutdown,
+    ToCore,
+    Watch,
+    from_wire,
+)
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure, rename
 from headrace.prewarm import prewarm
@@ -236,6 +250,7 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
         config = config or take_place(inbox.recv())
         begun.set()
         engine = build(config)
+        engine.prepare(lambda *progress: send(Progress(*progress)))
         if engine.ranks is not None:
             engine.ranks.on_death(end_with_ranks)
         resolved = engine.config

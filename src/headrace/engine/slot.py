@@ -11,7 +11,7 @@ from headrace.engine.probation import Probation
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream
 from headrace.engine.supervision import Core, CoreSupply, SupervisionConfig, Supervisor
-from headrace.engine.wire import Abort, Add, FromCore, News, Ready
+from headrace.engine.wire import Abort, Add, FromCore, News, Progress, Ready
 
 STANDBY_DELAY = 2.0  # seconds after a core is ready: its first requests have the machine for themselves
 EXPECTED_TOKENS = 256  # of output that count as outstanding: what a request may have at most says little of what it will have
@@ -52,6 +52,7 @@ class Slot:
     def __init__(self, number: int, keeper: Keeper, past: CoreStats, restarts: int, at_start: bool):
         self.number, self._keeper, self.at_start = number, keeper, at_start
         self.info: Ready | None = None  # of the latest core that was ready
+        self.doing = "loading"  # while its core does not serve yet
         self.stats = CoreStats()  # of the present core
         self.past = past  # counters of the cores before
         self.restarts = restarts
@@ -140,6 +141,8 @@ class Slot:
                 self.stats = message.stats
             if self.probation.active:
                 self.tick()
+        elif isinstance(message, Progress):
+            self.doing = str(message)
         elif isinstance(message, Ready):
             self.info = message
             self.settled.set()
@@ -155,7 +158,7 @@ class Slot:
 
     def died(self) -> bool:
         progressed = self.stats.steps > 0
-        self.past, self.stats = self.counters(), CoreStats()
+        self.past, self.stats, self.doing = self.counters(), CoreStats(), "loading"
         self._close()
         return progressed
 

@@ -78,6 +78,17 @@ class Ready(msgspec.Struct, tag=True):
     load_seconds: float
 
 
+class Progress(msgspec.Struct, tag=True):
+    """How far a core is that does not serve yet: what it does, and of what that can be counted, how much is done."""
+
+    doing: str
+    done: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.doing} {self.done} of {self.total}" if self.total else self.doing
+
+
 class Glimpse(msgspec.Struct, array_like=True):
     """What there is to be shown, as JSON (api/glass.py): `requests` and `steps` to those who have seen all before."""
 
@@ -107,4 +118,4 @@ class Fatal(msgspec.Struct, tag=True):
     permanent: bool
 
 
-FromCore = Ready | News | Heartbeat | Fatal
+FromCore = Progress | Ready | News | Heartbeat | Fatal

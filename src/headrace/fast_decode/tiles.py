@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
@@ -222,10 +220,10 @@ def tile_file_name(card: str, config: ModelConfig, kinds: Kinds = FLOAT) -> str:
     return "-".join([card.lower().replace(" ", "-"), *map(str, shape), *narrow]) + ".json"
 
 
-def load_tiles(config: ModelConfig, device: torch.device, kinds: Kinds = FLOAT) -> TileTable | None:
-    """The table of this card and the shapes and kinds of this model's matrices, from the user's cache directory or else the
-    package; None if there is none. A file that cannot be read is reported and passed over."""
-    name = tile_file_name(torch.cuda.get_device_name(device), config, kinds)
+def load_tiles(config: ModelConfig, card: str, kinds: Kinds = FLOAT) -> TileTable | None:
+    """The table of the card that is called so and the shapes and kinds of this model's matrices, from the user's cache
+    directory or else the package; None if there is none. A file that cannot be read is reported and passed over."""
+    name = tile_file_name(card, config, kinds)
     for path in (cache_dir() / "tiles" / name, SHIPPED / name):
         try:
             table = from_json(path.read_text())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -40,6 +41,8 @@ HALF = PAGES // 2
 FEW_ROWS = 16  # up to here how far attention is split decides about a step's time, and short contexts have graphs of their own
 # tokens of the first context buckets for so few rows, and for more; 256 is what the tile tables' short attention holds
 FEW_CONTEXTS, CONTEXTS = (256, 512), (2048,)
+COVERING = {Tail.GREEDY: 0, Tail.RANDOM: 1, Tail.FILTERED: 2}  # a sampler does what those before it do, with the same ids
+MISSES, SETTLED_SECONDS = 1000, 60.0
 # one row per sequence -> logits [R, V], for Tail.LOGITS in memory that stays (the next call may overwrite it)
 DecodeForward = Callable[[ForwardBatch, KVCache], Tensor]
 
@@ -140,6 +143,9 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream(device)
         self._graphs: dict[Key, Captured] = {}  # the last used one comes last
         self._todo: list[Key] = []
+        self._prepared: float | None = None  # time.monotonic() when what covers all had been captured
+        self._missed: Counter[Key] = Counter()  # replays for which another step stood in
+        self._stand_ins: dict[Key, Key] = {}  # that one, until another is captured
         self._wanted: set[tuple[int, Tail, bool]] = set()  # a context bucket for many rows, and the rest of a Key
 
     def size_for(self, rows: int) -> int:
@@ -156,18 +162,19 @@ class DecodeGraphs:
         """
         count = numbers.shape[1]
         size = self.size_for(count)
-        key = Key(size, self.bucket_for(context, size), tail, related)
+        wanted = Key(size, self.bucket_for(context, size), tail, related)
+        key = wanted if wanted in self._graphs else self._cover(wanted)
         captured = self._graphs.pop(key, None) or self.capture(key)
         self._graphs[key] = captured
         try:
-            sent = self._mailbox.post(numbers, size, self.state.dummy_slot)
+            sent = self._mailbox.post(numbers, key.rows, self.state.dummy_slot)
             captured.graph.replay()
         except BaseException:
             self._mailbox.resume()
             raise
-        wanted = (self.bucket_for(context, self.sizes[-1]), tail, related)
-        if wanted not in self._wanted:
-            self._wanted.add(wanted)
+        of_context = (self.bucket_for(context, self.sizes[-1]), tail, related)
+        if of_context not in self._wanted:
+            self._wanted.add(of_context)
             below = [s for s in reversed(self.sizes) if s < size]
             most = self.max_draft_rows if related else self.size_for(self.max_num_seqs)
             others = below + [s for s in self.sizes if size < s <= most]
@@ -175,6 +182,46 @@ class DecodeGraphs:
             likely += [(s, bucket) for bucket in self.few_buckets for s in (size, *others) if s <= FEW_ROWS]
             self._todo += [Key(s, bucket, tail, related) for s, bucket in likely]
         return Replayed(captured.logits, self._rows, sent)
+
+    def prepare(self) -> None:
+        """Capture steps that cover whatever plain decode may come, before any comes: each does for fewer rows, shorter contexts
+        and simpler samplers. What fits better comes in idle time, and under load when it has been wanted for long."""
+        fewer, most = self.buckets[0], self.buckets[-1]
+        rows = [s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1]]
+        for context in dict.fromkeys((most, fewer)):
+            for size in rows:
+                key = Key(size, self.bucket_for(context, size), Tail.FILTERED, False)
+                if key not in self._graphs and len(self._graphs) < self.max_graphs:
+                    self.capture(key)
+        self._todo += [
+            Key(s, self.bucket_for(self.buckets[0], s), tail, False)
+            for tail in (Tail.FILTERED, Tail.RANDOM, Tail.GREEDY) for s in self.sizes
+        ]  # fmt: skip
+        self._prepared = time.monotonic()
+
+    def _cover(self, wanted: Key) -> Key:
+        """A captured step that does for the wanted one, the smallest; that itself, if there is none, or if it shall be captured
+        now: that takes as long as many steps, and so not in the first minute."""
+        if self._prepared is None or wanted.tail is Tail.LOGITS or wanted.related:
+            return wanted
+        if (cover := self._stand_ins.get(wanted)) is None or cover not in self._graphs:
+            covers = [key for key in self._graphs if self._covers(key, wanted)]
+            if not covers:
+                return wanted
+            cover = self._stand_ins[wanted] = min(covers, key=lambda key: (key.rows, key.context, COVERING[key.tail]))
+        self._missed[wanted] += 1
+        if self._missed[wanted] > MISSES and time.monotonic() - self._prepared > SETTLED_SECONDS:
+            del self._missed[wanted]
+            return wanted
+        if self._missed[wanted] == 1:
+            self._todo.insert(0, wanted)
+        return cover
+
+    @staticmethod
+    def _covers(key: Key, wanted: Key) -> bool:
+        if key.related or key.tail is Tail.LOGITS or COVERING[key.tail] < COVERING[wanted.tail]:
+            return False
+        return key.rows >= wanted.rows and key.context >= wanted.context
 
     def next_planned(self) -> Key | None:
         """A graph that is likely to be needed and is not there; None if there is none left, or no room."""
@@ -219,6 +266,7 @@ class DecodeGraphs:
                 graph.capture_end()
         current.wait_stream(self._stream)
         captured = self._graphs[key] = Captured(graph, logits)
+        self._stand_ins.clear()
         took, grown = 1e3 * (time.perf_counter() - began), (self._driver_bytes() - before) / MIB
         logger.debug("captured %s in %.1f ms: %.2f MiB of the driver's, %d graphs", key, took, grown, len(self._graphs))
         return captured

@@ -1,0 +1,73 @@
+"""`headrace compile MODEL --card h100`: fills the cache of compiled kernels where there is no card, as in an image's build."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from headrace.cli.options import add_engine_arguments, engine_options, named_model
+from headrace.cli.parser import text
+from headrace.cli.pull import NAMES
+from headrace.cli.sources import add_config_file
+from headrace.compile_ahead.cards import CARDS, Card, named_card, present_card
+from headrace.config import EngineConfig
+from headrace.errors import CapacityError, ParameterError
+from headrace.extras import is_installed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_tag", nargs="?", type=text, metavar="MODEL",
+        help=f"{NAMES}; a directory or .gguf file (default: the embedded SmolLM2-135M-Instruct)",
+    )  # fmt: skip
+    parser.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)} (default: the one of this machine)")
+    parser.add_argument("--processes", type=int, metavar="N", help="that compile (default: as cores and memory allow)")
+    add_config_file(parser)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    named_model(args)
+    if args.processes is not None and args.processes < 1:
+        raise ParameterError("--processes", args.processes, "an integer >= 1")
+    card = chosen_card(args.card)
+    if not is_installed("triton"):
+        raise ParameterError("card", args.card, "nothing without Triton: `pip install triton`")
+    import torch
+
+    from headrace.compile_ahead.ahead import Compilation, kernel_cache
+    from headrace.engine.build import resolve
+    from headrace.model.checkpoint import resolve_checkpoint
+    from headrace.model.families import model_config_from_hf
+
+    config = EngineConfig(**engine_options(args))
+    if (ranks := config.tensor_parallel_size) > 1:
+        raise ParameterError("tensor_parallel_size", ranks, "1: a rank's kernels are compiled where it runs")
+    checkpoint = resolve_checkpoint(config)
+    limits = resolve(config, model_config_from_hf(checkpoint.config), torch.device("cuda"))
+    began, shown = time.perf_counter(), sys.stderr.isatty()
+
+    def told(done: int, total: int) -> None:
+        if shown or done in (0, total):
+            print(f"compiling for {card.name}: {done} of {total}", end="\r" if shown else "\n", file=sys.stderr, flush=True)
+
+    with Compilation(config, checkpoint, limits, card, args.processes or 0) as compilation:
+        if not compilation.is_running:
+            print(f"all of it is in {kernel_cache()}")
+            return 0
+        found = compilation.wait(told)
+    if shown:
+        print(file=sys.stderr)
+    print(f"{found.done} kernels in {kernel_cache()} after {time.perf_counter() - began:.1f} s")
+    if found.failed or found.places is None:
+        raise CapacityError(f"{found.total - found.done} kernels have not been compiled: what was said above says why")
+    return 0
+
+
+def chosen_card(name: str | None) -> Card:
+    if name is not None:
+        return named_card(name)
+    if (card := present_card()) is None:
+        raise ParameterError("card", name, f"one of {', '.join(CARDS)}: this machine has none")
+    return card

@@ -1,0 +1,68 @@
+"""What a kernel's code depends on of a card, for cards that are not there. Shared memory is that of one program."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from headrace.errors import ParameterError
+
+SHARED_MEMORY = {  # bytes that a program may have, by compute capability (CUDA's programming guide)
+    80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10,
+    121: 99 << 10,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """`name` is the driver's, by which tables of tiles are found."""
+
+    name: str
+    capability: int  # 90: sm_90
+    multiprocessors: int
+
+    @property
+    def shared_memory(self) -> int:
+        return SHARED_MEMORY.get(self.capability, 99 << 10)
+
+
+CARDS = {
+    "a100": Card("NVIDIA A100-SXM4-80GB", 80, 108),
+    "a10": Card("NVIDIA A10", 86, 72),
+    "a40": Card("NVIDIA A40", 86, 84),
+    "a6000": Card("NVIDIA RTX A6000", 86, 84),
+    "rtx3090": Card("NVIDIA GeForce RTX 3090", 86, 82),
+    "l4": Card("NVIDIA L4", 89, 58),
+    "l40s": Card("NVIDIA L40S", 89, 142),
+    "rtx4090": Card("NVIDIA GeForce RTX 4090", 89, 128),
+    "h100": Card("NVIDIA H100 80GB HBM3", 90, 132),
+    "h100-pcie": Card("NVIDIA H100 PCIe", 90, 114),
+    "h200": Card("NVIDIA H200", 90, 132),
+    "rtx5090": Card("NVIDIA GeForce RTX 5090", 120, 170),
+    "rtx-pro-6000": Card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 120, 188),
+}
+
+
+def named_card(name: str) -> Card:
+    """Raises ParameterError for one that is not known."""
+    plain = name.lower().translate(str.maketrans("", "", "-_ "))
+    if (card := next((card for known, card in CARDS.items() if known.replace("-", "") == plain), None)) is None:
+        raise ParameterError("card", name, "one of " + ", ".join(CARDS))
+    return card
+
+
+def present_card(index: int = 0) -> Card | None:
+    """Of the cards that this process may see, asked of the driver itself: no context is made, and torch is not needed."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, 256, device):
+        return None
+    found = []
+    for attribute in (75, 76, 16):  # compute capability, major and minor; multiprocessors
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
+            return None
+        found.append(number.value)
+    return Card(name.value.decode(errors="replace"), 10 * found[0] + found[1], found[2])

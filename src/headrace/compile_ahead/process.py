@@ -1,0 +1,143 @@
+"""The process that compiles: `python -m headrace.compile_ahead.process PARENT`, with what it is to do on standard input.
+
+It writes a line of JSON to standard output whenever there is news: how many kernels there are and how many are compiled, and at
+the end which. It ends with its parent, and leaves no file half written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.compile_ahead.cards import Card
+from headrace.config import EngineConfig, show_cards, use_temporary_directory
+from headrace.scheduler.config import Limits
+
+PR_SET_PDEATHSIG = 1
+
+
+class Work(msgspec.Struct):
+    """What is to be compiled, and by how many processes (0: as many as suit this machine)."""
+
+    config: EngineConfig
+    limits: Limits
+    card: Card
+    processes: int = 0
+
+
+class News(msgspec.Struct, omit_defaults=True):
+    """What is said on the way."""
+
+    done: int = 0
+    total: int = 0
+    failed: int = 0
+    places: list[str] | None = None  # at the end: files of Triton's cache that are there if all of it is
+    refused: dict[str, str] = {}  # kernel -> why this card cannot have it
+
+
+def main(parent: int) -> int:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the parent
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    work = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Work)
+    if os.getppid() != parent:
+        return 1
+    show_cards([])  # of no use here, and a context takes time and memory
+    logging.disable(logging.INFO)
+    said = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # of compilers
+    with tempfile.TemporaryDirectory(prefix="headrace-compile-") as home:
+        use_temporary_directory(home)  # for the assembler's files, too
+        compile_all(work, Path(home), partial(say, said))
+    return 0
+
+
+def say(said: Any, news: News) -> None:
+    said.write(msgspec.json.encode(news) + b"\n")
+    said.flush()
+
+
+def compile_all(work: Work, home: Path, tell: Any) -> None:
+    from triton import knobs
+
+    from headrace.compile_ahead import no_device
+    from headrace.compile_ahead.pool import Pool, num_processes
+
+    original, launches = noted(work)
+    no_device.build_without_loading(home)
+    made = home / "made"
+    made.mkdir()
+
+    def compile_one(number: int) -> None:
+        found: dict[str, str] = {}
+        try:
+            kernel = no_device.compile_noted(launches[number], original)
+            found["place"] = no_device.place_of(kernel)
+            if kernel.metadata.shared > work.card.shared_memory:
+                found["refused"] = f"{kernel.metadata.shared} bytes of shared memory, this card has {work.card.shared_memory}"
+        except Exception as error:
+            found["refused"] = f"{type(error).__name__}: {error}"[:500]
+            raise
+        finally:
+            (made / str(number)).write_text(json.dumps(found))
+
+    total = len(launches)
+    tell(News(0, total))
+    jobs = [partial(compile_one, number) for number in range(total)]
+    with Pool(jobs, work.processes or num_processes(), Path(knobs.cache.dir), lambda n: tell(News(n, total))) as pool:
+        tally = pool.run()
+    found = {int(path.name): json.loads(path.read_text() or "{}") for path in made.iterdir()}
+    refused = {launches[n].name: entry["refused"] for n, entry in found.items() if "refused" in entry}
+    places = sorted({entry["place"] for entry in found.values() if "place" in entry})
+    tell(News(tally.done, total, tally.failed, places, refused))
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def noted(work: Work) -> tuple[Any, list[Any]]:
+    """Triton's own compilation, and what it is to be asked for; the slowest kernels first, so that none is left at the end."""
+    import torch
+
+    from headrace.attention.select import choose_cache_dtype
+    from headrace.compile_ahead import no_device
+    from headrace.compile_ahead.steps import Played, Stage
+    from headrace.compile_ahead.weights import META, weights_without_data
+    from headrace.model.checkpoint import resolve_checkpoint
+    from headrace.model.families import model_config_from_hf
+
+    torch.set_num_threads(1)
+    no_device.install(work.card.capability, multiprocessors=work.card.multiprocessors)
+    launches, original = no_device.note_launches()
+    checkpoint = resolve_checkpoint(work.config)
+    model = model_config_from_hf(checkpoint.config)
+    dtype = getattr(torch, dtype_name(work.config.dtype, model.dtype, bool(checkpoint.quantized_to())))
+    cache_dtype = choose_cache_dtype(work.config.kv_cache_dtype, dtype, META)
+    shown, weights = weights_without_data(checkpoint, model, dtype, work.config.quantization)
+    Stage(Played(shown, weights, work.limits, cache_dtype, work.card.name, work.config.enforce_eager)).play()
+    return original, sorted(launches, key=lambda found: not found.name.startswith(SLOW))
+
+
+SLOW = ("_wide", "_varlen", "_filter", "_narrow", "_skinny", "_gemv", "_decode_attention", "_split")
+
+
+def dtype_name(wanted: str, stored: str, narrow: bool) -> str:
+    """As engine.forwards.choose_dtype has it on a card with bfloat16."""
+    return wanted if wanted != "auto" else ("float16" if stored == "float16" and not narrow else "bfloat16")
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code)

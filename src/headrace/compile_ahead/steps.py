@@ -1,0 +1,192 @@
+"""Plays the steps that a model's requests will need, in all their forms, on tensors without data.
+
+The code that is played is what runs on a card; here every launch is noted instead (`no_device.py`). What a step's
+sizes do not change is played once: no kernel has two forms for numbers that differ from step to step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
+from headrace.cache import fp8
+from headrace.compile_ahead.weights import META
+from headrace.fast_decode.forward import MAX_ROWS, FastDecode, usual_kinds
+from headrace.fast_decode.tiles import load_tiles
+from headrace.kernels import tables
+from headrace.kernels.attention_decode import max_tokens
+from headrace.kernels.gather_kv import gather_kv
+from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
+from headrace.kernels.prepare import Rows, launch, launch_publish
+from headrace.kernels.sample import add_mask_triton, sample_rows
+from headrace.kernels.tables import Float, Int, SlotTables
+from headrace.model.batch import ForwardBatch
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.linear import Linear, NarrowLinear, Reduce, make_linear
+from headrace.model.weight import Weight
+from headrace.sampling.params import GREEDY_EPS
+from headrace.sampling.philox import PURPOSE_SAMPLE
+from headrace.scheduler.config import Limits
+from headrace.worker.batch_state import ALIGN
+from headrace.worker.cuda_graphs import CONTEXTS, FEW_CONTEXTS, FEW_ROWS, PAGES, context_buckets, graph_sizes
+
+BLOCKS = 1 << 12  # of a cache without data
+PROMPTS = (1, 8, 16, 32, 64, 200)  # tokens: each form of tiles of attention, and of products with narrow weights
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What is to run: the model without data, and how its steps are bounded."""
+
+    model: ModelConfig
+    weights: DecoderWeights
+    limits: Limits
+    cache_dtype: torch.dtype
+    card: str  # as tables of tiles name it
+    eager: bool = False  # nothing is captured
+
+
+class Stage:
+    """The parts of an engine that launch kernels."""
+
+    def __init__(self, played: Played):
+        model, limits, weights = played.model, played.limits, played.weights
+        self.model, self.limits, self.eager = model, limits, played.eager
+        self.dtype = weights.embedding.dtype
+        self.attention = TritonAttention(model, META)
+        self.decoder = Decoder(
+            model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=_linear
+        )
+        self.fast = None if played.eager else self._fast_path(played)
+        slots = limits.max_num_seqs + 1
+        self.tables = SlotTables(
+            empty(slots, limits.max_model_len + 1), empty(slots, -(-limits.max_model_len // limits.block_size)),
+            empty(slots, len(Float), dtype=torch.float32), empty(slots, len(Int), dtype=torch.int64), empty(slots),
+            limits.block_size,
+        )  # fmt: skip
+        self.kv = _cache(model, limits.block_size, played.cache_dtype)
+
+    def _fast_path(self, played: Played) -> FastDecode | None:
+        model, limits = played.model, played.limits
+        if not FastDecode.supports(model, self.dtype):
+            return None
+        kinds = usual_kinds(played.weights)
+        tiles = load_tiles(model, played.card, kinds) if self.dtype == torch.bfloat16 else None
+        rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
+        return FastDecode(
+            model, played.weights, rows, META, tiles, max_model_len=limits.max_model_len, logits_dtype=self.dtype
+        )  # fmt: skip
+
+    def play(self) -> None:
+        """All steps, those first that nearly every request needs."""
+        self.prompts()
+        self.samplers()
+        if not self.eager:
+            self.captured(related=False)
+            if self.limits.max_draft_rows:
+                self.captured(related=True)
+
+    # ---------------------------------------------------------------- steps with prompts
+
+    def prompts(self) -> None:
+        most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
+        group = self.model.num_heads // self.model.num_kv_heads
+        for tokens in (*PROMPTS, FEW_ROWS_WIDENED + 1, 1024):
+            if tokens <= most:
+                self.forward([tokens], [tokens])
+        few = max_tokens(group)
+        chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
+        self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
+        self.forward([300], [300], keep=True)  # for attention that takes the rows' own keys, or gathers others'
+        out = empty(SPLIT_CONTEXT, self.model.num_kv_heads, self.model.head_dim, dtype=self.dtype)
+        if self.kv.k[0].dtype == self.dtype:
+            gather_kv(
+                self.kv.k[0], self.kv.v[0], out, out, self.tables.block_tables, empty(2), empty(3), first_seq=0, num_seqs=2,
+                max_context=SPLIT_CONTEXT,
+            )  # fmt: skip
+        floats, ints = (table.view(torch.int32) for table in (self.tables.floats, self.tables.ints))
+        tables.enter_triton(empty(500), 2, 300, (self.tables.token_ids, self.tables.block_tables, floats, ints))
+
+    def forward(self, query_lens: list[int], context_lens: list[int], keep: bool = False) -> None:
+        count = sum(query_lens)
+        if count > self.limits.max_num_batched_tokens or max(context_lens) > self.limits.max_model_len:
+            return
+        rows = Rows.empty(-(-count // ALIGN) * ALIGN, META)
+        launch(empty(4, len(rows.token_ids)), None, self.tables, rows)
+        self.attention.keeps_own = keep
+        decodes = sum(length == 1 for length in query_lens)
+        hidden = self.decoder.forward(self._batch(rows.part(0, count), query_lens, context_lens, decodes), self.kv)
+        self.decoder.logits(hidden[: len(query_lens)])
+
+    def _batch(
+        self, rows: Rows, query_lens: list[int], context_lens: list[int], decodes: int, related: bool = False
+    ) -> ForwardBatch:  # fmt: skip
+        count = len(query_lens)
+        return ForwardBatch(
+            rows.token_ids, rows.positions, rows.slot_mapping, self.tables.block_tables, empty(count), empty(count + 1),
+            empty(count), decodes, query_lens, context_lens, related=related,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------- captured decode steps
+
+    def captured(self, related: bool) -> None:
+        limits = self.limits
+        sizes = graph_sizes(max(limits.max_num_seqs, limits.max_draft_rows))
+        inbox, outbox, turn = empty(PAGES, 4, sizes[-1]), empty(PAGES, 3, sizes[-1]), empty(1)
+        rows = Rows.empty(sizes[-1], META)
+        for size in sizes:
+            if related and size > limits.max_draft_rows:
+                break
+            part = rows.part(0, size)
+            launch(inbox, turn, self.tables, part)
+            for bucket in context_buckets(FEW_CONTEXTS if size <= FEW_ROWS else CONTEXTS, limits.max_model_len):
+                self.decode(self._batch(part, [1] * size, [bucket] * size, size, related))
+            launch_publish(empty(size), empty(size).bool(), part, self.tables, outbox, turn, related)
+
+    def decode(self, batch: ForwardBatch) -> None:
+        if self.fast is None or batch.num_rows > self.fast.max_rows:
+            self.decoder.decode(batch, self.kv)
+        else:
+            self.fast.forward(batch, self.kv)
+
+    # ---------------------------------------------------------------- what makes tokens of logits
+
+    def samplers(self) -> None:
+        vocab = self.model.vocab_size
+        for dtype in dict.fromkeys((self.dtype, torch.float32)):  # float32: edited
+            # with memory of one row, so that rows begin where a real one's do; parameters as those of several rows lie
+            logits = torch.empty(1, dtype=dtype).expand(4, vocab)
+            floats, longs, shorts = torch.zeros(3, 4), torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4).int()
+            for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
+                sample_rows(
+                    logits, floats[0], shorts[1], floats[1], floats[2], longs[0], longs[1], shorts[0], purpose=PURPOSE_SAMPLE,
+                    greedy_eps=GREEDY_EPS, all_greedy=all_greedy, any_filter=any_filter,
+                )  # fmt: skip
+            add_mask_triton(empty(4, vocab, dtype=dtype), empty(2, -(-vocab // 32)), empty(2, dtype=torch.int64))
+        rows = Rows.empty(ALIGN, META)
+        for verify in (False, True):
+            launch_publish(empty(ALIGN), empty(ALIGN).bool(), rows, self.tables, empty(3, ALIGN), None, verify)
+
+
+def _linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
+    """As make_linear on a card."""
+    return make_linear(weight, bias, reduce) if weight.kind == "float" else NarrowLinear(weight, bias, reduce)
+
+
+def _cache(model: ModelConfig, block_size: int, dtype: torch.dtype) -> SimpleNamespace:
+    shape = (BLOCKS, block_size, model.num_kv_heads, model.head_dim)
+    each = [empty(*shape, dtype=dtype) for _ in range(model.num_layers)]
+    scales: fp8.Scales = (None, None)
+    if dtype == fp8.DTYPE:
+        one = empty(BLOCKS, model.num_kv_heads, block_size, dtype=torch.float32)
+        scales = (one, one)
+    return SimpleNamespace(k=each, v=each, scales=[scales] * model.num_layers)

@@ -1,0 +1,96 @@
+"""A model's weights without their numbers: of each kind of layer one, the most frequent first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headrace.model.checkpoint import MADE, Checkpoint
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import MATRICES, DecoderWeights
+from headrace.model.families import weight_plan
+from headrace.model.loader import with_quantized
+from headrace.model.narrow_loader import Source, load_matrices, narrow_sources
+from headrace.model.weight import TOGETHER, Weight
+from headrace.model.weight_names import WeightSpec
+
+META = torch.device("meta")
+_DATA = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+
+
+def weights_without_data(
+    checkpoint: Checkpoint, model: ModelConfig, dtype: torch.dtype, quantization: str | None
+) -> tuple[ModelConfig, DecoderWeights]:  # fmt: skip
+    """What `load_model` would make on a card; and the model of these layers alone.
+
+    Of a file's narrow matrices the first of each form is read: which kind it becomes, and in which floats its scales are,
+    is seen by its numbers.
+    """
+    plan, narrow = weight_plan(model), {}
+    if quantization in MADE and (checkpoint.format == "dummy" or not checkpoint.quantized_to()):
+        narrow = {spec.target: _made(spec, quantization) for spec in plan if _name(spec) in MATRICES}
+    elif quantization != "none" and checkpoint.quantized_to():
+        narrow = _as_in_file(checkpoint, plan, dtype)
+    tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
+    tensors: dict[str, Tensor | Weight] = {
+        spec.target: narrow.get(spec.target) or torch.empty(spec.shape, dtype=dtype, device=META)
+        for spec in plan
+        if not (spec.optional and tied and spec.target not in narrow)
+    }
+    weights = DecoderWeights.from_tensors(tensors, model)
+    forms = [
+        (model.window(i), *((w.kind, w.group, w.scale_rows, *(t.dtype for t in w.tensors)) for w in _matrices(layer)))
+        for i, layer in enumerate(weights.layers)
+    ]
+    kept = [forms.index(form) for form, _ in Counter(forms).most_common()]
+    windows = tuple(model.window(i) for i in kept) if model.windows else ()
+    return replace(model, num_layers=len(kept), windows=windows), replace(weights, layers=[weights.layers[i] for i in kept])
+
+
+def _name(spec: WeightSpec) -> str:
+    return spec.target.rpartition(".")[2]
+
+
+def _matrices(layer) -> list[Weight]:
+    return [getattr(layer, name) for name in MATRICES]
+
+
+def _made(spec: WeightSpec, kind: str) -> Weight:
+    """What `narrow.quantized` makes of a matrix of floats: of random numbers, scales that only float32 holds exactly."""
+    rows, columns = spec.shape
+    if kind == "int4" and columns % TOGETHER == 0:
+        scales = torch.empty(rows, columns // TOGETHER, dtype=torch.float16, device=META)
+        return Weight(torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META), scales, scales, kind, TOGETHER)
+    groups = -(-columns // TOGETHER) if kind == "int4" else 1
+    scales = torch.empty(rows, groups, dtype=torch.float16 if kind == "int4" else torch.float32, device=META)
+    zeros, held = (scales, "int8") if kind == "int4" else (None, kind)
+    data = torch.empty(rows, columns, dtype=_DATA[held], device=META)
+    return Weight(data, scales, zeros, held, TOGETHER if kind == "int4" else 0)  # type: ignore[arg-type]
+
+
+def _as_in_file(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype) -> dict[str, Weight]:
+    entries = narrow_sources(plan, with_quantized(checkpoint, plan), None, keep=True)
+    forms: dict[tuple, list[WeightSpec]] = {}
+    for spec in plan:
+        sources = [entries[name] for name, _ in spec.sources if name in entries]
+        if len(spec.shape) == 2 and spec.target != "embedding" and any(hasattr(source, "parts") for source in sources):
+            forms.setdefault((_name(spec), spec.shape, *map(_form, sources)), []).append(spec)
+    first = [specs[0] for specs in forms.values()]
+    read = load_matrices(first, entries, dtype, torch.device("cpu"), keep=True)
+    return {spec.target: _without_data(read[specs[0].target]) for specs in forms.values() for spec in specs}
+
+
+def _form(source: Source) -> tuple:
+    """What is known of a source by its file's header."""
+    parts = getattr(source, "parts", None)
+    if parts is None:
+        return (source.encoding.name,)  # type: ignore[union-attr]
+    return tuple((role, part.entry.encoding.name, part.entry.shape) for role, part in parts.items())
+
+
+def _without_data(weight: Weight) -> Weight:
+    data, scales, zeros = (None if t is None else t.to(META) for t in (weight.data, weight.scales, weight.zeros))
+    return replace(weight, data=data, scales=scales, zeros=zeros)

@@ -1,0 +1,141 @@
+"""Kernels are compiled before anybody waits for one: by a pool that may lose its processes, into the cache that a card's machine
+reads, and what is said of it is true."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from engine_driver import make_core, make_requests, run
+from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
+from headrace.compile_ahead.pool import Pool, Tally
+from headrace.engine.preparation import answer_own
+from headrace.errors import ParameterError
+from headrace.scheduler.config import SchedulerStats
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def die(path: Path) -> None:
+    if not path.exists():
+        path.write_text("once")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("no such kernel")
+
+
+def hang() -> None:
+    signal.pause()
+
+
+def test_a_pool_runs_each_job_once(tmp_path) -> None:
+    seen: list[int] = []
+    jobs = [partial(write, tmp_path / str(i), str(i)) for i in range(40)]
+    with Pool(jobs, 3, tmp_path, seen.append) as pool:
+        assert pool.run() == Tally(40, 0)
+    assert sorted(int(path.read_text()) for path in tmp_path.iterdir()) == list(range(40))
+    assert seen == list(range(1, 41))
+
+
+@pytest.mark.parametrize(("bad", "seconds"), [(fail, 60.0), (hang, 0.3)], ids=["refused", "hangs"])
+def test_a_job_that_cannot_be_done_costs_no_other(tmp_path, bad, seconds) -> None:
+    jobs = [partial(write, tmp_path / "before", ""), bad, *(partial(write, tmp_path / str(i), "") for i in range(4))]
+    with Pool(jobs, 1, tmp_path, job_seconds=seconds) as pool:
+        assert pool.run() == Tally(5, 1)
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_process_that_dies_costs_its_job_alone(tmp_path) -> None:
+    """And what it had begun to write in the cache goes with it."""
+
+    def begin_and_die() -> None:
+        (tmp_path / "cache" / "KEY" / f"tmp.pid_{os.getpid()}_x").mkdir(parents=True)
+        die(tmp_path / "dead")
+
+    jobs = [begin_and_die, *(partial(write, tmp_path / str(i), "") for i in range(5))]
+    with Pool(jobs, 1, tmp_path / "cache") as pool:
+        assert pool.run() == Tally(5, 1)
+    assert not list((tmp_path / "cache" / "KEY").iterdir())
+    with pytest.raises(ChildProcessError):  # nobody is left
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_pool_that_is_left_ends_its_processes(tmp_path) -> None:
+    def told(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Pool([partial(write, tmp_path / "a", ""), hang, hang], 3, tmp_path, told) as pool:
+        pool.run()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_cards_are_named() -> None:
+    assert named_card("H100").capability == 90 and named_card("rtx_4090").shared_memory == 99 << 10
+    assert {card.capability for card in CARDS.values()} == {80, 86, 89, 90, 120} <= SHARED_MEMORY.keys()
+    with pytest.raises(ParameterError, match=r"card.*voodoo2.*h100"):
+        named_card("voodoo2")
+
+
+ONE_KERNEL = """
+import json, sys
+from pathlib import Path
+import torch
+from headrace.compile_ahead import no_device
+from headrace.kernels import tables
+from triton import knobs
+
+def enter():
+    four = [torch.empty(9, 64, dtype=torch.int32, device="meta")] * 4
+    tables.enter_triton(torch.empty(500, dtype=torch.int32, device="meta"), 2, 300, four)
+
+no_device.install(89)
+if sys.argv[1] == "noted":
+    launches, original = no_device.note_launches()
+    enter()
+    no_device.build_without_loading(Path(sys.argv[2]))
+    print(no_device.place_of(no_device.compile_noted(launches[0], original)))
+else:  # as a process with the card does it
+    enter()
+print(len(list(Path(knobs.cache.dir).glob("*/*.cubin"))), len(list(Path(knobs.cache.dir).glob("*/__triton_launcher*.so"))))
+"""
+
+
+def test_what_is_noted_is_compiled_under_the_key_that_a_launch_looks_for(tmp_path) -> None:
+    (tmp_path / "stub").mkdir()
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run(how: str) -> list[str]:
+        command = [sys.executable, "-c", ONE_KERNEL, how, str(tmp_path / "stub")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.split("\n")
+
+    place, counts, _ = run("noted")
+    assert counts == "1 1" and (tmp_path / "cache" / place).exists()
+    assert run("launched")[0] == "1 1"  # nothing more
+
+
+def test_requests_of_our_own_leave_nothing_behind(model) -> None:
+    """What the engine answers before it is ready changes no answer after it, and no count."""
+    def answers(prepared: bool) -> list[list[int]]:
+        core = make_core(model)
+        if prepared:
+            answer_own(core.runner, core.scheduler.limits, core.vocab_size)
+        assert core.steps == 0 and not core.has_work and core.scheduler.stats == SchedulerStats()
+        assert core.scheduler.num_running == core.scheduler.num_waiting == 0
+        return [result.ids for result in run(core, make_requests(3, 4, core.vocab_size)).values()]
+
+    assert answers(True) == answers(False)
