@@ -92,6 +92,7 @@ class FakeStatus:
     waiting_tokens: int = 0
     drain_rate: float = 100.0
     num_cores: int = 1
+    doing: str = "loading"
 
 
 @dataclass

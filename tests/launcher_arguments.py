@@ -15,7 +15,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from compile_ahead import NoDevice
+from headrace.compile_ahead.no_device import NoDevice
 from headrace.kernels import launch
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton

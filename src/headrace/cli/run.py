@@ -144,5 +144,7 @@ class Server:
         elif message.startswith("ready after "):
             self._loaded = True
             self._ready.set()
+        if message.startswith("compiling kernels"):
+            print(message, file=sys.stderr)
         if level not in ("DEBUG", "INFO"):
             print(f"headrace: {message}", file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,7 +183,8 @@ def _linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = 
     return make_linear(weight, bias, reduce) if weight.kind == "float" else NarrowLinear(weight, bias, reduce)
 
 
-def _cache(model: ModelConfig, block_size: int, dtype: torch.dtype) -> SimpleNamespace:
+def _cache(model: ModelConfig, block_size: int, dtype: torch.dtype) -> Any:
+    """A KVCache without data."""
     shape = (BLOCKS, block_size, model.num_kv_heads, model.head_dim)
     each = [empty(*shape, dtype=dtype) for _ in range(model.num_layers)]
     scales: fp8.Scales = (None, None)

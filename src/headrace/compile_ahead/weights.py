@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from headrace.model.decoder import MATRICES, DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.loader import with_quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources
-from headrace.model.weight import TOGETHER, Weight
+from headrace.model.weight import TOGETHER, Kind, Weight
 from headrace.model.weight_names import WeightSpec
 
 META = torch.device("meta")
@@ -63,12 +64,12 @@ def _made(spec: WeightSpec, kind: str) -> Weight:
     rows, columns = spec.shape
     if kind == "int4" and columns % TOGETHER == 0:
         scales = torch.empty(rows, columns // TOGETHER, dtype=torch.float16, device=META)
-        return Weight(torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META), scales, scales, kind, TOGETHER)
+        return Weight(torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META), scales, scales, "int4", TOGETHER)
     groups = -(-columns // TOGETHER) if kind == "int4" else 1
     scales = torch.empty(rows, groups, dtype=torch.float16 if kind == "int4" else torch.float32, device=META)
     zeros, held = (scales, "int8") if kind == "int4" else (None, kind)
     data = torch.empty(rows, columns, dtype=_DATA[held], device=META)
-    return Weight(data, scales, zeros, held, TOGETHER if kind == "int4" else 0)  # type: ignore[arg-type]
+    return Weight(data, scales, zeros, cast(Kind, held), TOGETHER if kind == "int4" else 0)
 
 
 def _as_in_file(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype) -> dict[str, Weight]:
@@ -92,5 +93,5 @@ def _form(source: Source) -> tuple:
 
 
 def _without_data(weight: Weight) -> Weight:
-    data, scales, zeros = (None if t is None else t.to(META) for t in (weight.data, weight.scales, weight.zeros))
-    return replace(weight, data=data, scales=scales, zeros=zeros)
+    scales, zeros = (None if t is None else t.to(META) for t in (weight.scales, weight.zeros))
+    return replace(weight, data=weight.data.to(META), scales=scales, zeros=zeros)
