@@ -1,6 +1,10 @@
 """What each of Headrace's modes on a CPU costs in quality, over real text, against the same file in float32 through torch.
 
     python benchmarks/cpu_quality.py [--model FILE.gguf] [--modes default "int8 activations"] [--length 512] [--out FILE.json]
+    python benchmarks/cpu_quality.py --modes "fp8 weights" "int8 weights" "int4 weights" "fp8 cache"
+
+The modes of the second line round as on a GPU (enforce_eager), from a copy of the file in float32: what is quantized already is
+then rounded a second time.
 
 Prints a Markdown table. KL is that of the next token's distribution, in nats, from the reference to the mode.
 """
@@ -11,14 +15,42 @@ import argparse
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import torch
+from safetensors.torch import save_file
+
 from cpu_peers import MODES, cpu_name
 from headrace import LLM
+from headrace.config import EngineConfig
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.loader import load_tensors
+from headrace.model.weight_names import WeightSpec
 from quality import Divergence, logits_of, real_texts
+
+AS_ON_A_GPU: dict[str, dict[str, Any]] = {
+    **{f"{kind} weights": {"quantization": kind} for kind in ("fp8", "int8", "int4")},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "fp8 weights, fp8 cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+}
+
+
+@contextmanager
+def in_floats(model: str | None) -> Iterator[dict[str, Any]]:
+    """Options for a copy of a checkpoint in float32."""
+    source = resolve_checkpoint(EngineConfig(model=model, device="cpu"))
+    entries = source.tensors()
+    plan = [WeightSpec(name, entry.shape, ((name, entry.num_rows),)) for name, entry in entries.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(load_tensors(plan, entries, torch.float32, torch.device("cpu")), Path(folder) / "model.safetensors")
+        (Path(folder) / "config.json").write_text(json.dumps(source.config))
+        yield {"model": folder, "tokenizer": str(source.tokenizer_path or source.path)}
 
 
 def pieces(llm: LLM, length: int, most: int) -> list[list[int]]:
@@ -33,7 +65,8 @@ def pieces(llm: LLM, length: int, most: int) -> list[list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default: the embedded model")
-    parser.add_argument("--modes", nargs="+", default=[mode for mode in MODES if not mode.startswith("torch")], choices=MODES)
+    usual = [mode for mode in MODES if not mode.startswith("torch")]
+    parser.add_argument("--modes", nargs="+", default=usual, choices=[*MODES, *AS_ON_A_GPU])
     parser.add_argument("--length", type=int, default=512, help="tokens of a piece")
     parser.add_argument("--pieces", type=int, default=2, help="of each text, at most")
     parser.add_argument("--out")
@@ -42,10 +75,13 @@ def main() -> None:
         "device": "cpu", "max_model_len": args.length + 1, "max_num_batched_tokens": args.length + 1, "max_num_seqs": 1,
         "num_kv_blocks": args.length // 16 + 2,
     }  # fmt: skip
-    results = {}
-    with LLM(args.model, dtype="float32", enforce_eager=True, **small) as reference, ExitStack() as stack:
-        engines = {mode: stack.enter_context(LLM(args.model, **small, **MODES[mode])) for mode in args.modes}
-        found = {mode: Divergence() for mode in args.modes}
+    plain = {"dtype": "float32", "enforce_eager": True, **small}
+    with LLM(args.model, **plain) as reference, ExitStack() as stack:
+        copy = stack.enter_context(in_floats(args.model)) if set(args.modes) & set(AS_ON_A_GPU) else {}
+        ways = {mode: {"model": args.model, **small, **MODES[mode]} for mode in args.modes if mode in MODES}
+        ways |= {mode: {**copy, **plain, **AS_ON_A_GPU[mode]} for mode in args.modes if mode in AS_ON_A_GPU}
+        engines = {mode: stack.enter_context(LLM(**options)) for mode, options in ways.items()}
+        found = {mode: Divergence() for mode in ways}
         for ids in pieces(reference, args.length, args.pieces):
             want = logits_of(reference, ids)
             for mode, llm in engines.items():

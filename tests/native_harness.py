@@ -115,9 +115,12 @@ class NativeStep:
             values = part.float().view(torch.uint8).flatten()
             _step.quantize_rows(self.library, _step.Format.F32, values, inputs, matrices, raw)
             return raw.view(rows, size)
-        block = {"Q4_0": 18, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[matrices.name]
+        block = {"Q4_0": 18, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q4_Z": 20, "F8": 36}[matrices.name]
         generator = torch.Generator().manual_seed(rows)
         raw = torch.randint(0, 256, (rows, size // block, block), dtype=torch.uint8, generator=generator)
+        if matrices.name == "F8":
+            scales = torch.randn(rows, size // block, 1, generator=generator) / 2000
+            return torch.cat([scales.view(torch.uint8), raw[..., 4:].masked_fill(raw[..., 4:] & 127 == 127, 0)], 2).flatten(1)
         for at in {"Q4_0": [0], "Q6_K": [208]}.get(matrices.name, [0, 2]):
             scales = torch.randn(rows, size // block, generator=generator) / 500
             raw[..., at : at + 2] = scales.half().unsqueeze(-1).view(torch.uint8)

@@ -25,8 +25,9 @@ LIBRARIES = {
     for name, feature in FEATURES.items()
     if feature in _step.cpu_features() and (FOLDER / f"libstep-{name}.so").exists()
 }
-FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_Z", "F8")
 FLOATS = FORMATS[:3]
+OWN = {"Q4_Z": 20, "F8": 36}  # bytes of a block of 32 that no GGUF file has
 ROUNDINGS = ("FLOAT", "INT16", "INT8")
 TOP = {"INT16": 32512.0, "INT8": 127.0}
 
@@ -42,9 +43,17 @@ def raw_rows(name: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
         values = torch.from_numpy(rng.standard_normal((rows, inputs)).astype(np.float32) / 8)
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
         return values.to(dtype).view(torch.uint8).numpy()
-    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    elements, size = (32, OWN[name]) if name in OWN else gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     raw = rng.integers(0, 256, (rows, inputs // elements, size), dtype=np.uint8)
-    for at in {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q6_K": [208]}.get(name, [0, 2]):
+    if name == "F8":
+        raw[raw & 0x7F == 0x7F] = 0  # no NaN
+        scales = (rng.standard_normal((rows, inputs // elements)) / 500).astype(np.float32)
+        raw[..., :4] = scales.view(np.uint8).reshape(rows, -1, 4)
+        return raw.reshape(rows, -1)
+    if name == "Q4_Z":
+        addends = -rng.integers(0, 17, (rows, inputs // elements)).astype(np.float16)
+        raw[..., 2:4] = addends.view(np.uint8).reshape(rows, -1, 2)
+    for at in {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q6_K": [208], "Q4_Z": [0]}.get(name, [0, 2]):
         halves = (rng.standard_normal((rows, inputs // elements)) / 500).astype(np.float16)
         raw[..., at : at + 2] = halves.view(np.uint8).reshape(rows, -1, 2)
     return raw.reshape(rows, -1)
@@ -52,6 +61,14 @@ def raw_rows(name: str, rows: int, inputs: int, seed: int = 0) -> np.ndarray:
 
 def decoded(name: str, raw: np.ndarray) -> torch.Tensor:
     """[rows, inputs] float32."""
+    if name in OWN:
+        blocks_of = torch.from_numpy(raw.copy()).view(len(raw), -1, OWN[name])
+        if name == "F8":
+            values = blocks_of[..., 4:].view(torch.float8_e4m3fn).float() * blocks_of[..., :4].contiguous().view(torch.float32)
+        else:
+            scale, addend = (blocks_of[..., at : at + 2].contiguous().view(torch.float16).float() for at in (0, 2))
+            values = (torch.cat([blocks_of[..., 4:] & 15, blocks_of[..., 4:] >> 4], 2) + addend) * scale
+        return values.flatten(1)
     with np.errstate(all="ignore"):
         return blocks._DECODERS[name](torch.from_numpy(raw.copy()).reshape(-1)).float().view(raw.shape[0], -1)
 
@@ -84,7 +101,7 @@ def error_bound(name: str, rounding: str, x: np.ndarray, weights: np.ndarray) ->
         return size * 2**-8 + 1e-30
     width = x.shape[1]
     bound = size * 2**-24 * (width + 8)
-    if name in FLOATS or rounding == "FLOAT":
+    if name in FLOATS or name == "F8" or rounding == "FLOAT":
         return bound + 1e-30
     padded = np.zeros((x.shape[0], (width + 31) // 32 * 32))
     padded[:, :width] = np.abs(x)
@@ -107,7 +124,7 @@ def test_some_library_runs_here() -> None:
 def test_decodes_packed_rows_to_the_bits_of_both_judges(name: str) -> None:
     raw = raw_rows(name, 21, 512)
     want = decoded(name, raw)
-    if name not in FLOATS:
+    if name not in FLOATS and name not in OWN:
         second = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
         assert same_bits(want.numpy(), second.astype(np.float32))
     for library in LIBRARIES.values():
@@ -151,6 +168,14 @@ def test_instruction_sets_give_the_same_bits(name: str, rounding: str) -> None:
     }
     first = next(iter(results.values()))
     assert all(same_bits(first, other) for other in results.values())
+
+
+@libraries
+@pytest.mark.parametrize("rows", [1, 7])
+def test_fp8_is_the_float32_product_to_the_bit(library: str, rows: int) -> None:
+    raw, x = raw_rows("F8", 83, 768), inputs_of(rows, 768)
+    floats = decoded("F8", raw).contiguous().view(torch.uint8).numpy()
+    assert same_bits(product(library, [("F8", raw)], "INT16", x), product(library, [("F32", floats)], "INT16", x))
 
 
 @st.composite

@@ -17,8 +17,8 @@ from native_harness import NativeSequences, libraries
 
 LIBRARIES = libraries()
 pytestmark = pytest.mark.skipif(not LIBRARIES, reason="the native step is not built, or no library of it runs on this CPU")
-FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-SUPERS = FORMATS[-3:]
+SUPERS = ("Q4_K", "Q5_K", "Q6_K")
+FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_Z", "F8", *SUPERS)
 NUM_SLOTS = 4
 
 

@@ -24,7 +24,7 @@ using namespace headrace::cpu;
 namespace {
 
 constexpr Format FORMATS[] = {Format::F32,  Format::F16,  Format::BF16, Format::Q8_0, Format::Q4_0,
-                              Format::Q4_1, Format::Q4_K, Format::Q5_K, Format::Q6_K};
+                              Format::Q4_1, Format::Q4_K, Format::Q5_K, Format::Q6_K, Format::Q4_Z, Format::F8};
 
 // Numbers that are the same everywhere.
 class Random {
@@ -52,7 +52,13 @@ void put_half(uint8_t* at, uint16_t half) {
 
 void put_scales(Format format, uint8_t* block, Random& random) {
   constexpr uint16_t SMALL = 0x1800;  // 2^-9
+  if (format == Format::F8) {
+    const float scale = random.value() / 1024.0f;
+    std::memcpy(block, &scale, 4);
+    return;
+  }
   put_half(block + (format == Format::Q6_K ? 208 : 0), random.half(SMALL));
+  if (format == Format::Q4_Z) put_half(block + 2, 0xc700);  // -7
   if (format == Format::Q4_1 || format == Format::Q4_K || format == Format::Q5_K) put_half(block + 2, random.half(SMALL));
 }
 

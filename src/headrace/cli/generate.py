@@ -132,6 +132,7 @@ def stats_line(llm, outputs, elapsed: float, params) -> str:
         "tpot_ms": f"{1e3 * sum(m.tpot for m in metrics) / count:.2f}",
         "device": llm.engine.device.type,
         "dtype": str(llm.engine.dtype).removeprefix("torch."),
+        "weights": llm.engine.weights.replace(" ", ""),
     }
     figures |= {k: f"{v:g}" for k, v in params.resolved(llm.inputs.defaults).told().items()}  # the model's defaults among them
     return " ".join(f"{k}={v}" for k, v in figures.items())

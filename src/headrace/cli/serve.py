@@ -261,9 +261,9 @@ class Server:
         client = self.client
         info = await client.wait_loaded()
         logger.info(
-            "ready after %.2f s: model loaded on %s in %s (%.2f s), context %d, %d KV blocks of %d tokens",
-            time.perf_counter() - self.began, info.device, info.dtype.removeprefix("torch."), info.load_seconds,
-            info.max_model_len, info.num_blocks, info.block_size,
+            "ready after %.2f s: model loaded on %s in %s, weights %s (%.2f s), context %d, %d KV blocks of %d tokens",
+            time.perf_counter() - self.began, info.device, info.dtype.removeprefix("torch."), info.weights,
+            info.load_seconds, info.max_model_len, info.num_blocks, info.block_size,
         )  # fmt: skip
         if (count := client.config.data_parallel_size) > 1:
             up = await client.wait_settled()

@@ -59,7 +59,8 @@ class Engine:
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None  # None with skip_tokenizer_init
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what is computed
+    weights: str  # the formats that they are held in, those of most numbers first
     load_seconds: float
     ranks: Ranks | None = None  # the other processes of a tensor-parallel core
     preparation: Preparation | None = None
@@ -130,9 +131,12 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         speculator=speculator,
     )
     seconds, dtype = time.perf_counter() - began, runner.decoder.dtype
-    logger.info("model %s loaded on %s in %s after %.2f s", checkpoint.name, device, dtype, seconds)
-    config = resolved(config, limits)
-    return Engine(core, config, model, checkpoint, worker.tokenizer, device, dtype, seconds, ranks, preparation)
+    told = "model %s loaded on %s in %s, weights %s, after %.2f s"
+    logger.info(told, checkpoint.name, device, dtype, worker.weights, seconds)
+    return Engine(
+        core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, worker.weights, seconds, ranks,
+        preparation,
+    )  # fmt: skip
 
 
 def build_leader(
@@ -168,6 +172,7 @@ class Worker:
     runner: ModelRunner
     limits: Limits  # with what the memory plan allows
     tokenizer: Tokenizer | None
+    weights: str = ""  # see Engine
 
 
 def build_worker(
@@ -182,7 +187,7 @@ def build_worker(
         torch.set_num_threads(threads_of_rank(config))
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
-        forward, weight_bytes = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
+        forward, weight_bytes, formats = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
     tokenizer = None if reading is None else reading.result()
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
@@ -202,7 +207,7 @@ def build_worker(
     drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
     if group is not None and config.speculative_model is not None:
         drafter = SharedDrafter(drafter, state, group)
-    return Worker(ModelRunner(forward, kv, state, graphs, drafter), limits, tokenizer)
+    return Worker(ModelRunner(forward, kv, state, graphs, drafter), limits, tokenizer, formats)
 
 
 def threads_of_rank(config: EngineConfig) -> int:

@@ -16,11 +16,12 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, DecoderWeights
 from headrace.model.forward import Forward
 from headrace.model.loader import load_model
+from headrace.model.narrow_loader import formats_of
 from headrace.model.parts import weight_bytes
 from headrace.model.shard import WHOLE, Group, Shard
 from headrace.native.forward import NativeDecoder, why_not
 from headrace.native.load import NativeUnavailable, find_library
-from headrace.native.precision import choose_precision, for_draft, stored_encodings, why_unread
+from headrace.native.precision import choose_precision, for_draft, stored_encodings
 from headrace.scheduler.config import Limits
 from headrace.worker.memory_plan import plan_memory, row_elements
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 class Loaded(NamedTuple):
     forward: Forward
     num_bytes: int  # of the weights
+    formats: str  # in which the matrices are held, those of most numbers first
 
 
 def load_forward(
@@ -49,7 +51,7 @@ def load_forward(
                 activation_bytes=native.activation_bytes(limits.max_num_batched_tokens), loaded=False,
             )  # fmt: skip
             native.load(progress and not draft)
-            return Loaded(native, native.num_bytes)
+            return Loaded(native, native.num_bytes, native.weight_formats)
     else:
         refuse_native_options(config, "this runs on a GPU", MADE)
     dtype = choose_dtype(config.dtype, model, device, narrow=bool(checkpoint.quantized_to()))
@@ -67,7 +69,7 @@ def load_forward(
     decode_rows = 0 if draft else limits.max_decode_rows
     decoder = make_decoder(config, part, weights, limits, decode_rows, group)
     decoder.cache_dtype = cache_dtype
-    return Loaded(decoder, weights.num_bytes)
+    return Loaded(decoder, weights.num_bytes, formats_of(weights))
 
 
 def _native(
@@ -75,7 +77,6 @@ def _native(
 ) -> NativeDecoder | None:
     """The native step, or None where it cannot run the model: one line of the log says why."""
     reason = why_not(config, model, limits) if shard.size == 1 else f"it is one of {shard.size} ranks"
-    reason = reason or why_unread(checkpoint)
     if reason is None:
         try:
             library = find_library()

@@ -14,7 +14,7 @@ from headrace.errors import CapacityError, ParameterError
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.shard import Shard, check_size
-from headrace.native.precision import choose_precision, stored_encodings, why_unread
+from headrace.native.precision import choose_precision, stored_encodings
 from headrace.native.threads import check_threads
 from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.tensor_parallel.futex import check_machine
@@ -77,8 +77,6 @@ def _check_cpu_options(config: EngineConfig, checkpoint: Checkpoint, driver: boo
     elif config.tensor_parallel_size > 1:
         split = "the parts of a model that is split (tensor_parallel_size) are run by torch"
         refuse_native_options(config, split, () if on_cpu else MADE)
-    elif on_cpu and (reason := why_unread(checkpoint)) is not None:
-        refuse_native_options(config, reason)
     elif on_cpu:
         choose_precision(config, stored_encodings(checkpoint))
 
@@ -91,7 +89,7 @@ def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     on_cpu = config.device == "cpu" or not driver
     item = 4 if config.dtype == "float32" or (config.dtype == "auto" and on_cpu) else 2
     ranks = config.tensor_parallel_size
-    if on_cpu and not config.enforce_eager and ranks == 1 and why_unread(checkpoint) is None:
+    if on_cpu and not config.enforce_eager and ranks == 1:
         item = {"float32": 4, "bfloat16": 2, "int8": 1}[choose_precision(config, stored_encodings(checkpoint)).cache]
     elif config.kv_cache_dtype == "fp8":
         item = 1

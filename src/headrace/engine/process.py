@@ -258,6 +258,7 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
             max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
             num_blocks=engine.core.scheduler.limits.num_blocks, max_num_seqs=resolved.max_num_seqs,
             device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
+            weights=engine.weights,
         )  # fmt: skip
         loop = CoreLoop(engine.core, inbox, send, traced)
         send(ready)

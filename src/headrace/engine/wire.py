@@ -76,6 +76,7 @@ class Ready(msgspec.Struct, tag=True):
     device: str
     dtype: str
     load_seconds: float
+    weights: str = ""  # the formats that they are held in
 
 
 class Progress(msgspec.Struct, tag=True):

@@ -188,13 +188,11 @@ class PrometheusMetrics(Collector):
         cores = self.engine.cores()
         infos = [core.info for core in cores if core.info is not None]
         if infos:
-            blocks = sum(info.num_blocks for info in infos)
-            names = {"block_size": str(infos[0].block_size), "num_gpu_blocks": str(blocks)}
-            family = GaugeMetricFamily(
-                f"{self.prefix}:cache_config_info", "The KV cache of all cores", labels=["model_name", "engine", *names]
-            )
-            family.add_metric([*self.labels, *names.values()], 1)
-            yield family
+            blocks = {"block_size": str(infos[0].block_size), "num_gpu_blocks": str(sum(info.num_blocks for info in infos))}
+            yield self._info("cache_config_info", "The KV cache of all cores", blocks)
+            first = infos[0]
+            numbers = {"device": first.device, "dtype": first.dtype.removeprefix("torch."), "weights": first.weights}
+            yield self._info("model_info", "What the cores compute in, and hold the weights in", numbers)
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of requests that got a first token", self.prompt_tokens),
             ("generation_tokens", "Tokens generated", self.generation_tokens),
@@ -250,6 +248,11 @@ class PrometheusMetrics(Collector):
             family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", "engine"])
             family.add_metric(self.labels, histogram.cumulative(), histogram.sum)
             yield family
+
+    def _info(self, name: str, text: str, told: Mapping[str, str]) -> Metric:
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", "engine", *told])
+        family.add_metric([*self.labels, *told.values()], 1)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=["model_name", "engine"])

@@ -96,7 +96,7 @@ def columns_of(weight: Weight, columns: range) -> Weight:
         return weight
     if weight.shape[1] != weight.data.shape[1]:
         if columns.start % TOGETHER or len(columns) % TOGETHER:
-            return columns_of(_in_bytes(weight), columns)
+            return columns_of(in_bytes(weight), columns)
         data = weight.data[:, columns.start // 2 : columns.stop // 2]
     else:
         data = weight.data[:, columns.start : columns.stop]
@@ -131,7 +131,7 @@ def stacked(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
     if "float" in kinds or ("fp8" in kinds and len(kinds) > 1):
         return Weight(torch.cat([dequantized(part, dtype) for part in parts]))
     if len(kinds) > 1:
-        parts = [_in_bytes(part) for part in parts]
+        parts = [in_bytes(part) for part in parts]
     if len({part.group for part in parts}) > 1:
         finest = min(part.group for part in parts if part.group)
         parts = [_regrouped(part, finest) for part in parts]
@@ -170,7 +170,7 @@ def _joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def _in_bytes(weight: Weight) -> Weight:
+def in_bytes(weight: Weight) -> Weight:
     """A weight of packed 4-bit numbers as int8."""
     if weight.kind == "int4":
         values = unpack_int4(weight.data).to(torch.int8)

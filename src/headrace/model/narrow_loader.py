@@ -6,14 +6,17 @@ The numbers are those of the file whatever the pieces, and whatever the number o
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
+from headrace.model.decoder import MATRICES, DecoderWeights
 from headrace.model.formats.quantized_gguf import gguf_source
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
@@ -60,7 +63,7 @@ def _floats(parts: Mapping[str, Rows], count: int) -> Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Some rows of a source, of which some become part of the target: the `number`th."""
 
     source: MatrixSource
@@ -108,7 +111,7 @@ def load_matrices(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     limit, num_workers = (_CPU_PIECE, min(torch.get_num_threads(), 8)) if device.type == "cpu" else (_DEVICE_PIECE, 4)
-    pieces = list(_pieces(plan, entries, limit))
+    pieces = list(pieces_of(plan, entries, limit))
     weights = _Weights(plan, pieces, dtype, keep)
     queue = ChunkQueue(pieces)
     load_chunks(queue, lambda: _ToWeights(weights, device, queue.size), num_workers, progress)
@@ -117,27 +120,28 @@ def load_matrices(
     return weights.made
 
 
-def _pieces(plan: Sequence[WeightSpec], entries: Mapping[str, Source], limit: int) -> Iterator[_Piece]:
+def pieces_of(plan: Sequence[WeightSpec], entries: Mapping[str, Source], limit: int, together: int = 1) -> Iterator[Piece]:
+    """The plan in pieces of about `limit` bytes, multiples of `together` rows or to a matrix's end."""
     for spec in plan:
         number = 0
         for name, rows, columns in spec.reads:
             source = entries[name]
             if not isinstance(source, MatrixSource):  # beside others that are narrow
                 source = MatrixSource(name, source.shape, {"data": Part(source)}, _floats)
-            total, unit = source.shape[0], source.unit
+            total, unit = source.shape[0], lcm(source.unit, together)
             of_row = max(1, sum(part.entry.num_bytes for part in source.parts.values()) // total)
             step = max(1, limit // (of_row * unit)) * unit
             for first in range(rows.start // unit * unit, rows.stop, step):
                 read = range(first, min(first + step, total, -(-rows.stop // unit) * unit))
                 kept = range(max(rows.start - first, 0), min(rows.stop, read.stop) - first)
-                yield _Piece(source, read, kept, columns, spec.target, number)
+                yield Piece(source, read, kept, columns, spec.target, number)
                 number += 1
 
 
 class _Weights:
     """Weights whose pieces come one by one, from several threads."""
 
-    def __init__(self, plan: Sequence[WeightSpec], pieces: Sequence[_Piece], dtype: torch.dtype, keep: bool):
+    def __init__(self, plan: Sequence[WeightSpec], pieces: Sequence[Piece], dtype: torch.dtype, keep: bool):
         self.made: dict[str, Weight] = {}
         self._dtype, self._keep, self._lock = dtype, keep, threading.Lock()
         self._shapes = {spec.target: spec.shape for spec in plan}
@@ -145,7 +149,7 @@ class _Weights:
         for piece in pieces:
             self._parts[piece.target].append(None)
 
-    def add(self, piece: _Piece, weight: Weight) -> None:
+    def add(self, piece: Piece, weight: Weight) -> None:
         if not self._keep or piece.target == "embedding":
             weight = Weight(dequantized(weight, self._dtype))
         with self._lock:
@@ -167,9 +171,18 @@ class _ToWeights(DeviceWorker):
         super().__init__(size, device)
         self._weights = weights
 
-    def put(self, chunk: _Piece, staged: Tensor) -> None:
+    def put(self, chunk: Piece, staged: Tensor) -> None:
         raw = self.to_device(staged)
         self._weights.add(chunk, chunk.weight(raw.clone() if raw is staged else raw))
+
+
+def formats_of(weights: DecoderWeights) -> str:
+    """In what the layers' matrices and the head are held, those of most numbers first."""
+    sizes: Counter[str] = Counter()
+    for weight in [weights.lm_head, *(getattr(layer, name) for layer in weights.layers for name in MATRICES)]:
+        format_ = str(weight.data.dtype).removeprefix("torch.") if weight.kind == "float" else weight.kind
+        sizes[format_] += weight.shape[0] * weight.shape[1]
+    return ", ".join(format_ for format_, _ in sizes.most_common())
 
 
 def part_of(whole: Weight, spec: WeightSpec, part: WeightSpec, dtype: torch.dtype) -> Weight:

@@ -67,7 +67,7 @@ class NativeDecoder:
         self.threads = num_threads(config.threads)
         self._limits = limits
         self._weights: Weights | None = Weights(checkpoint, model, precision, library)
-        self._formats = self._weights.describe()
+        self.weight_formats = self._weights.describe()
         self._model = self._make(model)
         self.choose: Choose | None = partial(draw_rows, self._model)
         self._cache: KVCache | None = None
@@ -106,7 +106,7 @@ class NativeDecoder:
         """What it computes with, for the log."""
         rounding = {"FLOAT": "float", "INT16": "int16", "INT8": "int8"}[self.precision.rounding]
         return (
-            f"{self.library.instruction_set}, {self.threads} threads, weights {self._formats}, {rounding} activations, "
+            f"{self.library.instruction_set}, {self.threads} threads, weights {self.weight_formats}, {rounding} activations, "
             f"{self.precision.cache} cache"
         )
 

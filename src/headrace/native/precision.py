@@ -13,14 +13,19 @@ from headrace.config import EngineConfig
 from headrace.errors import ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.families import model_config_from_hf
-from headrace.model.formats.quantized import quantization_of
+from headrace.model.formats.quantized import Scheme, quantization_of
 from headrace.model.formats.tensor_file import FLOATS
+
+OTHER = "narrow"  # what safetensors hold for which there is no format
+GROUP = 32  # inputs that share a scale in a native format
 
 # What a file may hold and the step multiplies as it is -> the format that holds the same values
 STORED: Mapping[str, str] = MappingProxyType({
     **{name: name for name in (*FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")},
     "Q5_0": "Q8_0",  # five bits of eight
     "IQ4_NL": "Q8_0",  # sixteen values of 256
+    "Q4_Z": "Q4_Z", "F8": "F8",  # of quantized safetensors
+    OTHER: "F16",  # rounded, to 11 bits
 })  # fmt: skip
 _MADE = {"int8": "Q8_0", "int4": "Q4_1"}  # by --quantization, from floats
 
@@ -43,17 +48,30 @@ class Precision:
 
 
 def stored_encodings(checkpoint: Checkpoint) -> frozenset[str]:
-    """Of the matrices in the checkpoint's files; of a dummy one the floats that its config names."""
+    """Of the matrices in the checkpoint's files; of a dummy one the floats that its config names. No tensor is read."""
     if checkpoint.format == "dummy":
         dtype = model_config_from_hf(checkpoint.config).dtype
         return frozenset({{"float32": "F32", "float16": "F16"}.get(dtype, "BF16")})
-    return frozenset(entry.encoding.name for entry in checkpoint.tensors().values() if len(entry.shape) > 1)
+    encodings = frozenset(entry.encoding.name for entry in checkpoint.tensors().values() if len(entry.shape) > 1)
+    if (quantization := quantization_of(checkpoint.config)) is not None:
+        return encodings & set(FLOATS) | {encoding_of_scheme(scheme) for _, scheme in quantization.groups}
+    return encodings
 
 
-def why_unread(checkpoint: Checkpoint) -> str | None:
-    """Why the native step cannot read the weights, as the end of a sentence; None: it can."""
-    quantization = None if checkpoint.format == "dummy" else quantization_of(checkpoint.config)
-    return None if quantization is None else f"it does not read weights in {quantization.method}"
+def encoding_of_scheme(scheme: Scheme) -> str:
+    """What quantized safetensors hold, by the name of the format that holds the same."""
+    if (scheme.tile or (1, 0))[1] % GROUP:
+        return OTHER
+    match scheme.format:
+        case "fp8":
+            return "F8"
+        case "mxfp4":
+            return "Q8_0"  # twice e2m1 is an integer
+        case "int8":
+            return OTHER if scheme.zeros else "Q8_0"
+    if scheme.bits == 8:  # of GPTQ the zero points say: it always has some
+        return OTHER if scheme.zeros and scheme.format != "gptq" else "Q8_0"
+    return "Q4_Z" if scheme.zeros else "Q4_0"
 
 
 def choose_precision(config: EngineConfig, encodings: Collection[str]) -> Precision:
@@ -73,7 +91,7 @@ def choose_precision(config: EngineConfig, encodings: Collection[str]) -> Precis
         raise ParameterError("quantization", config.quantization, f"none, or nothing for this model: {held}")
     weights = _weights(config, quantized)
     formats = {Precision(weights, "", "").format_of(encoding) for encoding in encodings}
-    rounding = "FLOAT" if formats <= set(FLOATS) else "INT16"
+    rounding = "FLOAT" if formats <= {*FLOATS, "F8"} else "INT16"
     if config.activation_dtype != "auto":
         if rounding == "FLOAT":
             kept = "auto: this model's weights are kept as floats, which multiply floats"

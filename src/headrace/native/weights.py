@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +19,16 @@ from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.quantized_matrix import MatrixSource
 from headrace.model.formats.tensor_file import Encoding, TensorEntry, head_order
-from headrace.model.loader import checked_plan, load_tensors, random_tensors
+from headrace.model.loader import checked_plan, load_tensors, random_tensors, with_quantized
+from headrace.model.narrow_loader import Piece, Source, pieces_of
 from headrace.model.rope_layout import in_halves
 from headrace.model.streaming import Chunk, ChunkQueue, ChunkWorker, chunks_of, load_chunks
+from headrace.model.weight import dequantized
 from headrace.model.weight_names import WeightSpec
 from headrace.native.load import Library
+from headrace.native.narrow import Rounded, blocks_of, encoding_of, halves_of
 from headrace.native.precision import FLOATS, STORED, Precision
 
 logger = logging.getLogger(__name__)
@@ -49,6 +54,16 @@ class Place:
         return cls(-1, {"embedding": "HEAD" if tied else "EMBEDDING", "lm_head": "HEAD"}.get(target, target.upper()))
 
 
+class Kept(NamedTuple):
+    """A tensor of the file, or several that make up a matrix."""
+
+    source: Source
+    first_row: int  # of the target
+    rows: int
+    encoding: str
+    format: str
+
+
 class Weights:
     """A checkpoint's weights, in the formats that they will be kept in; nothing is read before `load`.
 
@@ -58,42 +73,48 @@ class Weights:
     def __init__(self, source: Checkpoint, config: ModelConfig, precision: Precision, library: Library):
         self.source, self.config, self.precision, self.library = source, config, precision, library
         plan = weight_plan(config)
-        found = _dummy_entries(source, config, plan) if source.format == "dummy" else source.tensors()
+        dummy = source.format == "dummy"
+        found: dict[str, Source] = {**_dummy_entries(source, config, plan)} if dummy else with_quantized(source, plan)
         self.entries = {name: in_halves(entry, name, config) for name, entry in found.items()}
         plan = checked_plan(source, plan, self.entries)
         head = next((spec for spec in plan if spec.target == "lm_head"), None)
-        if head is not None and source.format != "dummy" and _same_bytes(*(self._only_entry(s) for s in (plan[0], head))):
+        if head is not None and source.format != "dummy" and _same_bytes(*(self._first(s) for s in (plan[0], head))):
             plan.remove(head)  # tied, but written out twice
             head = None
         self.tied = head is None
         self.matrices = [spec for spec in plan if len(spec.shape) == 2]
         self.vectors = [spec for spec in plan if len(spec.shape) == 1]
 
-    def _only_entry(self, spec: WeightSpec) -> TensorEntry:
+        self.kept = {spec.target: list(self._kept(spec)) for spec in self.matrices}
+
+    def _first(self, spec: WeightSpec) -> Source:
         return self.entries[spec.sources[0][0]]
 
-    def _formats(self, spec: WeightSpec) -> Iterator[tuple[TensorEntry, str]]:
-        """The tensors that make up a matrix, each with the format that it is kept in."""
-        for name, _ in spec.sources:
-            entry = self.entries[name]
-            yield entry, self.precision.format_of(entry.encoding.name, Place.of(spec.target, self.tied).name == "EMBEDDING")
+    def _kept(self, spec: WeightSpec) -> Iterator[Kept]:
+        """What makes up a matrix, each with the format that it is kept in."""
+        row = 0
+        for name, rows in spec.sources:
+            encoding = encoding_of(self.entries[name])
+            format_ = self.precision.format_of(encoding, Place.of(spec.target, self.tied).name == "EMBEDDING")
+            yield Kept(self.entries[name], row, rows, encoding, format_)
+            row += rows
 
     @property
     def num_bytes(self) -> int:
         """Of the matrices, packed."""
         extension = self.library.extension
         return sum(
-            extension.packed_bytes(extension.Format[format_], entry.num_rows, spec.shape[1])
+            extension.packed_bytes(extension.Format[kept.format], kept.rows, spec.shape[1])
             for spec in self.matrices
-            for entry, format_ in self._formats(spec)
+            for kept in self.kept[spec.target]
         )
 
     def describe(self) -> str:
         """The formats of the matrices, those of most bytes first."""
         sizes: dict[str, int] = {}
         for spec in self.matrices:
-            for entry, format_ in self._formats(spec):
-                sizes[format_] = sizes.get(format_, 0) + entry.num_rows * spec.shape[1]
+            for kept in self.kept[spec.target]:
+                sizes[kept.format] = sizes.get(kept.format, 0) + kept.rows * spec.shape[1]
         return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
 
     def load(self, model: Any, threads: int, progress: bool = False) -> None:
@@ -103,9 +124,8 @@ class Weights:
         try:
             for spec in self.matrices:
                 place = Place.of(spec.target, self.tied)
-                formats = list(self._formats(spec))
-                unknown |= {entry.encoding.name for entry, format_ in formats if entry.encoding.name not in STORED}
-                parts = [(extension.Format[format_], entry.num_rows) for entry, format_ in formats]
+                unknown |= {kept.encoding for kept in self.kept[spec.target] if kept.encoding not in STORED}
+                parts = [(extension.Format[kept.format], kept.rows) for kept in self.kept[spec.target]]
                 model.add_matrix(place.layer, extension.MatrixName[place.name], parts, spec.shape[1])
         except MemoryError as error:
             raise CapacityError(f"the weights of {self.num_bytes / 2**30:.2f} GiB cannot be allocated") from error
@@ -115,10 +135,16 @@ class Weights:
         if self.source.format == "dummy":
             self._load_random(model)
             return
-        queue = ChunkQueue(chunks_of(self.matrices, self.entries, _CHUNK, STRIP))
-        formats_of = {entry.name: format_ for spec in self.matrices for entry, format_ in self._formats(spec)}
-        load_chunks(queue, lambda: _Packer(model, self, formats_of, queue.size), min(threads, 8), progress)
-        vectors = load_tensors(self.vectors, self.entries, torch.float32, torch.device("cpu"))
+        plain = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorEntry)}
+        wholes = [spec for spec in self.matrices if all(name in plain for name, _ in spec.sources)]
+        narrow = [spec for spec in self.matrices if spec not in wholes]
+        chunks = chunks_of(wholes, plain, _CHUNK, STRIP), pieces_of(narrow, self.entries, _CHUNK, STRIP)
+        queue, rounded = ChunkQueue(chain(*chunks)), Rounded()
+        load_chunks(queue, lambda: _Packer(model, self, queue.size, rounded), min(threads, 8), progress)
+        if str(rounded):
+            what = "rounded to float16, by 1/2048 of each at most: --dtype float32 keeps them"
+            logger.warning("%s are no float16 numbers and are %s", rounded, what)
+        vectors = load_tensors(self.vectors, plain, torch.float32, torch.device("cpu"))
         self._set_vectors(model, vectors.items())
 
     def _set_vectors(self, model: Any, vectors: Iterable[tuple[str, Tensor]]) -> None:
@@ -130,17 +156,15 @@ class Weights:
 
     def _load_random(self, model: Any) -> None:
         """Weights that were never trained, in the floats of the config and then converted as those of a file are."""
-        dtype = _DTYPES[self._only_entry(self.matrices[0]).encoding.name]
+        dtype = _DTYPES[self.kept[self.matrices[0].target][0].encoding]
         specs = {spec.target: spec for spec in self.matrices}
         for target, tensor in random_tensors(self.source, self.config, weight_plan(self.config), dtype, torch.device("cpu")):
             if (spec := specs.get(target)) is None:
                 self._set_vectors(model, [(target, tensor.float())])
                 continue
-            row = 0
-            for entry, format_ in self._formats(spec):
-                rows = tensor[row : row + entry.num_rows]
-                self.fill(model, target, row, _converted(rows, format_, self.library))
-                row += entry.num_rows
+            for kept in self.kept[spec.target]:
+                rows = tensor[kept.first_row : kept.first_row + kept.rows]
+                self.fill(model, target, kept.first_row, _converted(rows, kept.format, self.library))
 
     def fill(self, model: Any, target: str, row: int, raw: np.ndarray) -> None:
         place = Place.of(target, self.tied)
@@ -150,13 +174,29 @@ class Weights:
 class _Packer(ChunkWorker):
     """Converts chunks to the formats that their matrices have, and has them packed."""
 
-    def __init__(self, model: Any, weights: Weights, formats: dict[str, str], size: int):
+    def __init__(self, model: Any, weights: Weights, size: int, rounded: Rounded):
         super().__init__(size)
-        self._model, self._weights, self._formats = model, weights, formats
+        self._model, self._weights, self._rounded = model, weights, rounded
+        self._kept = {kept.source.name: kept for found in weights.kept.values() for kept in found}
 
-    def put(self, chunk: Chunk, staged: Tensor) -> None:
-        raw = rows_in_format(chunk.entry, staged, chunk.num_rows, self._formats[chunk.entry.name], self._weights.library)
-        self._weights.fill(self._model, chunk.target, chunk.target_row, raw)
+    def put(self, chunk: Chunk | Piece, staged: Tensor) -> None:
+        if isinstance(chunk, Piece):
+            kept = self._kept[chunk.source.parts["data"].entry.name if chunk.source.scheme is None else chunk.source.name]
+            raw, row = self._narrow(chunk, kept, staged), kept.first_row + chunk.read.start
+        else:
+            kept, row = self._kept[chunk.entry.name], chunk.target_row
+            raw = rows_in_format(chunk.entry, staged, chunk.num_rows, kept.format, self._weights.library)
+        self._weights.fill(self._model, chunk.target, row, raw)
+
+    def _narrow(self, piece: Piece, kept: Kept, staged: Tensor) -> np.ndarray:
+        weight = piece.weight(staged)
+        if kept.encoding in FLOATS:  # beside what is narrow
+            return _converted(weight.data, kept.format, self._weights.library)
+        if kept.format == "F16":
+            return _bytes(halves_of(weight, kept.source.name, self._rounded))
+        if kept.format in FLOATS:
+            return _converted(dequantized(weight, torch.float32), kept.format, self._weights.library)
+        return blocks_of(weight, kept.format, kept.source.name, self._rounded)
 
 
 def rows_in_format(entry: TensorEntry, staged: Tensor, num_rows: int, format_: str, library: Library) -> np.ndarray:
@@ -232,8 +272,10 @@ def _dummy_entries(source: Checkpoint, config: ModelConfig, plan: list[WeightSpe
     }
 
 
-def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
+def _same_bytes(one: Source, other: Source) -> bool:
     """Whether two tensors of files hold the same: the first row tells nearly always."""
+    if isinstance(one, MatrixSource) or isinstance(other, MatrixSource):
+        return False
     if (one.shape, one.encoding, one.shift) != (other.shape, other.encoding, other.shift):
         return False
     with one.file.open("rb", buffering=0) as first, other.file.open("rb", buffering=0) as second:

@@ -213,7 +213,9 @@ NB_MODULE(_step, m) {
       .value("Q4_1", Format::Q4_1)
       .value("Q4_K", Format::Q4_K)
       .value("Q5_K", Format::Q5_K)
-      .value("Q6_K", Format::Q6_K);
+      .value("Q6_K", Format::Q6_K)
+      .value("Q4_Z", Format::Q4_Z)
+      .value("F8", Format::F8);
   nb::enum_<Rounding>(m, "Rounding")
       .value("FLOAT", Rounding::FLOAT)
       .value("INT16", Rounding::INT16)

@@ -8,6 +8,8 @@
 //   Q8_0   scales [G][16] half, then [G] of bytes [8][16][4]: q + 128
 //   Q4_0   scales [G][16] half, then [G] of nibbles [4][16][4]: low of word j are inputs 4j.., high 16 + 4j..
 //   Q4_1   [G] of nibbles as Q4_0, scales [16] half, minima [16] half
+//   Q4_Z   as Q4_1, with addends in the place of minima
+//   F8     [G] of scales [16] float, then e4m3 [32][16]
 //   Q4_K   [S] of d [16] half, dmin [16] half, scales [8][16] byte, minima [8][16] byte, four times nibbles [8][16][4]: low of
 //          word j are inputs 4j.. of group 2i, high of group 2i + 1
 //   Q5_K   as Q4_K, with the fifth bits [8][16][4] before the nibbles: bit g of word j are inputs 4j.. of group g
@@ -29,6 +31,7 @@ inline constexpr int SUPER = 256;  // inputs of a super-block of Q4_K, Q5_K, Q6_
 inline constexpr int LINE = 64;    // bytes
 
 inline constexpr int Q4_1_GROUP_BYTES = 320;
+inline constexpr int F8_GROUP_BYTES = LINE + GROUP * STRIP;
 inline constexpr int K_HEADER_BYTES = 320;  // what precedes the quants in a packed super-block
 inline constexpr int Q4_K_SUPER_BYTES = K_HEADER_BYTES + 2048;
 inline constexpr int Q5_K_SUPER_BYTES = K_HEADER_BYTES + 512 + 2048;
@@ -41,6 +44,11 @@ constexpr size_t to_multiple(size_t n, size_t step) {
 
 constexpr bool is_float(Format format) {
   return format == Format::F32 || format == Format::F16 || format == Format::BF16;
+}
+
+// Whether inputs are multiplied as floats whatever Rounding says.
+constexpr bool takes_floats(Format format) {
+  return is_float(format) || format == Format::F8;
 }
 
 // Inputs and bytes of a block of a raw row; a float is a block of one.
@@ -61,7 +69,10 @@ constexpr Block raw_block(Format format) {
     case Format::Q4_0:
       return {32, 18};
     case Format::Q4_1:
+    case Format::Q4_Z:
       return {32, 20};
+    case Format::F8:
+      return {32, 36};
     case Format::Q4_K:
       return {SUPER, 144};
     case Format::Q5_K:
@@ -103,7 +114,10 @@ constexpr size_t strip_bytes(Format format, int inputs) {
     case Format::Q4_0:
       return scales_bytes(groups) + groups * 256;
     case Format::Q4_1:
+    case Format::Q4_Z:
       return groups * Q4_1_GROUP_BYTES;
+    case Format::F8:
+      return groups * F8_GROUP_BYTES;
     case Format::Q4_K:
       return groups / 8 * Q4_K_SUPER_BYTES;
     case Format::Q5_K:

@@ -11,8 +11,10 @@ namespace headrace::cpu {
 // Of this file: a library whose headrace_step_abi() says something else was built for another version and is not used.
 inline constexpr int STEP_ABI = 2;
 
-// Rows of weights as GGUF and safetensors store them.
-enum class Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K };
+// Rows of weights as GGUF and safetensors store them, and two for what is quantized in safetensors (blocks of 32 inputs):
+//   Q4_Z   half scale, half addend, nibbles as Q4_1's: w = scale * (nibble + addend), the addend a zero point below zero
+//   F8     float scale, 32 bytes of e4m3: w = scale * e4m3
+enum class Format : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q4_Z, F8 };
 
 // What the inputs of a product with integer weights are rounded to, in groups of 32 with one scale each. Float weights
 // ignore it: F32 and F16 x float32, BF16 x bfloat16 where the CPU has such products, else x float32.

@@ -82,6 +82,16 @@ void pack_q4_1(const Lane& out, const uint8_t* raw, int groups) {
   }
 }
 
+void pack_f8(const Lane& out, const uint8_t* raw, int groups) {
+  for (int g = 0; g < groups; g++, raw += 36) {
+    const size_t at = static_cast<size_t>(g) * F8_GROUP_BYTES;
+    out.words(at, raw, 1);
+    for (int i = 0; i < GROUP; i++) {
+      out.byte(at + LINE + static_cast<size_t>(i) * STRIP, raw[4 + i]);
+    }
+  }
+}
+
 // d, dmin and the 12 bytes of eight 6-bit scales and minima, which Q4_K and Q5_K share.
 void pack_k_header(const Lane& out, size_t at, const uint8_t* raw) {
   out.half(at, raw);
@@ -155,7 +165,11 @@ void pack_strip(Format format, const uint8_t* raw, int rows, int inputs, uint8_t
         pack_q4_0(out, raw, groups);
         break;
       case Format::Q4_1:
+      case Format::Q4_Z:
         pack_q4_1(out, raw, groups);
+        break;
+      case Format::F8:
+        pack_f8(out, raw, groups);
         break;
       case Format::Q4_K:
         pack_q4_k(out, raw, groups / 8);
@@ -212,13 +226,25 @@ void unpack_q4_0(const Lane& in, int groups, float* out) {
   }
 }
 
-void unpack_q4_1(const Lane& in, int groups, float* out) {
+void unpack_q4_1(const Lane& in, bool addend, int groups, float* out) {
   for (int g = 0; g < groups; g++, out += GROUP) {
     const size_t at = static_cast<size_t>(g) * Q4_1_GROUP_BYTES;
     const float d = in.half(at + 256);
-    const float m = in.half(at + 288);
+    const float m = in.half(at + 288) * (addend ? d : 1.0f);
     for (int i = 0; i < GROUP; i++) {
       out[i] = static_cast<float>(nibble(in, at, i)) * d + m;
+    }
+  }
+}
+
+void unpack_f8(const Lane& in, int groups, float* out) {
+  for (int g = 0; g < groups; g++, out += GROUP) {
+    const size_t at = static_cast<size_t>(g) * F8_GROUP_BYTES;
+    const uint32_t bits = in.word(at);
+    float scale;
+    std::memcpy(&scale, &bits, 4);
+    for (int i = 0; i < GROUP; i++) {
+      out[i] = e4m3_to_float(in.byte(at + LINE + static_cast<size_t>(i) * STRIP)) * scale;
     }
   }
 }
@@ -272,7 +298,10 @@ void unpack_row(Format format, const uint8_t* strip, int lane, int inputs, float
     case Format::Q4_0:
       return unpack_q4_0(in, groups, out);
     case Format::Q4_1:
-      return unpack_q4_1(in, groups, out);
+    case Format::Q4_Z:
+      return unpack_q4_1(in, format == Format::Q4_Z, groups, out);
+    case Format::F8:
+      return unpack_f8(in, groups, out);
     case Format::Q4_K:
     case Format::Q5_K:
       return unpack_k(format, in, groups / 8, out);

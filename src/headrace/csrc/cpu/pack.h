@@ -20,6 +20,8 @@ void unpack_row(Format format, const uint8_t* strip, int lane, int inputs, float
 void quantize_rows(Format from, const uint8_t* raw, int rows, int inputs, Format to, uint8_t* out);
 
 float half_to_float(uint16_t half);
+// NaNs become 480, as everywhere in this step.
+float e4m3_to_float(uint8_t value);
 uint16_t float_to_half(float value);
 
 }  // namespace headrace::cpu

@@ -1,4 +1,4 @@
-// Floats to raw blocks of Q8_0 and Q4_1, and half floats in plain code.
+// Floats to raw blocks of Q8_0 and Q4_1, and smaller floats in plain code.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -41,6 +41,11 @@ uint16_t float_to_half(float value) {
     return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(size, 24)));
   }
   return sign | static_cast<uint16_t>((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13);
+}
+
+// A half float with its exponent 8 too large.
+float e4m3_to_float(uint8_t value) {
+  return half_to_float(static_cast<uint16_t>((value & 0x80) << 8 | (value & 0x7f) << 7)) * 256.0f;
 }
 
 namespace {

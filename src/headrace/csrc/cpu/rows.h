@@ -42,7 +42,7 @@ constexpr unsigned row_kind(Format format, Rounding rounding) {
   if (format == Format::BF16 && BF16_PRODUCTS) {
     return ROWS_BF16;
   }
-  return is_float(format) || rounding == Rounding::FLOAT ? ROWS_F32 : ROWS_INT;
+  return takes_floats(format) || rounding == Rounding::FLOAT ? ROWS_F32 : ROWS_INT;
 }
 
 // One panel, as the tiles read it: the arrays of its kinds, its rows interleaved.

@@ -172,6 +172,20 @@ HEADRACE_INLINE Vec load_int8(const int8_t* p) {
   };
 }
 
+// 16 numbers of e4m3, each divided by 256: a half float's exponent is 8 larger.
+HEADRACE_INLINE Vec load_e4m3(const uint8_t* p) {
+  const int8x16_t bytes = vld1q_s8(reinterpret_cast<const int8_t*>(p));
+  const int16x8_t kept = vdupq_n_s16(static_cast<int16_t>(0xbf80));
+  const float16x8_t low = vreinterpretq_f16_s16(vandq_s16(vshll_n_s8(vget_low_s8(bytes), 7), kept));
+  const float16x8_t high = vreinterpretq_f16_s16(vandq_s16(vshll_n_s8(vget_high_s8(bytes), 7), kept));
+  return {
+      vcvt_f32_f16(vget_low_f16(low)),
+      vcvt_f32_f16(vget_high_f16(low)),
+      vcvt_f32_f16(vget_low_f16(high)),
+      vcvt_f32_f16(vget_high_f16(high)),
+  };
+}
+
 HEADRACE_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace headrace::cpu

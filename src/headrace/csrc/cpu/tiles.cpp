@@ -8,7 +8,7 @@ namespace headrace::cpu {
 
 Tile find_tile(Format format, Rounding rounding, int panel_rows) {
 #if HEADRACE_FAST_TILES
-  if (is_float(format)) {
+  if (takes_floats(format)) {
     return find_float_tile(format, panel_rows);
   }
   if (rounding != Rounding::FLOAT) {

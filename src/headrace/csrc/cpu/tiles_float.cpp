@@ -1,5 +1,6 @@
-// The fast tiles of float weights.
+// The fast tiles of float weights and F8.
 #include "tiles_fast.h"
+#include "tiles_fp8.h"
 
 #if HEADRACE_FAST_TILES
 namespace headrace::cpu {
@@ -10,6 +11,8 @@ Tile find_float_tile(Format format, int panel_rows) {
       return float_tile_of<F32Weights>(panel_rows);
     case Format::F16:
       return float_tile_of<F16Weights>(panel_rows);
+    case Format::F8:
+      return tile_of<Fp8Tile>(panel_rows);
     default:
       return bf16_tile_of(panel_rows);
   }

@@ -58,6 +58,11 @@ inline void decode_q4_1(const uint8_t* strip, int g, int lane, Group& out) {
   out.addend[lane] = half_at(at + 288, lane);
 }
 
+inline void decode_q4_z(const uint8_t* strip, int g, int lane, Group& out) {
+  decode_q4_1(strip, g, lane, out);
+  out.addend[lane] *= out.scale[0][lane];
+}
+
 inline void decode_k(bool five, const uint8_t* strip, int g, int lane, Group& out) {
   const uint8_t* at = strip + static_cast<size_t>(g / 8) * (five ? Q5_K_SUPER_BYTES : Q4_K_SUPER_BYTES);
   const uint8_t* fifths = at + K_HEADER_BYTES;
@@ -97,6 +102,8 @@ void decode(const uint8_t* strip, int groups, int g, Group& out) {
       decode_q4_0(strip, groups, g, lane, out);
     } else if constexpr (F == Format::Q4_1) {
       decode_q4_1(strip, g, lane, out);
+    } else if constexpr (F == Format::Q4_Z) {
+      decode_q4_z(strip, g, lane, out);
     } else if constexpr (F == Format::Q6_K) {
       decode_q6_k(strip, g, lane, out);
     } else {
@@ -139,7 +146,7 @@ void add_integers(const Group& group, const Panel& panel, int g, int row, int fr
 
 template <Format F, Rounding R>
 void add_group(const Group& group, const Panel& panel, int g, int row, float* out) {
-  constexpr bool HAS_MINIMUM = F == Format::Q4_1 || F == Format::Q4_K || F == Format::Q5_K;
+  constexpr bool HAS_MINIMUM = F == Format::Q4_1 || F == Format::Q4_Z || F == Format::Q4_K || F == Format::Q5_K;
   if constexpr (R == Rounding::FLOAT) {
     for (int i = 0; i < GROUP; i++) {
       const float x = panel.f32[(static_cast<size_t>(g) * GROUP + i) * panel.rows + row];
@@ -180,6 +187,12 @@ template <Format F>
 float float_weight(const uint8_t* strip, int k, int lane) {
   if constexpr (F == Format::F16) {
     return half_at(strip + static_cast<size_t>(k) * STRIP * 2, lane);
+  }
+  if constexpr (F == Format::F8) {
+    const uint8_t* at = strip + static_cast<size_t>(k / GROUP) * F8_GROUP_BYTES;
+    float scale;
+    std::memcpy(&scale, at + lane * 4, 4);
+    return e4m3_to_float(at[LINE + k % GROUP * STRIP + lane]) * scale;
   }
   uint32_t bits;
   std::memcpy(&bits, strip + static_cast<size_t>(F == Format::F32 ? k : k / 2) * LINE + lane * 4, 4);
@@ -235,6 +248,10 @@ inline TileFunction tile_of(Format format, Rounding rounding) {
       return integer_tile_of<Format::Q4_0>(rounding);
     case Format::Q4_1:
       return integer_tile_of<Format::Q4_1>(rounding);
+    case Format::Q4_Z:
+      return integer_tile_of<Format::Q4_Z>(rounding);
+    case Format::F8:
+      return float_tile<Format::F8>;
     case Format::Q4_K:
       return integer_tile_of<Format::Q4_K>(rounding);
     case Format::Q5_K:

@@ -120,6 +120,13 @@ struct Q4_1Weights {
   }
 };
 
+struct Q4_ZWeights : Q4_1Weights {
+  template <int PART>
+  static HEADRACE_INLINE __m512 minimum(const uint8_t* strip, const At& at) {
+    return _mm512_mul_ps(Q4_1Weights::minimum<PART>(strip, at), scale<PART, 0>(strip, at));
+  }
+};
+
 // Pairs of groups: low and high nibbles of eight words.
 template <bool FIVE>
 struct KWeights {

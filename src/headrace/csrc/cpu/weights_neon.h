@@ -115,6 +115,13 @@ struct Q4_1Weights {
   }
 };
 
+struct Q4_ZWeights : Q4_1Weights {
+  template <int PART>
+  static HEADRACE_INLINE float32x4_t minimum(const uint8_t* strip, const At& at, int quarter) {
+    return vmulq_f32(Q4_1Weights::minimum<PART>(strip, at, quarter), scale<PART, 0>(strip, at, quarter));
+  }
+};
+
 // Pairs of groups: low and high nibbles of eight words.
 template <bool FIVE>
 struct KWeights {

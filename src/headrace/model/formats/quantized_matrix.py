@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.weight import Weight
 
@@ -46,6 +47,7 @@ class MatrixSource:
     parts: Mapping[str, Part]  # the numbers are "data"
     read: Read
     heads: int = 0  # `read` wants whole heads of so many rows
+    scheme: Scheme | None = None  # as the config says, if it says
 
     @property
     def file(self) -> Path:

@@ -80,7 +80,7 @@ def _source(module: str, shape: tuple[int, int], scheme: Scheme, entries: Entrie
     for role, wanted in format_.roles(scheme, shape).items():
         if (part := _part(module, wanted, entries, first)) is not None:
             parts[role] = part
-    return MatrixSource(f"{module}.weight", shape, parts, _checked(format_.reader(scheme, shape), scheme))
+    return MatrixSource(f"{module}.weight", shape, parts, _checked(format_.reader(scheme, shape), scheme), scheme=scheme)
 
 
 def _part(module: str, role: Role, entries: Entries, first: TensorEntry) -> Part | None:
