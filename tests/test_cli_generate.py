@@ -98,7 +98,7 @@ def test_figures_and_json(generate):
     answer = json.loads(out)
     assert code == 0 and answer["prompt"] == "hello" and [len(o["token_ids"]) for o in answer["outputs"]] == [6, 6]
     figures = dict(word.split("=") for word in err.split())
-    assert figures["generated_tokens"] == "12" and figures["device"] == "cpu" and figures["dtype"] == "float32"
+    assert figures["generated_tokens"] == "12" and figures["device"] == "cpu" and figures["dtype"] == figures["weights"].lower().replace("f32", "float32") == "float32"
     assert figures["temperature"] == "0" and "top_p" not in figures
 
 

@@ -30,7 +30,7 @@ class Source:
 
     model_name = "a/model"
     restarts = num_poisonous = 0
-    info = Ready(256, 512, 16, 64, 8, "cpu", "float32", 0.1)
+    info = Ready(256, 512, 16, 64, 8, "cpu", "float32", 0.1, "Q4_1, Q8_0")
 
     def __init__(self) -> None:
         self.state = SimpleNamespace(loaded=True, alive=True, draining=False, progressing=True, num_running=3, num_waiting=2)
@@ -115,6 +115,7 @@ def test_each_core_is_shown_and_totals_are_over_all():
         'core_scheduled_tokens_total{core="0"}': 40, 'core_num_preemptions_total{core="2"}': 4,
         'core_prefix_cache_queries_total{core="0"}': 9, 'core_prefix_cache_hits_total{core="0"}': 3,
         'cache_config_info{block_size="16",num_gpu_blocks="128"}': 1,
+        'model_info{device="cpu",dtype="float32",weights="Q4_1, Q8_0"}': 1,
     }  # fmt: skip
     assert {name: page["headrace:" + name] for name in expected} == expected
     families = list(text_string_to_metric_families(text))

@@ -67,7 +67,7 @@ def decoded(name: str, raw: np.ndarray) -> torch.Tensor:
             values = blocks_of[..., 4:].view(torch.float8_e4m3fn).float() * blocks_of[..., :4].contiguous().view(torch.float32)
         else:
             scale, addend = (blocks_of[..., at : at + 2].contiguous().view(torch.float16).float() for at in (0, 2))
-            values = (torch.cat([blocks_of[..., 4:] & 15, blocks_of[..., 4:] >> 4], 2) + addend) * scale
+            values = torch.cat([blocks_of[..., 4:] & 15, blocks_of[..., 4:] >> 4], 2) * scale + addend * scale
         return values.flatten(1)
     with np.errstate(all="ignore"):
         return blocks._DECODERS[name](torch.from_numpy(raw.copy()).reshape(-1)).float().view(raw.shape[0], -1)

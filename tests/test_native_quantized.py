@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
-from headrace.errors import CheckpointError, ParameterError
+from headrace.errors import CheckpointError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.native.load import find_library
@@ -169,10 +169,3 @@ def test_an_engine_gives_the_logits_of_the_floats_and_the_same_tokens_however_se
             assert alone.outputs[0].token_ids == output.outputs[0].token_ids
             assert alone.outputs[0].logprobs == output.outputs[0].logprobs
     assert any("runs in the native CPU step" in r.message and NATIVE[name] in r.message for r in caplog.records)
-
-
-def test_what_is_quantized_is_not_rounded_again(tmp_path: Path):
-    tiny = write_quantized(tmp_path / "model", FORMATS["awq"], **EVEN)
-    for quantization in ("int4", "int8", "fp8"):
-        with pytest.raises(ParameterError, match=r"quantized already \(awq\)"):
-            LLM(str(tiny.path), **SMALL, quantization=quantization)
