@@ -18,13 +18,16 @@ from headrace.machine import available_memory
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
-from headrace.native.precision import choose_precision, stored_encodings, why_unread
+from headrace.native.precision import choose_precision, stored_encodings
 
 GIB = 1 << 30
 HOST_SHARE = 0.9  # of the free memory: other programs want some, too
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # bytes of an element that is kept so, with its share of the scales
-KEPT = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "Q8_0": 34 / 32, "Q4_1": 20 / 32, "fp8": 1.01, "int8": 1.01, "int4": 0.54}
+KEPT = {
+    "F32": 4.0, "F16": 2.0, "BF16": 2.0, "F8": 36 / 32, "Q8_0": 34 / 32, "Q4_1": 20 / 32,
+    "Q4_Z": 20 / 32, "Q4_0": 18 / 32, "fp8": 1.01, "int8": 1.01, "int4": 0.54,
+}  # fmt: skip
 
 
 def budget_of(config: EngineConfig, wanted: int | None) -> tuple[int, bool]:
@@ -62,10 +65,14 @@ def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -
     )
     tensors = list(by_name.values())
     if not on_card:
-        native = not config.enforce_eager and config.dtype != "float16" and why_unread(checkpoint) is None
+        native = not config.enforce_eager and config.dtype != "float16"
         if not native or not tensors:  # torch computes in floats
             return elements * FLOAT_BYTES.get(config.dtype, 4)
-        precision = choose_precision(config, stored_encodings(checkpoint))
+        encodings = stored_encodings(checkpoint)
+        precision = choose_precision(config, encodings)
+        if checkpoint.gguf is None and checkpoint.quantized_to():  # its tensors are parts of matrices
+            widest = max(KEPT[precision.format_of(encoding)] for encoding in encodings.difference(FLOATS))
+            return max(int(elements * widest), sum(tensor.num_bytes for tensor in tensors))
         return sum(_kept_bytes(tensor, precision.format_of(tensor.encoding.name)) for tensor in tensors)
     if checkpoint.quantized_to() and config.quantization != "none":
         return sum(tensor.num_bytes for tensor in tensors)
