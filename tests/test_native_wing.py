@@ -241,6 +241,18 @@ def test_every_family_says_what_transformers_says(family, tmp_path):
         assert logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
 
 
+def test_positions_before_queries_are_scaled_need_no_scaling(tmp_path):
+    """Ministral 3 in the first of its periods."""
+    path, ids = write_tiny("ministral3", tmp_path), [5, 9, 40, 7, 12, 300, 21, 8]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    texts = []
+    for length, kind in ((16, NativeDecoder), (17, Decoder)):
+        with LLM(str(path), **{**SMALL, "max_model_len": length}) as llm:
+            assert isinstance(llm.engine.core.runner.decoder, kind)
+            texts.append(llm.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+
+
 def logits_of(path: str, **options) -> torch.Tensor:
     """Of a prompt's last row, by the native step."""
     config = EngineConfig(model=path, **SMALL, **options)

@@ -18,6 +18,7 @@ from headrace.model.forward import Forward
 from headrace.model.loader import load_model
 from headrace.model.narrow_loader import formats_of
 from headrace.model.parts import weight_bytes
+from headrace.model.rare import as_needed
 from headrace.model.shard import WHOLE, Group, Shard
 from headrace.native.forward import NativeDecoder, why_not
 from headrace.native.load import NativeUnavailable, find_library
@@ -40,6 +41,7 @@ def load_forward(
 ) -> Loaded:  # fmt: skip
     """What runs the model, with its weights; of `model`, the whole one, only the part of this rank of a `group`. Raises
     CheckpointError, CapacityError, and ParameterError for options that it cannot honour."""
+    model = as_needed(model, limits.max_model_len)
     shard = WHOLE if group is None else group.shard
     part = shard.config(model)
     if device.type == "cpu":

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
-
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -57,7 +55,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Activation = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
     gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from headrace.errors import CheckpointError
-from headrace.model.config import Activation, RopeConfig
+from headrace.model.config import RopeConfig
 
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

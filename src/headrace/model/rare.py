@@ -6,6 +6,7 @@ Only the common decoder runs these; `rare_parts` names them where another path h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -34,6 +35,12 @@ def rare_parts(config: ModelConfig) -> list[str]:
         "queries scaled by position": config.query_scale is not None,
     }
     return [name for name, has in there.items() if has]
+
+
+def as_needed(config: ModelConfig, max_model_len: int) -> ModelConfig:
+    """Without what sequences of up to so many tokens do not meet: before the first period ends, queries are scaled by 1."""
+    scale = config.query_scale
+    return config if scale is None or max_model_len > scale[1] else replace(config, query_scale=None)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

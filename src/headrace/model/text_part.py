@@ -45,8 +45,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"config.json: text_config is {text!r}, {wrapper} needs an object")
     of_all = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
     given = {name: value for name, value in text.items() if name not in _OF_ALL or value is not None}
-    found = {**WRAPPERS[wrapper], **of_all, **given, "tie_word_embeddings": config.get("tie_word_embeddings")}
+    found = {**WRAPPERS[wrapper], **of_all, **given}
     found.pop("architectures", None)  # the model_type says it
+    found.pop("tie_word_embeddings", None)  # here the whole model's counts
+    if config.get("tie_word_embeddings") is not None:
+        found["tie_word_embeddings"] = config["tie_word_embeddings"]
     for method in ("quantization_config", "compression_config"):
         if isinstance(found.get(method), dict):
             found[method] = {name: _renamed(value) if name in _LISTS else value for name, value in found[method].items()}
