@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headrace.errors import CheckpointError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.formats.quantized import quantization_of
+from headrace.model.loader import load_model
 from headrace.model.text_part import text_config
 from test_model_families import tokens
 from tiny_models import VOCAB, write_tokenizer
@@ -84,10 +86,12 @@ def test_the_text_part_says_what_transformers_says(wrapped, tmp_path, caplog):
 
 def test_what_is_not_vision_and_not_known_is_still_refused(wrapped, tmp_path):
     path, _ = wrapped
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(path)))
     odd = _published(path, tmp_path / "odd")
     save_file({**load_file(odd / "model.safetensors"), "audio_tower.x": torch.ones(2)}, odd / "model.safetensors")
+    odd_one = replace(checkpoint, path=odd)
     with pytest.raises(CheckpointError, match=r"audio_tower\.x.* is unexpected"):
-        LLM(str(odd), device="cpu", num_kv_blocks=20)
+        load_model(odd_one, model_config_from_hf(odd_one.config), torch.float32, torch.device("cpu"))
 
 
 def test_the_config_of_all_goes_for_its_text_part():

@@ -102,6 +102,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
 RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron")  # of which only the common decoder knows how
 
 _TEXT = (
