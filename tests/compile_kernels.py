@@ -37,6 +37,7 @@ from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.sample_ranks import WORDS, sample_parts
 from headrace.kernels.split import split_space
+from headrace.kernels.widen_kv import Widened, widen
 from headrace.model.shard import Shard
 
 META = torch.device("meta")
@@ -67,6 +68,23 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
             split_attention(*args, workspace, first_seq=0, num_seqs=32, tokens=tokens, max_context=4096, **options)
         else:
             varlen_attention(*args, first_seq=2, num_seqs=3, num_rows=512, max_tokens=512, tile=tile, **options)
+
+    return run
+
+
+def widened(heads: int, kv_heads: int, head_dim: int, block: int = 64, window: int = 0) -> Callable[[], None]:
+    """An FP8 cache made wide, and attention over that."""
+
+    def run() -> None:
+        cache = meta(1000, block, kv_heads, head_dim, dtype=fp8.DTYPE)
+        scales = meta(1000, kv_heads, block, dtype=torch.float32)
+        q, space = meta(512, heads + 2 * kv_heads, head_dim)[:, :heads], Widened.empty(64, kv_heads, head_dim, torch.bfloat16, META)
+        sizes = {"first_seq": 2, "num_seqs": 3, "blocks": 20}
+        widen(cache, cache, (scales, scales), space, ints(257, 64), ints(32), ints(33), ints(32), window=window, **sizes)
+        varlen_attention(
+            q, space.k, space.v, meta(512, heads * head_dim), None, ints(32), ints(33), ints(32), num_rows=512, max_tokens=512,
+            scale=0.1, window=window, scales=(space.k_scales, None), **sizes,
+        )  # fmt: skip
 
     return run
 
@@ -230,6 +248,8 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "split 8B in FP8": attention(32, 8, 128, narrow=True),
     "split head 256 in FP8": attention(8, 4, 256, narrow=True, window=4096, softcap=50.0),
     "varlen 8B in FP8": attention(32, 8, 128, kind="varlen", narrow=True),
+    "widened 8B in FP8": widened(32, 8, 128),
+    "widened head 80 window in FP8": widened(9, 3, 80, block=16, window=1000),
     "varlen head 256 in FP8": attention(8, 4, 256, kind="varlen", narrow=True, window=4096, softcap=50.0),
     "varlen head 24 in FP8": attention(8, 4, 24, kind="varlen", narrow=True),
 }

@@ -15,6 +15,7 @@ from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import varlen_attention
 from headrace.kernels.qkv import qkv_rope_write_reference
 from headrace.kernels.split import SplitSpace, split_space
+from headrace.kernels.widen_kv import BLOCK, Widened, widen
 from headrace.model.batch import ForwardBatch
 
 
@@ -154,6 +155,23 @@ def run_varlen(case: PagedCase, first: int = 0, seqs: int | None = None, *, scal
     varlen_attention(
         case.q, case.k_cache, case.v_cache, out, *case.tensors(), first_seq=first, num_seqs=len(lens), num_rows=sum(lens),
         max_tokens=max(lens), scale=scale or head_dim**-0.5, scales=case.scales, **options,
+    )  # fmt: skip
+    return out
+
+
+def run_widened(case: PagedCase, first: int = 0, *, window: int = 0, **options) -> Tensor:
+    """The same from an FP8 cache that is made wide first, in a room that is larger and full of NaN."""
+    (rows, heads, head_dim), kv_heads, device = case.q.shape, case.k_cache.shape[2], case.q.device
+    lens, blocks = case.query_lens[first:], -(-max(case.context_lens[first:]) // BLOCK)
+    room = Widened.empty((len(lens) + 1) * blocks, kv_heads, head_dim, case.q.dtype, device)
+    for tensor in (room.k, room.v, room.k_scales):
+        tensor.fill_(float("nan"))
+    out = torch.full((rows, heads * head_dim), float("nan"), dtype=case.q.dtype, device=device)
+    which = {"first_seq": first, "num_seqs": len(lens), "blocks": blocks, "window": window}
+    widen(case.k_cache, case.v_cache, case.scales, room, *case.tensors(), **which)
+    varlen_attention(
+        case.q, room.k, room.v, out, None, *case.tensors()[1:], num_rows=sum(lens), max_tokens=max(lens),
+        scale=options.pop("scale", head_dim**-0.5), scales=(room.k_scales, None), **which, **options,
     )  # fmt: skip
     return out
 

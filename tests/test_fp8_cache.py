@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drafting import drafting_core
 from engine_driver import BLOCK, assert_all_same, complete, lonely_answers, make_core, make_requests, run
-from headrace.attention import flash, select
+from headrace.attention import flash, select, widened
 from headrace.attention.select import choose_cache_dtype, select_attention
 from headrace.attention.triton_backend import TritonAttention
 from headrace.cache import fp8
@@ -22,9 +22,20 @@ from headrace.engine.messages import EngineRequest
 from headrace.errors import CapacityError, ParameterError
 from headrace.kernels.attention_prefill import VarlenTile
 from headrace.kernels.qkv import qkv_rope_write_triton
+from headrace.kernels.widen_kv import widen
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.sampling.params import SamplingParams
-from kernel_cases import attention_reference, batch_of, cache_of, check_qkv_fp8, in_fp8, paged_case, run_split, run_varlen
+from kernel_cases import (
+    attention_reference,
+    batch_of,
+    cache_of,
+    check_qkv_fp8,
+    in_fp8,
+    paged_case,
+    run_split,
+    run_varlen,
+    run_widened,
+)  # fmt: skip
 from test_memory_plan import plan
 from tiny_models import VOCAB, write_tiny
 
@@ -119,6 +130,35 @@ def test_many_rows(sizes, window, softcap, tma):
 
 
 @interpreted
+@pytest.mark.parametrize("sizes, window, softcap, tma", [
+    ((4, 2, 32, 16), 0, 0.0, True), ((3, 1, 80, 64), 30, 0.0, False), ((2, 2, 24, 5), 30, 4.0, True),
+])  # fmt: skip
+def test_many_rows_of_what_was_made_wide(sizes, window, softcap, tma):
+    case, wide = in_fp8(paged_case([3, 40, 1, 30], [5, 40, 30, 100], *sizes))
+    got = run_widened(case, 1, scale=SCALE, tile=VarlenTile(32, 32, 4, 2, tma), window=window, softcap=softcap)
+    assert got[:3].isnan().all()
+    close(got[3:], attention_reference(wide, SCALE, window, softcap)[3:])
+
+
+@interpreted
+@pytest.mark.parametrize("tokens, pieces", [(32, 0), (64, 2), (1024, 1)])
+def test_prompts_are_made_wide_as_many_as_there_is_room_for(monkeypatch, tokens, pieces):
+    monkeypatch.setattr(widened, "WORTH", 20)
+    monkeypatch.setattr(widened, "TOKENS", 2 * tokens)  # of float32 half as many
+    seen = []
+    monkeypatch.setattr(widened, "widen", lambda *given, **which: seen.append(which) or widen(*given, **which))
+    case, wide = in_fp8(paged_case([1, 1, 32, 20], [70, 3, 32, 50], 4, 2, 16, 16))
+    backend, batch, kv = widened.WidenedAttention(shape(), CPU), batch_of(case), cache_of(case)
+    backend.begin(batch, kv)  # type: ignore[arg-type]
+    got = backend.attend(case.q, 0, kv, batch, scale=SCALE, window=0, softcap=0.0)  # type: ignore[arg-type]
+    close(got, attention_reference(wide, SCALE))
+    assert [(which["first_seq"], which["num_seqs"]) for which in seen] == [[], [(2, 2)], [(2, 1), (3, 1)]][pieces]
+    room = backend.room
+    planned = backend.workspace_bytes(4) - TritonAttention(shape(), CPU).workspace_bytes(4)
+    assert room is None or sum(t.nbytes for t in (room.k, room.v, room.k_scales)) <= planned
+
+
+@interpreted
 def test_every_backend_reads_it_by_our_kernels(monkeypatch):
     """Also those that hand prefill to others, should one be made for such a cache."""
     monkeypatch.setattr(flash, "CUDNN_MULTIPLE", 16)
@@ -145,7 +185,7 @@ def test_only_our_kernels_are_chosen(monkeypatch, name):
     monkeypatch.setattr(select, "capability", lambda device: (9, 0))
     card, model = torch.device("cuda", 0), shape(head_dim=128)
     if name in ("auto", "triton"):
-        assert type(select_attention(name, model, card, fp8.DTYPE)[0]) is TritonAttention
+        assert type(select_attention(name, model, card, fp8.DTYPE)[0]) is widened.WidenedAttention
         return
     with pytest.raises(ParameterError, match=f"attention_backend: got '{name}', allowed: auto or triton .*FP8"):
         select_attention(name, model, card, fp8.DTYPE)

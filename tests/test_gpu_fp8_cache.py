@@ -16,7 +16,7 @@ from headrace.kernels.attention_prefill import VarlenTile
 from headrace.kernels.qkv import qkv_rope_write
 from headrace.kernels.split import split_space
 from headrace.model.decoder import Decoder
-from kernel_cases import attention_reference, check_qkv_fp8, in_fp8, paged_case, run_split, run_varlen
+from kernel_cases import attention_reference, check_qkv_fp8, in_fp8, paged_case, run_split, run_varlen, run_widened
 from test_fp8_cache import NEAR, SCHEDULES
 from test_gpu_fast_decode import WIDE
 from tiny_models import write_eagle, write_tiny
@@ -46,6 +46,8 @@ def test_attention(sizes, window, softcap):
     tiles = [None] if sizes[2] > 128 else [None, VarlenTile(128, 64, 8, 3, False)]
     for tile in tiles:
         got = run_varlen(case, window=window, softcap=softcap, tile=tile)
+        close(got, attention_reference(wide, sizes[2] ** -0.5, window, softcap))
+        got = run_widened(case, window=window, softcap=softcap, tile=tile)
         close(got, attention_reference(wide, sizes[2] ** -0.5, window, softcap))
 
 

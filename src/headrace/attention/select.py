@@ -43,11 +43,15 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
         raise ParameterError("device", device.type, f"cpu: no GPU kernel takes a head_dim of {model.head_dim}")
     from headrace.attention.triton_backend import TritonAttention
 
+    refusal = "they do not read keys and values in FP8" if narrow else _refusal(model, device)
+    if refusal and name not in ("auto", "triton"):
+        raise ParameterError("attention_backend", name, f"auto or triton here: {refusal}")
+    if narrow:
+        from headrace.attention.widened import WidenedAttention
+
+        return WidenedAttention(model, device), f"Triton for everything: {refusal}"
     if name == "triton":
         return TritonAttention(model, device), "Triton, as asked for"
-    refusal = "they do not read keys and values in FP8" if narrow else _refusal(model, device)
-    if refusal and name != "auto":
-        raise ParameterError("attention_backend", name, f"auto or triton here: {refusal}")
     if refusal:
         return TritonAttention(model, device), f"Triton for everything: {refusal}"
     from headrace.attention.flash import CudnnAttention, FlashAttention3, find_flash_attention_3

@@ -33,18 +33,26 @@ def _attend_tiles(
     acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, hi, stop, position, n, c, head,
     scale, softcap, window, block_stride, token_stride, head_stride,
     USED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, MASK: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over keys lo .. hi (multiples of TILE); MASK where some row may not see some key below `stop`."""
     factor = 1.0 if SOFTCAP else scale * 1.4426950408889634  # positive: the maximum may be taken before it
     for n0 in range(lo, hi, TILE):
         key = n0 + n
+        if WIDE:
+            if TMA:
+                k_scale = tl.reshape(k_scales.load([head, table * BLOCK + n0]), [TILE])
+            else:
+                k_scale = tl.load(k_scales + n0 + n)
         if TMA:
-            block = tl.load(table + n0 // BLOCK)
+            block = table + n0 // BLOCK if WIDE else tl.load(table + n0 // BLOCK)
             row = block * BLOCK + n0 % BLOCK
             k = tl.reshape(k_src.load([row, head, 0]), [TILE, COLUMNS])
         else:
-            if BLOCK % TILE == 0:
+            if WIDE:
+                offset = table * block_stride + (n0 + n) * token_stride + head * head_stride
+            elif BLOCK % TILE == 0:
                 block = tl.load(table + n0 // BLOCK).to(tl.int64)
                 offset = block * block_stride + (n0 % BLOCK + n) * token_stride + head * head_stride
             else:
@@ -70,6 +78,8 @@ def _attend_tiles(
                 s = s * tl.load(k_scales + place)[None, :]
         else:
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if WIDE:
+                s = s * k_scale[None, :]
         if SOFTCAP:
             s = soft_cap(s * scale, softcap) * 1.4426950408889634
         if MASK:
@@ -123,14 +133,14 @@ def _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.
     return first_seq + s, tile - (before // TOKENS + s)
 
 
-@jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window"])
+@jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window", "blocks"])
 def _varlen_attention(
     q_ptr, k_src, v_src, k_scales, v_scales, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
-    first_seq, num_seqs, skip, scale, softcap, window,
+    first_seq, num_seqs, skip, blocks, scale, softcap, window,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    FP8: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
     head = tl.program_id(1)
@@ -142,7 +152,12 @@ def _varlen_attention(
     if PDL:
         gdc_wait()
     if token0 < num_tokens:
-        table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
+        if WIDE:
+            table = (seq - first_seq) * blocks  # the first of this sequence's
+            if not TMA:
+                k_scales += (head * num_seqs * blocks + table) * BLOCK
+        else:
+            table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
         r = tl.arange(0, ROWS)
         d = tl.arange(0, DIM)
         c = tl.arange(0, COLUMNS)  # of the cache: in FP8 two numbers each
@@ -174,18 +189,18 @@ def _varlen_attention(
             acc, odd, total, m = _attend_tiles(
                 acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, even, stop, position, n, c, head,
                 scale, softcap, window, block_stride, token_stride, head_stride,
-                USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
+                USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, WIDE, TMA, PRECISION,
             )  # fmt: skip
             lo = even
         acc, odd, total, m = _attend_tiles(
             acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, full, stop, position, n, c, head,
             scale, softcap, window, block_stride, token_stride, head_stride,
-            USED, COLUMNS, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
+            USED, COLUMNS, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, WIDE, TMA, PRECISION,
         )  # fmt: skip
         acc, odd, total, m = _attend_tiles(
             acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, full, stop, stop, position, n, c, head,
             scale, softcap, window, block_stride, token_stride, head_stride,
-            USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, TMA, PRECISION,
+            USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, WIDE, TMA, PRECISION,
         )  # fmt: skip
         if FP8:
             acc = tl.reshape(tl.join(acc, odd), [ROWS, DIM])
@@ -222,18 +237,20 @@ def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool) -> Varl
 
 
 def varlen_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
-    seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float, window: int = 0,
-    softcap: float = 0.0, scales: Scales = (None, None), skip: int = 0, tile: VarlenTile | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor | None, seq_slots: Tensor,
+    query_start: Tensor, seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float,
+    window: int = 0, softcap: float = 0.0, scales: Scales | tuple[Tensor, None] = (None, None), skip: int = 0, blocks: int = 0,
+    tile: VarlenTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs without each one's first `skip` rows, into `out`.
 
     Tensors as in `attention_decode.split_attention`. num_rows bounds the rows of these sequences together, max_tokens of one
     of them. `skip` rows (fewer than any of these sequences has) are left to another kernel and stay untouched in `out`.
+    With `blocks` there are no tables: the cache is what kernels/widen_kv.py made, `blocks` blocks a sequence.
     """
     num_heads, head_dim = q.shape[-2:]
     block_size, kv_heads, group = k_cache.shape[1], k_cache.shape[2], num_heads // k_cache.shape[2]
-    kind = fp8_kind(q, scales[0])
+    kind = 0 if blocks else fp8_kind(q, scales[0])
     dim = max(32 if kind else 16, next_power_of_2(head_dim))
     columns, numbers = (dim // 2, torch.int16) if kind else (dim, k_cache.dtype)
     k_cache, v_cache = k_cache.view(numbers), v_cache.view(numbers)
@@ -241,7 +258,10 @@ def varlen_attention(
         copies = capability(q.device) >= (9, 0) and k_cache.shape[3] * k_cache.element_size() % 16 == 0
         tile = default_tile(dim, q.element_size(), block_size, copies)
     rows = max(16, next_power_of_2(group), min(tile.rows, next_power_of_2((max_tokens - skip) * group)))
-    k_src, v_src = k_cache, v_cache
+    k_src, v_src, k_scales = k_cache, v_cache, scales[0]
+    if tile.tma and blocks and k_scales is not None:  # all threads would load a vector of so few numbers each
+        used = k_scales[: kv_heads * num_seqs * blocks * block_size].view(kv_heads, -1)
+        k_scales = TensorDescriptor.from_tensor(used, [1, tile.keys])
     if tile.tma:
         k_src, v_src = (
             TensorDescriptor.from_tensor(x.view(-1, *x.shape[2:]), [tile.keys, 1, columns]) for x in (k_cache, v_cache)
@@ -249,11 +269,11 @@ def varlen_attention(
     tokens = rows // group
     programs = (num_rows - num_seqs * skip) // tokens + num_seqs
     _varlen_attention[(programs, kv_heads)](
-        q, k_src, v_src, *scales, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
-        scale, softcap, window, q.stride(0), out.stride(0),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
+        q, k_src, v_src, k_scales, scales[1], out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
+        blocks, scale, softcap, window, q.stride(0), out.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), 1 if block_tables is None else block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=columns, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
-        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=kind, TMA=tile.tma,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=kind, WIDE=blocks > 0, TMA=tile.tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps if rows >= 64 else 4, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip
