@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from headrace.cache import fp8
 from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.products import glu, project
 from headrace.kernels import prepare, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
@@ -39,6 +41,7 @@ from headrace.kernels.sample_ranks import WORDS, sample_parts
 from headrace.kernels.split import split_space
 from headrace.kernels.widen_kv import Widened, widen
 from headrace.model.shard import Shard
+from headrace.model.weight import Weight
 
 META = torch.device("meta")
 
@@ -201,6 +204,15 @@ def narrow_products() -> None:
     products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
 
 
+def large_products(rows: int) -> None:
+    """Those of a card without a copy engine that need most shared memory."""
+    config = gpu_decode.MODELS["8b"]
+    tiles, x = decode_tiles.default_table(config, copy_engine=False)[rows], meta(rows, config.hidden_size)
+    glu(x, Weight(meta(2 * config.intermediate_size, config.hidden_size)), meta(rows, config.intermediate_size), tiles.gate_up,
+        sumsq=None, eps=1e-6)  # fmt: skip
+    project(x, Weight(meta(config.vocab_size, config.hidden_size)), meta(1, rows, config.vocab_size), tiles.lm_head)
+
+
 def in_two(config) -> decode_tiles.TileTable:
     tiles = decode_tiles.default_table(config)[256]
     return {256: decode_tiles.with_attention_in_two(tiles)}
@@ -235,6 +247,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ranks' decode of 1 row": decode(1, decode_tiles.default_table, "8b", 2),
     "ranks' decode of 8 rows": decode(8, decode_tiles.default_table, "8b", 8),
     "decode of 4 rows 8B": decode(4, decode_tiles.default_table, "8b"),
+    "products of 64 rows": partial(large_products, 64),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90

@@ -394,13 +394,16 @@ def _fail(failure):
 )
 def test_not_ready(state, code):
     api = Api()
+    api.engine.state.doing = "compiling kernels 3 of 120"
+    words = {"loading": "compiling kernels 3 of 120", "draining": "draining", "engine_dead": "given up"}
     for name, value in state.items():
         setattr(api.engine.state, name, value)
     for path, body in BODIES.items():
         response = api.post(path, body)
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
         assert error_of(response)["code"] == code
-    assert api.request("GET", "/ready").status_code == 503
+    ready = api.request("GET", "/ready")
+    assert ready.status_code == 503 and ready.json()["state"] == words[code]
     assert api.request("GET", "/health").status_code == (503 if code == "engine_dead" else 200)
     assert api.request("GET", "/v1/models").status_code == 200
     assert api.request("GET", "/metrics").status_code == 200

@@ -125,6 +125,10 @@ JUDGES = [
         counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
     ),
     Judge(
+        "kernels for all cards", (), (sys.executable, "-m", "pytest", str(HERE / "cards.py")), server="", seconds=7200,
+        counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
+    ),
+    Judge(
         "Claude Code and Codex", (), (sys.executable, str(HERE / "coding_clients.py"), "{fetched}", "{work}"), server="",
         counts=r"(?P<passed>\d+) passed, (?P<failed>\d+) failed",
     ),

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(**engine_options(args))
     if (ranks := config.tensor_parallel_size) > 1:
         raise ParameterError("tensor_parallel_size", ranks, "1: a rank's kernels are compiled where it runs")
+    if config.kv_cache_dtype == "fp8" and card.capability < 89:
+        raise ParameterError("kv_cache_dtype", "fp8", f"auto on {card.name}: FP8 needs compute capability 8.9")
     checkpoint = resolve_checkpoint(config)
     limits = resolve(config, model_config_from_hf(checkpoint.config), torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()
@@ -60,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if shown:
         print(file=sys.stderr)
     print(f"{found.done} kernels in {kernel_cache()} after {time.perf_counter() - began:.1f} s")
-    if found.failed or found.places is None:
-        raise CapacityError(f"{found.total - found.done} kernels have not been compiled: what was said above says why")
+    if found.failed or found.refused or found.places is None:
+        raise CapacityError(f"{found.failed} of {found.total} kernels are not compiled, or do not fit: see above")
     return 0
 
 

@@ -21,6 +21,7 @@ from headrace.kernels.launch import (
     capability,
     gdc_launch_dependents,
     gdc_wait,
+    is_roomy,
     jit,
     next_power_of_2,
     pdl,
@@ -222,8 +223,9 @@ class VarlenTile:
     tma: bool
 
 
-def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool) -> VarlenTile:
+def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool, roomy: bool = True) -> VarlenTile:
     """For queries of `itemsize` bytes a number; `hopper`: the card and the cache's rows suit the tensor memory accelerator.
+    `roomy`: a program may have more than 99 KB of shared memory, as on the data centre's cards with that.
 
     Measured best on an H100 at head_dim 128: 64 x 64 with 4 warps by TMA, 128 x 64 with 8 by pointers, 3 stages.
     """
@@ -233,7 +235,7 @@ def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool) -> Varl
         return VarlenTile(16, keys, 4, 2, tma)
     if tma and dim <= 128:
         return VarlenTile(64, keys, 4, 3, tma)
-    return VarlenTile(128, keys, 8, 3 if hopper else 2, tma)
+    return VarlenTile(128 if roomy or dim <= 128 else 64, keys, 8, 3 if hopper else 2, tma)
 
 
 def varlen_attention(
@@ -256,7 +258,7 @@ def varlen_attention(
     k_cache, v_cache = k_cache.view(numbers), v_cache.view(numbers)
     if tile is None:
         copies = capability(q.device) >= (9, 0) and k_cache.shape[3] * k_cache.element_size() % 16 == 0
-        tile = default_tile(dim, q.element_size(), block_size, copies)
+        tile = default_tile(dim, q.element_size(), block_size, copies, is_roomy(q.device))
     rows = max(16, next_power_of_2(group), min(tile.rows, next_power_of_2((max_tokens - skip) * group)))
     k_src, v_src, k_scales = k_cache, v_cache, scales[0]
     if tile.tma and blocks and k_scales is not None:  # all threads would load a vector of so few numbers each

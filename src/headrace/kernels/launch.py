@@ -42,6 +42,7 @@ __all__ = [
     "capability",
     "gdc_launch_dependents",
     "gdc_wait",
+    "is_roomy",
     "jit",
     "next_power_of_2",
     "num_multiprocessors",
@@ -67,6 +68,12 @@ def touch(pointers):
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device; (0, 0) for anything else (the interpreter)."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def is_roomy(device: torch.device) -> bool:
+    """Whether a program may have more than 99 KB of shared memory: on data centre cards (an A100 163 KB, an H100 227 KB)."""
+    major, minor = capability(device)
+    return major in (9, 10) or (major == 8 and minor in (0, 7)) or not major
 
 
 @functools.cache
