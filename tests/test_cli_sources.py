@@ -115,6 +115,9 @@ def test_underscores_are_dashes():
         ("- port", "a YAML file with an option"), ("port", "a YAML file with an option"), ("port: [", "a YAML file ("), ("? [a]\n: 1", "a YAML file with an option"),
         ("a: 1\n---\nb: 2", "a YAML file ("), ("port: !!python/name:os.system", "port: got ''"), ("metrics-prefix: a b", "o.yaml: metrics-prefix: got 'a b'"),
         ("gpu-memory-utilization: 1.5", "o.yaml: gpu-memory-utilization: got 1.5, allowed: a number in (0, 1]"), ("max-replicas: 3", "o.yaml: max-replicas: got 3, allowed: nothing without --ray"),
+        ("models: [{model: a, max-model-len: 5, max_model_len: 6}]", "o.yaml: max_model_len: it is there twice"), ("a: " + "[" * 2000 + "]" * 2000, "not nested so deeply"),
+        ("a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefghijklmnopqrstuvwx", "bcdefghijklmnopqrstuvwxy", strict=True)), "a YAML file of at most 1048576 characters"),
+        ("a: &a {b: *a}", "a YAML file of at most"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path, capsys, text, said):

@@ -227,6 +227,12 @@ GPTQ, AWQ = FORMATS["gptq"].config, FORMATS["awq"].config
     (compressed("pack-quantized", 4, "float"), "type is 'float', wanted int"), (compressed("dense", 8), "format is 'dense'"),
     (compressed("int-quantized", 8, strategy="group"), "group_size is None"), (compressed("int-quantized", 8, strategy="block"), "block_structure"),
     ({**PACK4, "config_groups": {}}, "config_groups"), ({**PACK4, "ignore": ["re:("]}, "ignore has 're:.', no pattern"),
+    ({**PACK4, "ignore": [r"re:(\w+\.?)+!"]}, "takes too long"), ({**PACK4, "ignore": ["re:" + ".*a" * 9]}, "takes too long"),
+    ({**PACK4, "ignore": ["re:" + "(o|.)" * 30 + "!"]}, "takes too long"), ({**PACK4, "ignore": ["re:(?x) (a|a) +!"]}, "takes too long"),
+    (groups((["re:(?:.*)*!"], INT8), ignore=[]), "targets has 're:.*takes too long"),
+    (compressed("mxfp4-pack-quantized", 4, "float", strategy="tensor"), "strategy is 'tensor', wanted group"),
+    (compressed("nvfp4-pack-quantized", 4, "float", strategy="channel"), "strategy is 'channel', wanted group"),
+    (compressed("pack-quantized", 4, strategy="block", block_structure=[128, 128]), "strategy is 'block', wanted tensor or channel or group"),
     ({**PACK4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
     ({**PACK4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
 ])  # fmt: skip

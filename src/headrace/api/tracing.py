@@ -77,6 +77,8 @@ class Tracing:
     def __init__(self, endpoint: str):
         for name in ("opentelemetry.sdk._shared_internal", "opentelemetry.exporter.otlp"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # a line for each batch that is lost; ours tells of the change
+        for name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # whatever stands in a header that is no right one
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "headrace"}))

@@ -16,6 +16,7 @@ from headrace.files import read_text
 from headrace.options import Option, nearest
 
 UNSET: Any = object()
+MOST_TEXT = 2**20  # characters of a file of options
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -85,17 +86,36 @@ def _read(option: str, path: str) -> dict[str, Any]:
     try:
         loader = yaml.BaseLoader(read_text(option, path))
         node = loader.get_single_node()
-        named = isinstance(node, yaml.MappingNode) and all(isinstance(key.value, str) for key, _ in node.value)
-        if node is not None and not named:
+        if node is None:
+            return {}
+        if not isinstance(node, yaml.MappingNode) or not all(isinstance(key.value, str) for key, _ in node.value):
             raise ParameterError(option, path, "a YAML file with an option and its value in each line")
-        found: dict[str, Any] = {}
-        for key, value in node.value if node is not None else ():
-            if key.value.replace("_", "-") in (known.replace("_", "-") for known in found):
-                raise HeadraceError(f"{path}: {key.value}: it is there twice")
-            found[key.value] = loader.construct_object(value, deep=True)
+        _check(node, option, path)
+        return {key.value: loader.construct_object(value, deep=True) for key, value in node.value}
+    except RecursionError:
+        raise ParameterError(option, path, "a YAML file whose values are not nested so deeply") from None
     except yaml.YAMLError as e:
         raise ParameterError(option, path, f"a YAML file ({' '.join(str(e).split())})") from None
-    return found
+
+
+def _check(node: Any, option: str, path: str) -> None:
+    """Raises HeadraceError for a key that its mapping has twice, and for aliases of aliases that stand for endless text."""
+    left, size = [node], 0
+    while left and size <= MOST_TEXT:
+        node = left.pop()
+        size += 1 + (len(node.value) if isinstance(node.value, str) else 0)
+        if node.id == "mapping":
+            keys: set[str] = set()
+            for key, value in node.value:
+                dashed = key.value.replace("_", "-") if isinstance(key.value, str) else None
+                if dashed in keys:
+                    raise HeadraceError(f"{path}: {key.value}: it is there twice")
+                keys |= {dashed} if dashed is not None else set()
+                left += (key, value)
+        elif node.id == "sequence":
+            left += node.value
+    if left:
+        raise ParameterError(option, path, f"a YAML file of at most {MOST_TEXT} characters, those that an alias stands for too")
 
 
 def _is_many(action: argparse.Action) -> bool:

@@ -6,6 +6,7 @@ tensors are called and how they become a Weight is in quantized_*.py, one file f
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType({
     "bitsandbytes": "bitsandbytes weights are slow everywhere and made for training",
     "mxfp4": "mxfp4 is of experts only, and there are none in the families that Headrace runs",
 })  # fmt: skip
+# A checkpoint comes from anywhere, and its patterns are tried at the name of every matrix.
+_MOST_STEPS, _NAME = 10**8, 64  # characters of such a name
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,15 @@ def _names(target: str, module: str) -> bool:
     return f".{target}." in f".{module}."
 
 
+def _most_steps(pattern: str) -> float:
+    """How often a pattern may be tried at a name before it is known not to match: repeats of one another, and all choices."""
+    plain = _ATOM.sub("x", pattern)
+    if re.search(r"\)\s*[*+{]|\(\?\w*x", plain):
+        return math.inf  # a repeated group, which may repeat in it, or a pattern with blanks and comments in it
+    repeats = len(re.findall(r"(?<!\()[*+?{]", plain))
+    return math.comb(_NAME + repeats, repeats) * math.prod(1 + part.count("|") for part in plain.split("("))
+
+
 class _Fields:
     """The entries of a quantization_config, or of an object in it, each checked when it is read."""
 
@@ -131,9 +144,11 @@ class _Fields:
             self.refuse(name, "a list of names")
         for each in found:
             try:
-                re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
-            except re.error as error:
-                raise CheckpointError(f"config.json: {name} has {each!r}, no pattern: {error}") from error
+                pattern = re.compile(each.removeprefix("re:") if each.startswith("re:") else "").pattern
+            except (re.error, RecursionError, OverflowError) as error:
+                raise CheckpointError(f"config.json: {name} has {each[:200]!r}, no pattern: {error}") from error
+            if _most_steps(pattern) > _MOST_STEPS:
+                raise CheckpointError(f"config.json: {name} has {each[:200]!r}, a pattern that takes too long: fewer repeats")
         return tuple(found)
 
     def inside(self, name: str) -> _Fields:
@@ -234,15 +249,17 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]] = MappingProxy
 
 def _tile(weights: _Fields, name: str) -> tuple[int, int]:
     grouped = weights.given.get("group_size") not in (None, -1)
-    default = "block" if weights.given.get("block_structure") else "group" if grouped else "tensor"
-    match weights.one_of("strategy", default, "tensor", "channel", "group", "tensor_group", "block"):
+    fp4 = name in ("nvfp4", "mxfp4")
+    default = "block" if weights.given.get("block_structure") else "group" if grouped or fp4 else "tensor"
+    rows = () if fp4 else ("tensor", "channel") if name == "packed" else ("tensor", "channel", "block")
+    match weights.one_of("strategy", default, *rows, "group", "tensor_group"):
         case "tensor":
             return 0, 0
         case "channel":
             return 1, 0
         case "block":
             return _block(weights, "block_structure")
-    return 1, {"nvfp4": 16, "mxfp4": 32}[name] if not grouped and name in ("nvfp4", "mxfp4") else weights.count("group_size")
+    return 1, {"nvfp4": 16, "mxfp4": 32}[name] if not grouped and fp4 else weights.count("group_size")
 
 
 _METHODS: Mapping[str, Callable[[_Fields], Quantization]] = MappingProxyType({
