@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
+from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
 from headrace.compile_ahead.weights import META
 from headrace.fast_decode.forward import MAX_ROWS, FastDecode, usual_kinds
@@ -63,7 +64,8 @@ class Stage:
         model, limits, weights = played.model, played.limits, played.weights
         self.model, self.limits, self.eager = model, limits, played.eager
         self.dtype = weights.embedding.dtype
-        self.attention = TritonAttention(model, META)
+        narrow = played.cache_dtype == fp8.DTYPE
+        self.attention = (WidenedAttention if narrow else TritonAttention)(model, META)
         self.decoder = Decoder(
             model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=_linear
         )
