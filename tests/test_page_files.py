@@ -139,6 +139,7 @@ def test_a_core_is_killed_only_by_this_servers_page_on_this_machine():
     for refused in (
         ask(client="10.0.0.7"), ask(origin="http://evil.example"), ask(origin="http://127.0.0.1:9000"), ask(origin="null"),
         ask(base="http://evil.example:8000"), ask(base="http://evil.example", origin="http://evil.example"), ask(client="::2"),
+        ask(host="["), ask(host="[::1"), ask(origin="http://["),
     ):  # fmt: skip
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "kill_core_not_allowed"
     assert killed == []

@@ -82,4 +82,7 @@ def _is_own_page(request: Request) -> bool:
     """Not another site's script, nor one that has made its own name an address of this machine."""
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
-    return _is_loopback(urlsplit(f"//{host}").hostname) and (origin is None or urlsplit(origin).netloc == host)
+    try:
+        return _is_loopback(urlsplit(f"//{host}").hostname) and (origin is None or urlsplit(origin).netloc == host)
+    except ValueError:  # no addresses at all
+        return False
