@@ -105,7 +105,7 @@ def theirs_of(tiny: Tiny, tmp_path: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("name", "family"), [("fp8-block", "qwen3"), ("ct-pack4-asym", "qwen2"), ("awq", "llama"), ("gptq", "phi3"), ("ct-nvfp4", "gemma2")])
+@pytest.mark.parametrize(("name", "family"), [("fp8-block", "qwen3"), ("ct-pack4-asym", "qwen2"), ("awq", "llama"), ("gptq", "phi3"), ("ct-nvfp4", "gemma2"), ("fp8-tensor", "glm4"), ("awq", "nemotron"), ("ct-int8", "hunyuan_v1_dense")])
 def test_logits_are_those_of_the_floats(name: str, family: str, tmp_path: Path):
     """Kept narrow, and decoded when it is read."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -343,7 +343,7 @@ def test_an_engine_on_a_cpu_is_the_model_of_the_floats(tmp_path: Path, caplog):
     tiny = write_quantized(tmp_path / "model", FORMATS["awq"], **EVEN)
     with caplog.at_level(logging.INFO), LLM(str(tiny.path), **SMALL, kv_cache_dtype="float32") as llm:
         (output,) = llm.generate([tokens(9)], GREEDY, use_tqdm=False)
-    assert any(("ready on cpu" in r.message and "weights Q4_Z" in r.message) or "does not run" in r.message for r in caplog.records)
+    assert any(("loaded on cpu" in r.message and "weights Q4_Z" in r.message) or "does not run" in r.message for r in caplog.records)
     model, ids = theirs_of(tiny, tmp_path), tokens(9)
     for token in output.outputs[0].token_ids:
         assert token == int(reference(model, ids)[-1].argmax())
