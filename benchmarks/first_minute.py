@@ -4,7 +4,7 @@
 
 Starts `headrace serve MODEL` with a trace, prints what /ready says and when, and from the moment that it is ready puts load on
 it: one stream, 64 at once, one stream again, prompts of many lengths. A step's kind is how many sequences or, with prompts, how
-like, and kinds of eight or more. --empty: with caches of compiled kernels that are empty, as on a fresh machine. Exits 1 if a
+many tokens it has, up to a power of two. The loop waits in a step for the one before: counted are steps that follow their
 like, and kinds of eight or more. --empty: with caches of compiled kernels that are empty, as on a fresh machine. Exits 1 if a
 step took more than --limit times the median of its kind.
 """

@@ -3,23 +3,35 @@ reads, and what is said of it is true."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from engine_driver import make_core, make_requests, run
+from headrace.cli.compile import without_weights
+from headrace.compile_ahead import ahead
+from headrace.compile_ahead.ahead import is_complete, note_path, write_note
 from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
 from headrace.compile_ahead.pool import Pool, Tally
+from headrace.config import EngineConfig
+from headrace.engine.build import resolve
 from headrace.engine.preparation import answer_own
 from headrace.errors import ParameterError
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
 from headrace.scheduler.config import SchedulerStats
+from tiny_models import write_shape
 
 
 def write(path: Path, text: str) -> None:
@@ -139,3 +151,42 @@ def test_requests_of_our_own_leave_nothing_behind(model) -> None:
         return [result.ids for result in run(core, make_requests(3, 4, core.vocab_size)).values()]
 
     assert answers(True) == answers(False)
+
+
+def test_a_model_of_floats_needs_no_weights_to_be_compiled_for(tmp_path) -> None:
+    """And what is noted for it then is what a machine with the weights looks for."""
+    shape = EngineConfig(model=write_shape(tmp_path))
+    alone = without_weights(shape)
+    assert alone.load_format == "dummy"
+    checkpoint = resolve_checkpoint(alone)
+    limits = resolve(alone, model_config_from_hf(checkpoint.config), torch.device("cuda"))
+    whole = replace(checkpoint, format="safetensors", name="another", path=tmp_path / "elsewhere")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 2) + b"{}")
+    whole = replace(whole, path=tmp_path)
+    card = named_card("h100")
+    note = note_path(alone, checkpoint, limits, card)
+    assert note == note_path(shape, whole, limits, card)
+    others = (
+        note_path(alone, checkpoint, limits, named_card("h200")),
+        note_path(replace(alone, quantization="fp8"), checkpoint, limits, card),
+        note_path(alone, checkpoint, replace(limits, max_num_seqs=7), card),
+    )
+    assert len({note, *others}) == 4
+
+    (tmp_path / "config.json").write_text(json.dumps(checkpoint.config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert without_weights(shape) == shape  # what is narrow in the file is seen by its numbers
+
+
+def test_what_is_noted_counts_while_it_is_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ahead, "kernel_cache", lambda: tmp_path)
+    note = tmp_path / "notes" / "one.json"
+    assert not is_complete(note)
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "kernel").touch()
+    write_note(note, ["KEY/kernel"])
+    assert is_complete(note)
+    (tmp_path / "KEY" / "kernel").unlink()
+    assert not is_complete(note)
+    note.write_text("{")
+    assert not is_complete(note)

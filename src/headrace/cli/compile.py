@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 
 from headrace.cli.options import add_engine_arguments, engine_options, named_model
 from headrace.cli.parser import text
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("tensor_parallel_size", ranks, "1: a rank's kernels are compiled where it runs")
     if config.kv_cache_dtype == "fp8" and card.capability < 89:
         raise ParameterError("kv_cache_dtype", "fp8", f"auto on {card.name}: FP8 needs compute capability 8.9")
+    config = without_weights(config)
     checkpoint = resolve_checkpoint(config)
     limits = resolve(config, model_config_from_hf(checkpoint.config), torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()
@@ -65,6 +67,22 @@ def run(args: argparse.Namespace) -> int:
     if found.failed or found.refused or found.places is None:
         raise CapacityError(f"{found.failed} of {found.total} kernels are not compiled, or do not fit: see above")
     return 0
+
+
+def without_weights(config: EngineConfig) -> EngineConfig:
+    """The same for a model whose weights need not be there: that has a config.json, and in its file only floats."""
+    from headrace.model.checkpoint import locate_config
+    from headrace.model.formats.quantized import quantization_beside, quantization_of
+    from headrace.model.formats.safetensors_file import read_json
+
+    if config.model is None or config.load_format not in ("auto", "safetensors"):
+        return config
+    path = locate_config(config)
+    if not (path / "config.json").exists():
+        return config
+    if quantization_of(quantization_beside(path, read_json(path / "config.json"))) is not None:
+        return config
+    return replace(config, model=str(path), revision=None, load_format="dummy")
 
 
 def chosen_card(name: str | None) -> Card:

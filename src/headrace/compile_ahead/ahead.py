@@ -101,7 +101,7 @@ def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card
     sizes = {name: getattr(limits, name) for name in ("max_num_seqs", "max_model_len", "block_size", "max_draft_rows")}
     sizes["most"] = min(limits.max_num_batched_tokens, 2048)
     options = {name: getattr(config, name) for name in SHAPING}
-    shape = [checkpoint.config, checkpoint.format, checkpoint.quantized_to(), sizes, options]
+    shape = [checkpoint.config, checkpoint.quantized_to(), sizes, options]
     card_words = [card.name, card.capability, card.multiprocessors, triton.__version__, triton.__file__, sys.version]
     key = json.dumps([shape, card_words, source_digest()], sort_keys=True, default=str)
     return cache_dir() / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

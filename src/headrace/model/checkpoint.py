@@ -88,6 +88,11 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
     return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, elsewhere, ["*.json", "*.jinja"]))
 
 
+def locate_config(config: EngineConfig) -> Path:
+    """Where `config.model`, a directory, a .gguf file or a Hub id, lies; of the Hub's its JSON files alone are fetched."""
+    return _locate(str(config.model), config, ["*.json"])
+
+
 def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
     gguf = read_gguf(path)
     kind: Literal["gguf", "dummy"] = "dummy" if config.load_format == "dummy" else "gguf"
