@@ -274,11 +274,18 @@ async def test_viewers_are_few_and_a_slow_one_gets_a_snapshot_instead_of_a_queue
             assert [value["steps"] for name, value in events(await quick.next()) if name == "step"] == [[n]]
             assert slow._size <= MOST_BYTES + MOST_BYTES // 10
         assert not slow.current
-        await slow.next()  # what there was last
+        assert "step" not in {name for name, _ in events(b"".join(slow._waiting))}, "of no use behind a gap"
         waiting = asyncio.create_task(slow.next())
         await asyncio.sleep(0)
         hub.seen(0, Glimpse(snapshot=b'{"n":40}', steps=b'{"steps":[40]}'))
         assert [(name, value.get("n")) for name, value in events(await waiting) if name != "stats"] == [("snapshot", 40)]
+        await quick.next()
+        waiting, half = asyncio.create_task(quick.next()), b'{"_":"%s"}' % (b"x" * (MOST_BYTES // 2))
+        await asyncio.sleep(0)
+        hub.seen(0, Glimpse(requests=half, steps=half))  # too much before it has even looked
+        await asyncio.sleep(0)
+        hub.seen(0, Glimpse(snapshot=b'{"n":41}'))
+        assert [(name, value.get("n")) for name, value in events(await waiting) if name != "stats"] == [("snapshot", 41)]
         asked.clear()
         for viewer in viewers:
             hub.close(viewer)

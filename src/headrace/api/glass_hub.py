@@ -58,7 +58,7 @@ class Viewer:
 
     def put(self, data: bytes) -> None:
         """Whatever it has seen."""
-        if self._size + len(data) > MOST_BYTES and self._waiting:
+        if self._is_behind(data):
             self.forget()
         self._waiting.append(data)
         self._size += len(data)
@@ -68,8 +68,14 @@ class Viewer:
         """It has missed what it had not taken."""
         self.current, self._waiting, self._size = False, [], 0
 
+    def _is_behind(self, data: bytes) -> bool:
+        return bool(self._waiting) and self._size + len(data) > MOST_BYTES
+
     def follow(self, data: bytes) -> None:
-        if self.current:
+        """Only behind all that came before."""
+        if self.current and self._is_behind(data):
+            self.forget()
+        elif self.current:
             self.put(data)
 
     def begin(self, snapshot: bytes) -> None:
@@ -86,8 +92,9 @@ class Viewer:
             return b""
         if not self.current:
             self._hub.want(self.core)
-        await self._more.wait()
-        self._more.clear()
+        while not (self._waiting or self.over):  # it may have missed what it was woken for
+            self._more.clear()
+            await self._more.wait()
         data, self._waiting, self._size = b"".join(self._waiting), [], 0
         return data
 
