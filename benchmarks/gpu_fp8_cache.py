@@ -1,10 +1,12 @@
 """What an FP8 cache does to each kernel that writes or reads it, beside bfloat16.
 
-    python benchmarks/gpu_fp8_cache.py [--json FILE] [--sweep] [--compile 12]
+    python benchmarks/gpu_fp8_cache.py [--json FILE] [--sweep | --brief] [--compile 12]
 
 One card, one run, CUDA-graph replays on rotating buffers as in gpu_kernels.py; percent are of the bytes (keys, values, scales,
 read or written once) over the copy bandwidth measured here, and `speed` is bfloat16's time over FP8's, at the same tokens.
---sweep tries other tiles. --compile compiles what will be needed by a pool of processes first.
+--sweep tries other tiles; --brief is prompts and the fused step alone, with the engine's own tiles. `prompt` in FP8 is what the
+engine does with prompts: keys and values are widened first, in the same time.
+--compile compiles what will be needed by a pool of processes first.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ import torch
 import triton
 from torch import Tensor
 
+from gpu_decode import MODELS
 from gpu_kernels import BF16, BLOCK, DEVICE, DIM, KV_HEADS, graph_micros, rotation
 from headrace.cache import fp8
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
+from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.tiles import default_tiles, with_fp8_cache
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.qkv import qkv_rope_write
 from headrace.kernels.split import SplitSpace, split_space
+from headrace.kernels.widen_kv import Widened, widen
 
 HEADS = 32
 Launches = list[Callable[[], object]]
@@ -39,6 +45,8 @@ FUSED_TILES = [
     AttentionTile(64, 4, 3, early=True), AttentionTile(64, 2, 2, early=True), AttentionTile(64, 4, 4, early=True),
     AttentionTile(128, 4, 2, early=True),
 ]  # fmt: skip
+PROMPTS = [(2, 4096, 4096), (1, 16384, 16384), (1, 16384, 2048)]  # sequences, context, new rows of it
+PROMPT_TILES = [None, VarlenTile(64, 64, 4, 2, True), VarlenTile(128, 64, 8, 2, True)]
 VARLEN_TILES = [VarlenTile(128, 64, 8, 3, True), VarlenTile(128, 64, 8, 3, False), VarlenTile(64, 64, 4, 2, True)]
 
 
@@ -77,9 +85,11 @@ def split(seqs: int, context: int, dtype: torch.dtype, tile: SplitTile | None, c
     ]  # fmt: skip
 
 
-def fused(seqs: int, context: int, dtype: torch.dtype, tile: AttentionTile, copies: int | None) -> Launches:
+def fused(
+    seqs: int, context: int, dtype: torch.dtype, tile: AttentionTile, copies: int | None, splits: int | None = None
+) -> Launches:
     table, slots, lens = tables(seqs, context)
-    splits = max(1, min(32, FUSED_PROGRAMS[seqs] // (seqs * KV_HEADS)), -(-context // 4096))
+    splits = splits or max(1, min(32, FUSED_PROGRAMS[seqs] // (seqs * KV_HEADS)), -(-context // 4096))
     space = SplitSpace(seqs * splits * HEADS * DIM, seqs * KV_HEADS, DEVICE, lse=seqs * splits * HEADS)
     qkv = torch.randn((1, seqs, (HEADS + 2 * KV_HEADS) * DIM), device=DEVICE)
     angle, norm = torch.rand((context, DIM // 2), device=DEVICE), torch.ones(DIM, dtype=BF16, device=DEVICE)
@@ -107,6 +117,29 @@ def varlen(seqs: int, context: int, dtype: torch.dtype, tile: VarlenTile | None,
     return [launch] * (copies or 3)
 
 
+def prompt(
+    seqs: int, context: int, dtype: torch.dtype, tile: VarlenTile | None, copies: int | None, new: int = 1 << 30
+) -> Launches:
+    table, slots, lens = tables(seqs, context)
+    new, blocks = min(new, context), context // BLOCK
+    start = torch.arange(seqs + 1, dtype=torch.int32, device=DEVICE) * new
+    q, out = (torch.randn((seqs * new, HEADS, DIM), dtype=BF16, device=DEVICE) for _ in range(2))
+    kv, which = cache(seqs * blocks, dtype), {"first_seq": 0, "num_seqs": seqs}
+    sizes = {"num_rows": seqs * new, "max_tokens": new, "scale": DIM**-0.5, "tile": tile, **which}
+    if dtype == BF16:
+        plain = partial(varlen_attention, q, kv.k[0], kv.v[0], out.flatten(1), table, slots, start, lens, **sizes)
+        return [plain] * (copies or 3)
+    room = Widened.empty(seqs * blocks, KV_HEADS, DIM, BF16, DEVICE)
+
+    def launch() -> None:
+        widen(kv.k[0], kv.v[0], kv.scales[0], room, table, slots, start, lens, blocks=blocks, window=0, **which)
+        varlen_attention(
+            q, room.k, room.v, out.flatten(1), None, slots, start, lens, scales=(room.k_scales, None), blocks=blocks, **sizes
+        )
+
+    return [launch] * (copies or 3)
+
+
 def write(rows: int, _: int, dtype: torch.dtype, tile: None, copies: int | None) -> Launches:
     width, kv = (HEADS + 2 * KV_HEADS) * DIM, cache(-(-rows // BLOCK), dtype)
     angle, norm = torch.rand((8192, DIM // 2), device=DEVICE), torch.ones(DIM, dtype=BF16, device=DEVICE)
@@ -120,8 +153,27 @@ def write(rows: int, _: int, dtype: torch.dtype, tile: None, copies: int | None)
     ]  # fmt: skip
 
 
-def cases(sweep: bool) -> Iterator[tuple[str, Callable, int, int, torch.dtype, object]]:
-    """(kernel, what makes its launches, sequences or rows, context, dtype, tile)."""
+Case = tuple[str, Callable, int, int, torch.dtype, object]  # kernel, what makes its launches, sequences or rows, context, ..
+
+
+def brief() -> Iterator[Case]:
+    for dtype in (BF16, fp8.DTYPE):
+        for seqs, context, new in PROMPTS:
+            for tile in PROMPT_TILES[: len(PROMPT_TILES) if dtype == fp8.DTYPE else 1]:
+                yield f"prompt {new}", partial(prompt, new=new), seqs, context, dtype, tile
+        yield "varlen", varlen, 2, 4096, dtype, None
+        for seqs, context in ((1, 1024), (8, 1024), (32, 4096)):
+            model = MODELS["8b"]
+            tiles = default_tiles(model, seqs)
+            if dtype == fp8.DTYPE and seqs != 8:  # there they are the same
+                yield "fused", fused, seqs, context, dtype, tiles.attention
+                tiles = with_fp8_cache(tiles, model, seqs)
+            splits = FastDecode._num_splits(SimpleNamespace(config=model), tiles, seqs, context)
+            yield "fused", partial(fused, splits=splits), seqs, context, dtype, tiles.attention
+            yield "fused", fused, seqs, context, dtype, AttentionTile(64, 2, 2, early=True)
+
+
+def cases(sweep: bool) -> Iterator[Case]:
     for dtype in (BF16, fp8.DTYPE):
         others = sweep and dtype == fp8.DTYPE
         for seqs, context in SIZES:
@@ -129,13 +181,16 @@ def cases(sweep: bool) -> Iterator[tuple[str, Callable, int, int, torch.dtype, o
         for seqs in FUSED_PROGRAMS:
             for context in (1024, 4096):
                 yield from (("fused", fused, seqs, context, dtype, t) for t in FUSED_TILES[: len(FUSED_TILES) if others else 2])
+        yield from ((f"prompt {new}", partial(prompt, new=new), seqs, context, dtype, None) for seqs, context, new in PROMPTS)
         yield from (("varlen", varlen, 2, 4096, dtype, tile) for tile in [None, *(VARLEN_TILES if others else [])])
         yield from (("write", write, rows, 0, dtype, None) for rows in (1, 32, 256, 8192))
 
 
-def compile_case(index: int) -> None:
-    _, make, _, _, dtype, tile = list(cases(True))[index]
-    make(1, 64 if make is write else 1024, dtype, tile, 1)[0]()
+def compile_case(short: bool, index: int) -> None:
+    _, make, seqs, context, dtype, tile = list(brief() if short else cases(True))[index]
+    if not short:
+        seqs, context = 1, 64 if make is write else 1024
+    make(seqs, context, dtype, tile, 1)[0]()
 
 
 def num_bytes(kernel: str, seqs: int, context: int, dtype: torch.dtype) -> float:
@@ -149,11 +204,13 @@ def main() -> None:
     parser.add_argument("--json", help="write all figures to this file")
     parser.add_argument("--sweep", action="store_true", help="also other tiles")
     parser.add_argument("--compile", type=int, default=0, metavar="N", help="N processes compile all kernels first")
+    parser.add_argument("--brief", action="store_true", help="prompts and the fused step alone")
     options = parser.parse_args()
     if options.compile:
-        unlike = {(c[0], c[4], c[5]): i for i, c in enumerate(cases(True))}
+        every = brief() if options.brief else cases(True)
+        unlike = {(c[0], c[4], c[5], c[2] * options.brief): i for i, c in enumerate(every)}
         with multiprocessing.get_context("spawn").Pool(options.compile) as pool:
-            pool.map(compile_case, unlike.values(), chunksize=1)
+            pool.map(partial(compile_case, options.brief), unlike.values(), chunksize=1)
     torch.manual_seed(0)
     source = torch.randn(1 << 30, device=DEVICE)
     copying = partial(torch.empty_like(source).copy_, source)
@@ -162,21 +219,22 @@ def main() -> None:
     card = torch.cuda.get_device_name(DEVICE)
     print(f"{card}: copy {copy:.0f} GB/s; torch {torch.__version__}")
     rows, best = [], {}
-    for kernel, make, seqs, context, dtype, tile in cases(options.sweep):
+    for kernel, make, seqs, context, dtype, tile in brief() if options.brief else cases(options.sweep):
         launches = make(seqs, context, dtype, tile, None)
         micros = graph_micros(launches)
         del launches
         percent = num_bytes(kernel, seqs, context, dtype) / micros / 1e3 / copy * 100
         rate = f"{percent:5.1f} %"
-        if kernel == "varlen":
-            rate = f"{2 * HEADS * DIM * seqs * context**2 / micros / 1e6:5.0f} TFLOP/s"
+        if kernel.startswith(("varlen", "prompt")):
+            before = context - int((kernel.split()[1:] or [context])[0])
+            rate = f"{2 * HEADS * DIM * seqs * (context**2 - before**2) / micros / 1e6:5.0f} TFLOP/s"
         if dtype == BF16:
             best[kernel, seqs, context] = min(micros, best.get((kernel, seqs, context), micros))
         speed = best[kernel, seqs, context] / micros
         kind, named = str(dtype)[6:], "" if tile is None else " ".join(str(x) for x in numbers_of(tile))
         found = {"kernel": kernel, "seqs": seqs, "context": context, "dtype": kind, "tile": named, "us": micros}
         rows.append(found | {"percent": percent, "speed": speed})
-        print(f"{kernel:7}{seqs:5} x {context:5} {kind:14} {named:24} {micros:9.2f} us {rate} speed {speed:.2f}", flush=True)
+        print(f"{kernel:12}{seqs:5} x {context:5} {kind:14} {named:24} {micros:9.2f} us {rate} speed {speed:.2f}", flush=True)
         torch.cuda.empty_cache()
     if options.json:
         with open(options.json, "w") as f:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
-from headrace.fast_decode.tiles import PRODUCTS, SHIPPED, StepTiles, default_table, from_json, product_shapes
+from headrace.fast_decode.tiles import PRODUCTS, SHIPPED, StepTiles, default_table, from_json, product_shapes, with_fp8_cache
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.decoder import Decoder
@@ -243,3 +244,16 @@ def test_tune_finds_the_fastest_candidate() -> None:
     assert {t.block_n for t in (best.qkv, best.o, best.gate_up, best.down)} == {32}
     assert took == cost(best) < cost(start)
     assert calls > 20
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+def test_an_fp8_cache_splits_no_more_than_there_is_room_for(kv_heads):
+    """The workspace is made before it is known what the cache is."""
+    config = replace(PLAIN, num_heads=32, num_kv_heads=kv_heads, head_dim=128)
+    fast = SimpleNamespace(config=config)
+    for rows, tiles in default_table(config).items():
+        narrow = with_fp8_cache(tiles, config, rows)
+        for context in (1, 100, 1000, 5000, 100_000):
+            splits = FastDecode._num_splits(fast, narrow, rows, context)  # type: ignore[arg-type]
+            assert 1 <= splits <= FastDecode._num_splits(fast, tiles, rows, context)  # type: ignore[arg-type]
+    assert with_fp8_cache(default_table(config)[1], config, 1).attention.block_n == 128

@@ -23,7 +23,7 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
-from headrace.fast_decode.tiles import Kinds, StepTiles, TileTable, default_table, with_attention_in_two
+from headrace.fast_decode.tiles import Kinds, StepTiles, TileTable, default_table, with_attention_in_two, with_fp8_cache
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.launch import capability
 from headrace.kernels.qkv import qkv_rope_write_triton
@@ -135,7 +135,7 @@ class FastDecode:
         self.inner = empty(rows, config.intermediate_size)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
-        row_splits = max(n * self._num_splits(n, max_context) for n in range(1, rows + 1))
+        row_splits = max(n * self._num_splits(self.tiles_for(n), n, max_context) for n in range(1, rows + 1))
         sums = max(num_slots(rows), row_splits) * config.num_heads
         self.space = SplitSpace(  # of all kernels: they run in order
             max([sums * config.head_dim, *(tile.partial_elements(n, hidden) for n, tile in split)]),
@@ -172,9 +172,9 @@ class FastDecode:
         steps = [self.tiles_for(rows, table) for table in self.layer_tables]
         return [with_attention_in_two(step) for step in steps] if in_two else steps
 
-    def _num_splits(self, rows: int, context: int) -> int:
-        """Programs that share a sequence of up to `context` tokens, so that the card is filled and none has too much."""
-        tiles = self.tiles_for(rows)
+    def _num_splits(self, tiles: StepTiles, rows: int, context: int) -> int:
+        """Programs that share a sequence of up to `context` tokens, so that the card is filled and none has too much. No more
+        with an FP8 cache: the workspace is for any."""
         fill = min(MAX_SPLITS, max(1, tiles.attention_programs // (rows * self.config.num_kv_heads)))
         needed = -(-context // MAX_SPLIT_TOKENS)
         step = tiles.attention.keys if isinstance(tiles.attention, SplitTile) else tiles.attention.block_n
@@ -194,11 +194,13 @@ class FastDecode:
         config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
+        elif kv.scales[0][0] is not None:
+            tiles = with_fp8_cache(tiles, config, rows)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
         sumsq_down = self._squares(self.sumsq_down, rows, steps[0].down)
         context, attention = max(batch.context_lens), tiles.attention
-        splits = self._num_splits(rows, context)
+        splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
         norms, eps = self.norms, config.norm_eps
