@@ -47,8 +47,9 @@ class Preparation:
     """Of one engine, begun before its weights are loaded."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, limits: Limits, device: torch.device):
-        self._on_card, self._alone = device.type == "cuda", config.tensor_parallel_size == 1
-        self._compilation = begin(config, checkpoint, limits) if self._on_card else None
+        # ranks run what they are told to, by one scheduler: they compile and capture when it is needed
+        self._wanted = device.type == "cuda" and config.tensor_parallel_size == 1
+        self._compilation = begin(config, checkpoint, limits) if self._wanted and is_installed("triton") else None
 
     def close(self) -> None:
         if self._compilation is not None:
@@ -57,7 +58,7 @@ class Preparation:
 
     def finish(self, runner: ModelRunner, limits: Limits, vocab_size: int, tell: Tell = tell_nobody) -> None:
         """When this returns, the engine is as fast as it will be."""
-        if not self._on_card:
+        if not self._wanted:
             return
         began = time.perf_counter()
         if self._compilation is not None:
@@ -66,7 +67,7 @@ class Preparation:
         compiled = time.perf_counter()
         tell("preparing", 0, 0)
         try:
-            if runner.graphs is not None and self._alone:  # ranks capture together what they are told to
+            if runner.graphs is not None:
                 runner.graphs.prepare()
             answer_own(runner, limits, vocab_size)
         except Exception:
@@ -76,10 +77,8 @@ class Preparation:
         logger.info("kernels after %.2f s, steps captured and tried after %.2f s", compiled - began, done - compiled)
 
 
-def begin(config: EngineConfig, checkpoint: Checkpoint, limits: Limits) -> Compilation | None:
-    """For the card that this process has; nothing for one of several ranks, whose parts of the model are others."""
-    if config.tensor_parallel_size > 1 or not is_installed("triton"):
-        return None
+def begin(config: EngineConfig, checkpoint: Checkpoint, limits: Limits) -> Compilation:
+    """For the card that this process has."""
     from headrace.compile_ahead.ahead import Compilation
     from headrace.compile_ahead.cards import Card
 

@@ -189,7 +189,7 @@ class DecodeGraphs:
         fewer, most = self.buckets[0], self.buckets[-1]
         rows = [s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1]]
         for context in dict.fromkeys((most, fewer)):
-            for size in rows:
+            for size in reversed(rows):  # a smaller one fits into the memory of a larger
                 key = Key(size, self.bucket_for(context, size), Tail.FILTERED, False)
                 if key not in self._graphs and len(self._graphs) < self.max_graphs:
                     self.capture(key)
