@@ -120,6 +120,8 @@ WRONG = {
     '--model MODEL --models {"model":"OTHER","max_model_len":9999}': "--max-model-len: got 9999, allowed: at most 256",
     '--model MODEL --models {"model":"OTHER","max_num_seq":4}': "models[0].max_num_seq: a model has no such option (did you mean max_num_seqs?)",
     '--model MODEL --models {"model":"OTHER","device":"cpu"}': "models[0].device: this is for all models",
+    '--model MODEL --models {"model":"OTHER","max_num_seqs":4,"max-num-seqs":5}': "models[0]: max-num-seqs: it is there twice",
+    '--model MODEL --models {"model":' + "[" * 3000: 'models[0]: got \'{"model":[[[',
     '--model MODEL --models {"model":"OTHER","port":1}': "models[0].port: a model has no such option",
     '--model MODEL --models {"model":"OTHER","pinned":1}': "models[0].pinned: got 1, allowed: true or false",
     '--model MODEL --models {"model":"OTHER","keep_alive":-1}': "models[0].keep_alive: got -1, allowed: seconds",
@@ -130,7 +132,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG, ids=lambda words: words.replace("--model MODEL ", ""))
+@pytest.mark.parametrize("words", WRONG, ids=lambda words: words.replace("--model MODEL ", "")[:99])
 def test_what_cannot_be_is_refused_before_it_listens(model, other, never_serves, capsys, words):
     def named(text: str) -> str:
         return text.replace("MODEL", model).replace("OTHER", other)

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.options import engine_options, generation_defaults, given
@@ -96,10 +97,18 @@ def _entry(number: int, text: str) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         return {"model": text}
     try:
-        found = json.loads(text)
-    except ValueError:
-        raise ParameterError(f"models[{number}]", text, "a model, or a JSON object with its options") from None
-    return dict(found)
+        return dict(json.loads(text, object_pairs_hook=partial(_once, number)))
+    except (ValueError, RecursionError):
+        raise ParameterError(f"models[{number}]", text[:200], "a model, or a JSON object with its options") from None
+
+
+def _once(number: int, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key.replace("-", "_") in (known.replace("-", "_") for known in found):
+            raise HeadraceError(f"models[{number}]: {key}: it is there twice")
+        found[key] = value
+    return found
 
 
 def _check_names(specs: list[ModelSpec], asked: ModelsOptions, any_name: bool) -> None:
