@@ -53,10 +53,10 @@ def in_floats(model: str | None) -> Iterator[dict[str, Any]]:
         yield {"model": folder, "tokenizer": str(source.tokenizer_path or source.path)}
 
 
-def pieces(llm: LLM, length: int, most: int) -> list[list[int]]:
-    """Up to `most` pieces of `length` tokens of each text."""
-    found = []
-    for text in real_texts().values():
+def pieces(llm: LLM, length: int, most: int, num_texts: int | None) -> list[list[int]]:
+    """Up to `most` pieces of `length` tokens of each text, or of so many of them."""
+    texts, found = list(real_texts().values()), []
+    for text in texts[:: len(texts) // min(num_texts or len(texts), len(texts))][:num_texts]:
         ids = llm.get_tokenizer().encode(text)
         found += [ids[i * length : (i + 1) * length] for i in range(min(most, len(ids) // length))]
     return found
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=usual, choices=[*MODES, *AS_ON_A_GPU])
     parser.add_argument("--length", type=int, default=512, help="tokens of a piece")
     parser.add_argument("--pieces", type=int, default=2, help="of each text, at most")
+    parser.add_argument("--texts", type=int, help="so many of the texts (default: all)")
     parser.add_argument("--out")
     args = parser.parse_args()
     small = {
@@ -82,7 +83,7 @@ def main() -> None:
         ways |= {mode: {**copy, **plain, **AS_ON_A_GPU[mode]} for mode in args.modes if mode in AS_ON_A_GPU}
         engines = {mode: stack.enter_context(LLM(**options)) for mode, options in ways.items()}
         found = {mode: Divergence() for mode in ways}
-        for ids in pieces(reference, args.length, args.pieces):
+        for ids in pieces(reference, args.length, args.pieces, args.texts):
             want = logits_of(reference, ids)
             for mode, llm in engines.items():
                 found[mode].add(want, logits_of(llm, ids), ids)
