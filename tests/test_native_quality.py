@@ -57,7 +57,7 @@ def test_predictions_stay_near_float32(smollm2, reference, mode):
     assert summary["agreement_where_clear"] >= 0.99, summary
 
 
-@pytest.mark.parametrize(("kind", "most", "agreement"), [("int8", 0.02, 0.93), ("fp8", 0.1, 0.85), ("int4", 1.0, 0.6)])
+@pytest.mark.parametrize(("kind", "most", "agreement"), [("int8", 0.02, 0.93), ("fp8", 0.1, 0.85), ("int4", 1.0, 0.5)])
 def test_floats_that_are_quantized_when_they_are_loaded_stay_near(smollm2, reference, weights, kind, most, agreement):
     """As on a GPU: each row by itself. These floats were quantized once before, so int4 rounds to two grids."""
 
