@@ -46,7 +46,7 @@ from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.narrow import quantized
 from headrace.model.shard import Shard
-from headrace.model.weight import Weight, dequantized, smallest_exact
+from headrace.model.weight import Weight, dequantized, smallest_exact, smallest_zeros
 from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16
@@ -86,7 +86,7 @@ def narrow_meta(rows: int, columns: int, kind: str) -> Weight:
     """What `quantized` makes, without its numbers."""
     data = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}[kind]
     four = kind == "int4"
-    groups, dtypes = columns // 128 if four else 1, (SCALES[kind], torch.float16)
+    groups, dtypes = columns // 128 if four else 1, (SCALES[kind], torch.uint8)
     scales, zeros = (torch.empty(rows, groups, dtype=dtype, device="meta") for dtype in dtypes)
     packed = torch.empty(rows, columns // (2 if four else 1), dtype=data, device="meta")
     return Weight(packed, scales, zeros if four else None, kind, 128 if four else 0)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def random_weights(
             return narrow_meta(rows, columns, kind)
         weight = quantized(draw(rows, columns), kind)
         weight.scales = smallest_exact(weight.scales)
-        weight.zeros = None if weight.zeros is None else smallest_exact(weight.zeros)
+        weight.zeros = None if weight.zeros is None else smallest_zeros(weight.zeros, weight.kind)
         return weight
 
     def norm(width: int) -> Tensor:

@@ -82,7 +82,7 @@ def _narrow_kernel(
     if ZEROS:
         zeros = zeros_ptr + of_row // SCALE_ROWS * GROUPS
         if GROUP == 0:
-            z = (tl.load(zeros).to(tl.float32),)
+            z = step_scales(zeros, 0, 1, 1, 1, WIDTH, False)
         else:
             z = step_scales(zeros, k_start, GROUP, GROUPS, PARTS, WIDTH, FOUR)
     if PDL:
@@ -104,7 +104,9 @@ def _narrow_kernel(
         next_s, next_z = s, z
         if GROUP > 0:
             next_s = step_scales(scales, k + BLOCK_K, GROUP, GROUPS, PARTS, WIDTH, FOUR)
-            if ZEROS:
+            if ZEROS == 2:  # all of a row are a few bytes; and operands go to tensor cores straight from what is loaded here
+                z = step_scales(zeros, k, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+            elif ZEROS:
                 next_z = step_scales(zeros, k + BLOCK_K, GROUP, GROUPS, PARTS, WIDTH, FOUR)
         for part in tl.static_range(PARTS):
             if FOUR:
@@ -118,7 +120,9 @@ def _narrow_kernel(
                 acc, raw, x, high_x, s[part * APART], s[part * APART + HALVES - 1], z[part * APART],
                 z[part * APART + HALVES - 1], KIND, GROUP, ZEROS, DTYPE, ASM, BYTES,
             )  # fmt: skip
-        s, z = next_s, next_z
+        s = next_s
+        if ZEROS != 2:
+            z = next_z
     if GROUP == 0:
         acc = acc * s[0][:, None]
     if not EVEN:  # what stands for the numbers 0 of columns past the last may be anything

@@ -70,9 +70,16 @@ def arguments(weight: NarrowMatrix, x: Tensor) -> dict[str, Any]:
     return {
         "w_ptr": weight.data if scales is None else weight.data.view(torch.uint8), "scales_ptr": scales,
         "zeros_ptr": weight.zeros, "KIND": weight.kind, "GROUP": weight.group,
-        "GROUPS": 0 if scales is None else scales.shape[1], "SCALE_ROWS": weight.scale_rows, "ZEROS": weight.zeros is not None,
+        "GROUPS": 0 if scales is None else scales.shape[1], "SCALE_ROWS": weight.scale_rows, "ZEROS": _zeros(weight),
         "ASM": 0 if scales is None else assembly(x),
     }  # fmt: skip
+
+
+def _zeros(weight: NarrowMatrix) -> int:
+    """0: there are none; 1: any numbers; 2: small whole ones, which tensor cores' operands are freed of as they are made."""
+    if weight.zeros is None:
+        return 0
+    return 2 if weight.kind == "int4" and weight.zeros.dtype == torch.uint8 else 1
 
 
 def bytes_together(block_n: int, num_warps: int, x: Tensor) -> int:
@@ -87,15 +94,15 @@ def step_columns(kind: str, block_k: int) -> int:
 
 # Bytes in a register -> bfloat16, two beside each other at a time: {in} -> {0} and, of 4 bits, {1}. A byte is put beside 0x43:
 # 0x4300 | n is 128 + n, for n below 128.
+# The sum with {less 0} frees it of 128 and of the zero at once, which is exact where the zero is a whole number.
 _INT4 = """
 prmt.b32 both, {in}, 0, {spread};
 lop3.b32 a, both, 0x000f000f, 0x43004300, 0xea;
 shr.u32 both, both, 4;
 lop3.b32 b, both, 0x000f000f, 0x43004300, 0xea;
 mov.b32 c, 0x3f803f80;
-mov.b32 d, LESS;
-fma.rn.bf16x2 {0}, a, c, d;
-fma.rn.bf16x2 {1}, b, c, d;
+fma.rn.bf16x2 {0}, a, c, {less 0};
+fma.rn.bf16x2 {1}, b, c, {less 1};
 """
 # 128 + the low seven bits, less 128 + the eighth
 _INT8 = """
@@ -105,12 +112,12 @@ lop3.b32 b, both, 0x00800080, 0x43004300, 0xea;
 mov.b32 c, 0xbf80bf80;
 fma.rn.bf16x2 {0}, b, c, a;
 """
-# sign, exponent and fraction where bfloat16 has them, times the difference of the exponents' biases: 2^120
+# A byte with its sign before it (prmt's bit 8), four bits up: the sign is bfloat16's, exponent and fraction lie where it has
+# them. Then times the difference of the exponents' biases: 2^120.
 _FP8 = """
-prmt.b32 both, {in}, 0, {spread high};
-and.b32 a, both, 0x80008000;
-shr.u32 both, both, 4;
-lop3.b32 both, both, 0x07f007f0, a, 0xea;
+prmt.b32 both, {in}, 0, {spread signed};
+shl.b32 both, both, 4;
+and.b32 both, both, 0x87f087f0;
 mov.b32 c, 0x7b807b80;
 mov.b32 d, 0x80008000;
 fma.rn.bf16x2 {0}, both, c, d;
@@ -137,8 +144,10 @@ def _converting(body: str, pairs: int) -> Any:
     tensors = 2 if "{1}" in body else 1
     lines = ""
     for pair in range(pairs):
-        names = {"{in}": "word", "{spread}": ("0x4140", "0x4342")[pair], "{spread high}": ("0x1404", "0x3424")[pair]}
+        names = {"{in}": "word", "{spread}": ("0x4140", "0x4342")[pair], "{spread signed}": ("0x9180", "0xb3a2")[pair]}
         names |= {f"{{{tensor}}}": f"${tensor * pairs + pair}" for tensor in range(tensors)}
+        # behind the bytes, a register for each byte and half: of one row, so that all of a half are the same
+        names |= {f"{{less {half}}}": f"${tensors * pairs + 1 + 2 * pairs * half}" for half in range(2)}
         part = body
         for name, value in names.items():
             part = part.replace(name, value)
@@ -147,11 +156,8 @@ def _converting(body: str, pairs: int) -> Any:
     return tl and tl.constexpr(text)
 
 
-INT4_LESS_8 = _INT4.replace("LESS", "0xc308c308")  # -136
-INT4_AS_IS = _INT4.replace("LESS", "0xc300c300")  # -128
 # a thread has two bytes side by side for a wgmma, and four for other products
-LESS_8_2, LESS_8_4 = _converting(INT4_LESS_8, 1), _converting(INT4_LESS_8, 2)
-AS_IS_2, AS_IS_4 = _converting(INT4_AS_IS, 1), _converting(INT4_AS_IS, 2)
+INT4_2, INT4_4 = _converting(_INT4, 1), _converting(_INT4, 2)
 INT8_2, INT8_4, FP8_2, FP8_4 = _converting(_INT8, 1), _converting(_INT8, 2), _converting(_FP8, 1), _converting(_FP8, 2)
 FP4_2, FP4_4 = _converting(_FP4, 1), _converting(_FP4, 2)
 # For CUDA cores: the number in the top of the fraction of 16 and 256, four shifts for eight numbers.
@@ -187,6 +193,22 @@ def _convert_halves(raw, ASM_2: tl.constexpr, ASM_4: tl.constexpr, BYTES: tl.con
 
 
 @jit
+def _convert_int4(raw, zero, high_zero, BYTES: tl.constexpr):
+    # -(128 + zero) twice in a register: a small whole number is the end of 128's fraction, as in the numbers themselves
+    less = tl.zeros(raw.shape, tl.uint32) + (zero.to(tl.uint32) * 0x10001 | 0xC300C300)
+    high_less = tl.zeros(raw.shape, tl.uint32) + (high_zero.to(tl.uint32) * 0x10001 | 0xC300C300)
+    if BYTES == 4:
+        low, high = tl.inline_asm_elementwise(
+            INT4_4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, less, high_less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            INT4_2, "=r,=r,r,r,r,r,r", [raw, less, high_less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    return low, high
+
+
+@jit
 def _convert(raw, ASM_2: tl.constexpr, ASM_4: tl.constexpr, BYTES: tl.constexpr):
     if BYTES == 4:
         numbers = tl.inline_asm_elementwise(ASM_4, "=r,=r,r", [raw], dtype=tl.bfloat16, is_pure=True, pack=4)
@@ -197,21 +219,19 @@ def _convert(raw, ASM_2: tl.constexpr, ASM_4: tl.constexpr, BYTES: tl.constexpr)
 
 @jit
 def widen(
-    raw, KIND: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BYTES: tl.constexpr
+    raw, zero, high_zero, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
     """A tile of bytes -> the numbers in them, exactly, in DTYPE: low halves and high ones; of 8 bits twice the same.
 
-    int4 without zeros: less 8. BYTES: that lie together in a thread, 2 or 4; of no meaning to the result.
+    Those of int4 less whole zeros from 0 to 127, of a type of integers: [BLOCK_N, 1] or [1, 1], for each half.
+    BYTES: that lie together in a thread, 2 or 4; of no meaning to the result.
     """
     if KIND == "int4":
-        if ASM > 0 and ZEROS:
-            low, high = _convert_halves(raw, AS_IS_2, AS_IS_4, BYTES)
-        elif ASM > 0:
-            low, high = _convert_halves(raw, LESS_8_2, LESS_8_4, BYTES)
+        if ASM > 0:
+            low, high = _convert_int4(raw, zero, high_zero, BYTES)
         else:
-            less: tl.constexpr = 0.0 if ZEROS else 8.0
-            low = ((raw & 15).to(tl.float32) - less).to(DTYPE)
-            high = ((raw >> 4).to(tl.float32) - less).to(DTYPE)
+            low = ((raw & 15).to(tl.float32) - zero.to(tl.float32)).to(DTYPE)
+            high = ((raw >> 4).to(tl.float32) - high_zero.to(tl.float32)).to(DTYPE)
     elif KIND == "fp4":
         if ASM > 0:
             low, high = _convert_halves(raw, FP4_2, FP4_4, BYTES)
@@ -251,7 +271,7 @@ def widen_one_row(raw, KIND: tl.constexpr, ASM: tl.constexpr):
         low = tl.inline_asm_elementwise(INT8_FLOAT, "=r,=r,=r,=r,r", [raw], dtype=tl.float32, is_pure=True, pack=4)
         high = low
     else:
-        low, high = widen(raw, KIND, True, tl.bfloat16 if ASM > 0 else tl.float32, ASM, 4)
+        low, high = widen(raw, 0, 0, KIND, tl.bfloat16 if ASM > 0 else tl.float32, ASM, 4)
         low, high = low.to(tl.float32), high.to(tl.float32)
     return low, high
 
@@ -260,8 +280,10 @@ def widen_one_row(raw, KIND: tl.constexpr, ASM: tl.constexpr):
 def step_scales(
     pointers, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FOUR: tl.constexpr
 ):  # fmt: skip
-    """Scales, or zeros, of the spans of a step that begins at column k: [BLOCK_N] each, in float32; where halves have different
-    ones, the high one's after the low one's. `pointers`: at the rows' first."""
+    """Scales, or zeros, of the spans of a step that begins at column k: [BLOCK_N] each, in float32, or as they are if they are
+    integers; where halves have different ones, the high one's after the low one's. `pointers`: at the rows' first."""
+    WHOLE: tl.constexpr = pointers.dtype.element_ty == tl.uint8
+    DTYPE: tl.constexpr = tl.uint8 if WHOLE else tl.float32
     HALVES: tl.constexpr = 2 if FOUR and GROUP < 128 else 1
     IN_RUN: tl.constexpr = 64 // WIDTH if FOUR else 1
     found = ()
@@ -271,7 +293,7 @@ def step_scales(
                 column = k + part // IN_RUN * 128 + part % IN_RUN * WIDTH + half * 64
             else:
                 column = k + part * WIDTH
-            found = found + (tl.load(pointers + tl.minimum(column // GROUP, GROUPS - 1)).to(tl.float32),)
+            found = found + (tl.load(pointers + tl.minimum(column // GROUP, GROUPS - 1)).to(DTYPE),)
     return found
 
 
@@ -283,20 +305,26 @@ def add_products(
 ):  # fmt: skip
     """acc [BLOCK_N, BLOCK_M] += the products of a span: raw [BLOCK_N, WIDTH] bytes, x [WIDTH, BLOCK_M] for each half.
 
-    A group's sums are freed of the zero and scaled as float32; of whole rows the caller applies the scale.
+    A group's sums are freed of the zero and scaled as float32; of whole rows the caller applies the scale. Whole zeros of int4
+    (ZEROS == 2) the numbers are freed of: multiplied by ones, x would have to pass the tensor cores twice.
     """
     FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
-    low, high = widen(raw, KIND, ZEROS, DTYPE, ASM, BYTES)
-    if GROUP == 0 and not ZEROS:
+    APART: tl.constexpr = FOUR and GROUP > 0 and GROUP < 128
+    OF_SUMS: tl.constexpr = ZEROS == 1
+    if ZEROS == 2:
+        low, high = widen(raw, zero[:, None], high_zero[:, None], KIND, DTYPE, ASM, BYTES)
+    else:
+        usual = tl.full((1, 1), 0 if ZEROS else 8, tl.uint8)
+        low, high = widen(raw, usual, usual, KIND, DTYPE, ASM, BYTES)
+    if GROUP == 0 and not OF_SUMS:
         acc = tl.dot(low, low_x, acc, input_precision="ieee")
         if FOUR:
             acc = tl.dot(high, high_x, acc, input_precision="ieee")
     else:
-        APART: tl.constexpr = FOUR and GROUP > 0 and GROUP < 128
         sums = tl.dot(low, low_x, input_precision="ieee")
         if FOUR and not APART:
             sums = tl.dot(high, high_x, sums, input_precision="ieee")
-        if ZEROS:
+        if OF_SUMS:
             ones = tl.full(low.shape, 1.0, DTYPE)
             of_x = tl.dot(ones, low_x, input_precision="ieee")
             if FOUR and not APART:
@@ -305,7 +333,7 @@ def add_products(
         acc += sums * scale[:, None] if GROUP > 0 else sums
         if APART:
             sums = tl.dot(high, high_x, input_precision="ieee")
-            if ZEROS:
+            if OF_SUMS:
                 sums -= high_zero[:, None] * tl.dot(tl.full(low.shape, 1.0, DTYPE), high_x, input_precision="ieee")
             acc += sums * high_scale[:, None]
     return acc

@@ -48,7 +48,7 @@ def _narrow_gemm(
     if ZEROS:
         zeros = zeros_ptr + of_row // SCALE_ROWS * GROUPS
         if GROUP == 0:
-            z = (tl.load(zeros).to(tl.float32),)
+            z = step_scales(zeros, 0, 1, 1, 1, WIDTH, False)
         else:
             z = step_scales(zeros, 0, GROUP, GROUPS, PARTS, WIDTH, FOUR)
     if PDL:
@@ -59,7 +59,9 @@ def _narrow_gemm(
         next_s, next_z = s, z
         if GROUP > 0:
             next_s = step_scales(scales, k + BLOCK_K, GROUP, GROUPS, PARTS, WIDTH, FOUR)
-            if ZEROS:
+            if ZEROS == 2:  # all of a row are a few bytes; and operands go to tensor cores straight from what is loaded here
+                z = step_scales(zeros, k, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+            elif ZEROS:
                 next_z = step_scales(zeros, k + BLOCK_K, GROUP, GROUPS, PARTS, WIDTH, FOUR)
         for part in tl.static_range(PARTS):
             column = k + part // IN_RUN * 128 + part % IN_RUN * WIDTH if FOUR else k + part * WIDTH
@@ -76,7 +78,9 @@ def _narrow_gemm(
                 acc, raw, x, high_x, s[part * APART], s[part * APART + HALVES - 1], z[part * APART],
                 z[part * APART + HALVES - 1], KIND, GROUP, ZEROS, DTYPE, ASM, BYTES,
             )  # fmt: skip
-        s, z = next_s, next_z
+        s = next_s
+        if ZEROS != 2:
+            z = next_z
     if GROUP == 0:
         acc = acc * s[0][:, None]
     if HAS_BIAS:
@@ -115,7 +119,8 @@ def _widen_rows(
     ok = (rn < N)[:, None] & (byte < K // PACK)[None, :]
     of_row = tl.minimum(rn, N - 1)[:, None].to(tl.int64)
     raw = tl.load(w_ptr + of_row * (K // PACK) + byte[None, :], mask=ok, other=0)
-    low, high = widen(raw, KIND, ZEROS, tl.float32, ASM, 4)
+    usual = tl.full((1, 1), 0 if ZEROS else 8, tl.uint8)
+    low, high = widen(raw, usual, usual, KIND, tl.float32, ASM, 4)
     for half in tl.static_range(PACK):
         column = byte // 64 * 128 + byte % 64 + half * 64 if FOUR else byte
         group = column // GROUP if GROUP > 0 else column * 0

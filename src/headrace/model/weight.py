@@ -28,7 +28,8 @@ class Weight:
     high one, so that a kernel multiplies two halves and interleaves nothing. fp4: the same with codes of e2m1
     (sign << 3 | code).
     scales, zeros: [ceil(N / scale_rows), G] float16, bfloat16 or float32, of G groups of `group` columns, the last of which may
-    be cut short; `group` 0: of the whole row, G = 1. Without zeros they are 0, of int4 8.
+    be cut short; `group` 0: of the whole row, G = 1. Without zeros they are 0, of int4 8. Zeros of int4 that are all whole
+    numbers from 0 to 127 may be uint8.
     """
 
     data: Tensor
@@ -105,3 +106,9 @@ def e2m1_values(codes: Tensor) -> Tensor:
 def smallest_exact(scales: Tensor) -> Tensor:
     """float32 -> the same numbers in float16 if it holds them all, else in bfloat16, else as they are."""
     return next((half for dtype in _SCALE_DTYPES if torch.equal((half := scales.to(dtype)).float(), scales)), scales)
+
+
+def smallest_zeros(zeros: Tensor, kind: Kind) -> Tensor:
+    """float32 -> the same numbers as whole ones if kernels may take them so, else as `smallest_exact` has them."""
+    whole = zeros.clamp(0, 127).to(torch.uint8)
+    return whole if kind == "int4" and torch.equal(whole.float(), zeros) else smallest_exact(zeros)
