@@ -46,11 +46,11 @@ from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
 from headrace.model.narrow import quantized
 from headrace.model.shard import Shard
-from headrace.model.weight import Weight, dequantized, smallest_exact, smallest_zeros
+from headrace.model.weight import Weight, dequantized, smallest
 from headrace_bench.roofline import measure_limits
 
 BF16 = torch.bfloat16
-SCALES = {"fp8": torch.float32, "int8": torch.float32, "int4": torch.float16}  # as `smallest_exact` has them of random weights
+SCALES = {"fp8": torch.float32, "int8": torch.float32, "int4": torch.float16}  # as `smallest` has them of random weights
 BLOCK = 64
 DEVICE = torch.device("cuda", 0)
 MAX_LEN = 4096  # of the rope and block tables; contexts are at most that
@@ -108,10 +108,7 @@ def random_weights(
             return Weight(draw(rows, columns))
         if device.type == "meta":
             return narrow_meta(rows, columns, kind)
-        weight = quantized(draw(rows, columns), kind)
-        weight.scales = smallest_exact(weight.scales)
-        weight.zeros = None if weight.zeros is None else smallest_zeros(weight.zeros, weight.kind)
-        return weight
+        return smallest(quantized(draw(rows, columns), kind))
 
     def norm(width: int) -> Tensor:
         return draw(width, mean=1.0, std=0.1)

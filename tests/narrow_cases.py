@@ -20,7 +20,9 @@ FORMS = {
     "int4 row": ("int4", 0, None, 1, torch.bfloat16),
     "int4 by 128": ("int4", 128, None, 1, torch.float16),
     "int4 by 128, zeros": ("int4", 128, "whole", 1, torch.bfloat16),
+    "int4 by 128, minima": ("int4", 128, "any", 1, torch.float16),
     "int4 by 64": ("int4", 64, None, 1, torch.float16),
+    "int4 by 64, zeros": ("int4", 64, "whole", 1, torch.float16),
     "int4 by 32": ("int4", 32, None, 1, torch.float16),
     "int4 by 32, minima": ("int4", 32, "any", 1, torch.float32),
     "fp4 by 32": ("fp4", 32, None, 1, torch.bfloat16),
@@ -49,7 +51,8 @@ def narrow(form: str, rows: int, columns: int, device: str | torch.device = "cpu
     scales = per_group(0.5 / size, 1.5 / size).to(dtype)
     offset = None if zeros is None else per_group(-9, 9) if kind == "int8" else per_group(0, 15)
     if offset is not None:
-        offset = (offset.round() if zeros == "whole" else offset).to(dtype)
+        whole = torch.uint8 if kind == "int4" else dtype  # as `smallest` keeps them
+        offset = offset.round().to(whole) if zeros == "whole" else offset.to(dtype)
     weight = Weight(data, scales, offset, kind, group, scale_rows)
     weight.data, weight.scales, weight.zeros = (None if t is None else t.to(device) for t in (data, scales, offset))
     return weight

@@ -10,7 +10,7 @@ from headrace.model.decoder import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.linear import Linear, MatrixLinear, make_linear
 from headrace.model.vocabulary import embed
-from headrace.model.weight import Weight, dequantized, pack_int4, smallest_exact
+from headrace.model.weight import Weight, dequantized, pack_int4, smallest, smallest_exact
 from model_harness import Sequences, load_tiny
 from test_model_families import tokens
 from tiny_models import write_tiny
@@ -96,6 +96,15 @@ def test_scales_are_kept_in_the_smallest_float_that_holds_them():
     for values, dtype in (([1.5, 0.0], torch.float16), ([1e-20, 1.0], torch.float32), ([2.0**100, -(2.0**-100)], torch.bfloat16)):
         kept = smallest_exact(torch.tensor(values))
         assert kept.dtype == dtype and kept.float().tolist() == torch.tensor(values).tolist()
+
+
+def test_small_whole_zeros_of_int4_are_kept_in_bytes():
+    data, scales = torch.zeros(2, 64, dtype=torch.uint8), torch.ones(2, 1)
+    for kind, zeros, dtype in (("int4", [0.0, 127.0], torch.uint8), ("int4", [-1.0, 8.0], torch.float16), ("int4", [7.5, 8.0], torch.float16),
+                               ("int4", [128.0, 0.0], torch.float16), ("int8", [0.0, 8.0], torch.float16)):  # fmt: skip
+        weight = Weight(data, scales, torch.tensor(zeros)[:, None], kind, 128)
+        kept = smallest(weight)
+        assert kept.zeros.dtype == dtype and dequantized(kept, torch.float32).equal(dequantized(weight, torch.float32))
 
 
 def test_a_kind_without_a_product_is_named():

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
 from headrace.fast_decode.skinny_gemm import EARLY_ELEMENTS, GemmTile, row_block
 from headrace.fast_decode.wide_gemm import SUMSQ_BLOCK, WideTile
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
+from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
 from headrace.kernels.narrow import add_products, arguments, bytes_together, packed, span_bytes, step_columns, step_scales
 from headrace.model.weight import Weight
 
@@ -93,7 +93,8 @@ def _narrow_kernel(
     if SUMSQ_BLOCK > 0:
         rs = tl.arange(0, SUMSQ_BLOCK)
         squares = sumsq_ptr + tl.minimum(rm, M - 1)[:, None] * sumsq_tiles + rs[None, :]
-        sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
+        if BLOCK_M <= 32:
+            sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
     before = 0.0
     if MODE == "residual" and EARLY:
         place = rm[None, :] * N + rn[:, None]
@@ -128,6 +129,8 @@ def _narrow_kernel(
     if not EVEN:  # what stands for the numbers 0 of columns past the last may be anything
         acc = tl.where(row_ok[:, None], acc, 0.0)
     if SUMSQ_BLOCK > 0:
+        if BLOCK_M > 32:  # early they would take registers from the loop
+            sumsq = tl.load(squares, mask=(rs < sumsq_tiles)[None, :], other=0.0)
         total = tl.sum(sumsq, 1)
         for s0 in range(SUMSQ_BLOCK, sumsq_tiles, SUMSQ_BLOCK):
             total += tl.sum(tl.load(squares + s0, mask=(s0 + rs < sumsq_tiles)[None, :], other=0.0), 1)
@@ -156,4 +159,6 @@ def plan(tile: GemmTile | WideTile, x: Tensor, weight: Weight, columns: int, sum
         "EARLY": block_m * tile.block_n <= EARLY_ELEMENTS,
         "EVEN": columns % columns_of_tile == 0 and width % (tile.splits * block_k) == 0,
     }  # fmt: skip
+    if tile.num_warps == 8 and capability(x.device)[0] == 9:
+        own["maxnreg"] = 128  # two programs to a multiprocessor: one converts while the other multiplies
     return Plan(_narrow_kernel, (-(-columns // columns_of_tile), tile.splits, -(-rows // block_m)), own)

@@ -189,12 +189,24 @@ def narrow_tile(shape: Shape, rows: int, per_byte: int) -> Tile:
     multiprocessor, with few steps in flight (measured on an H200)."""
     if rows == 1:
         return narrow_gemv_tile(shape, per_byte)
+    if rows > 16 and (wide := wide_narrow_tile(shape)) is not None:
+        return wide
     if not shape.splittable:
         return GemmTile(64, 256 if rows <= 16 else 128, 1, 4, 3)
     splits, programs = 1, (5 if rows <= 16 else 3) * FILL
     while shape.columns // 64 * splits < programs and splits < 8 and shape.width // splits >= 512:
         splits *= 2
     return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
+
+
+def wide_narrow_tile(shape: Shape) -> GemmTile | None:
+    """Of twice the columns, where there are enough: each tile reads all rows of x, soon more bytes than its weights are."""
+    tiles, splits = shape.columns * (2 if shape.gated else 1) // 128, 1
+    while tiles * splits < 1.4 * FILL:
+        if not shape.splittable or splits == 8 or shape.width < 512 * splits:
+            return None
+        splits *= 2
+    return GemmTile(128, 128, splits, 8, 3)
 
 
 def narrow_gemv_tile(shape: Shape, per_byte: int) -> GemvTile:

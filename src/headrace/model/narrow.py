@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headrace.model.weight import BLOCK, TOGETHER, Weight, dequantized, e2m1_values, pack_int4, smallest_exact, smallest_zeros, unpack_int4
+from headrace.model.weight import BLOCK, TOGETHER, Weight, dequantized, e2m1_values, pack_int4, smallest, unpack_int4
 
 _GROUPS = (128, 64, 32, 16)  # columns of one scale, as kernels take them
 _FP8_MAX, _INT8_MAX, _INT4_MAX = 448, 127, 15
@@ -156,10 +156,7 @@ def compact(weight: Weight, num_rows: int) -> Weight:
     data = _padded(weight.data.view(torch.uint8), num_rows).view(weight.data.dtype)
     rows = -(-num_rows // weight.scale_rows)
     scales, zeros = (None if t is None else _padded(t.float(), rows) for t in (weight.scales, weight.zeros))
-    return replace(
-        weight, data=data, scales=None if scales is None else smallest_exact(scales),
-        zeros=None if zeros is None else smallest_zeros(zeros, weight.kind),
-    )  # fmt: skip
+    return smallest(replace(weight, data=data, scales=scales, zeros=zeros))
 
 
 def _padded(tensor: Tensor, num_rows: int) -> Tensor:

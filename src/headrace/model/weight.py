@@ -5,7 +5,7 @@ The narrow kinds know nothing of file formats, which are repacked once, when the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -108,7 +108,10 @@ def smallest_exact(scales: Tensor) -> Tensor:
     return next((half for dtype in _SCALE_DTYPES if torch.equal((half := scales.to(dtype)).float(), scales)), scales)
 
 
-def smallest_zeros(zeros: Tensor, kind: Kind) -> Tensor:
-    """float32 -> the same numbers as whole ones if kernels may take them so, else as `smallest_exact` has them."""
-    whole = zeros.clamp(0, 127).to(torch.uint8)
-    return whole if kind == "int4" and torch.equal(whole.float(), zeros) else smallest_exact(zeros)
+def smallest(weight: Weight) -> Weight:
+    """The same with scales and zeros in as few bytes as hold them."""
+    scales, zeros = (None if t is None else smallest_exact(t) for t in (weight.scales, weight.zeros))
+    if weight.kind == "int4" and zeros is not None:
+        whole = zeros.clamp(0, 127).to(torch.uint8)
+        zeros = whole if torch.equal(whole.float(), zeros.float()) else zeros
+    return replace(weight, scales=scales, zeros=zeros)
