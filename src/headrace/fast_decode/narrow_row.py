@@ -69,6 +69,11 @@ def _load_grains(x_ptr, at: tl.constexpr, half: tl.constexpr, WIDTH: tl.constexp
 
 
 @jit
+def _sums_of_grains(weights, x, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    return tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK // 16, 16)), 2)
+
+
+@jit
 def multiply_add_narrow(
     acc, raw, scales, zeros, x_ptr, at: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
@@ -76,13 +81,21 @@ def multiply_add_narrow(
     """acc [BLOCK_N, BLOCK / 16] += raw [BLOCK_N, BLOCK] bytes from byte `at` of their rows on, of WIDTH, times x."""
     FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
     low, high = widen_one_row(raw, KIND, ASM)
-    for half in tl.static_range(2 if FOUR else 1):
-        x, x_sums = _load_grains(x_ptr, at, half, WIDTH, BLOCK, FOUR)
-        sums = tl.sum(tl.reshape((low if half == 0 else high) * x[None, :], (BLOCK_N, BLOCK // 16, 16)), 2)
-        if KIND == "int4" or ZEROS:  # n stands in low halves as 256 + n, in high ones as 16 + n
-            less = 0.0
+    if FOUR and (GROUP == 0 or GROUP >= 128):  # the halves have one scale: what is the same for all rows is summed once
+        x, x_sums = _load_grains(x_ptr, at, 0, WIDTH, BLOCK, FOUR)
+        high_x, high_sums = _load_grains(x_ptr, at, 1, WIDTH, BLOCK, FOUR)
+        sums = _sums_of_grains(low, x, BLOCK_N, BLOCK) + _sums_of_grains(high, high_x, BLOCK_N, BLOCK)
+        if KIND == "int4":  # n stands in low halves as 256 + n, in high ones as 16 + n
+            sums -= (256.0 * x_sums + 16.0 * high_sums)[None, :]
+            sums -= zeros[0] * (x_sums + high_sums)[None, :]
+        acc += sums * scales[0]
+    else:
+        for half in tl.static_range(2 if FOUR else 1):
+            x, x_sums = _load_grains(x_ptr, at, half, WIDTH, BLOCK, FOUR)
+            sums = _sums_of_grains(low if half == 0 else high, x, BLOCK_N, BLOCK)
             if KIND == "int4":
-                less = 256.0 if half == 0 else 16.0
-            sums -= (less + zeros[half]) * x_sums[None, :]
-        acc += sums * scales[half]
+                sums -= ((256.0 if half == 0 else 16.0) + zeros[half]) * x_sums[None, :]
+            elif ZEROS:
+                sums -= zeros[half] * x_sums[None, :]
+            acc += sums * scales[half]
     return acc
