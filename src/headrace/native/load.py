@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-STEP_ABI = 2  # of csrc/cpu/model.h: an extension that says otherwise was built from another version's sources
+STEP_ABI = 3  # of csrc/cpu/model.h: an extension that says otherwise was built from another version's sources
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"}

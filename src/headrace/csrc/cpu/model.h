@@ -9,7 +9,7 @@
 namespace headrace::cpu {
 
 // Of this file: a library whose headrace_step_abi() says something else was built for another version and is not used.
-inline constexpr int STEP_ABI = 2;
+inline constexpr int STEP_ABI = 3;
 
 // Rows of weights as GGUF and safetensors store them, and two for what is quantized in safetensors (blocks of 32 inputs):
 //   Q4_Z   half scale, half addend, nibbles as Q4_1's: w = scale * (nibble + addend), the addend a zero point below zero
