@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
-from headrace.attention.widened import WORTH, WidenedAttention
+from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
 from headrace.compile_ahead.weights import META
 from headrace.fast_decode.forward import MAX_ROWS, FastDecode, usual_kinds
@@ -109,8 +109,6 @@ class Stage:
         few = max_tokens(group)
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
-        if isinstance(self.attention, WidenedAttention):
-            self.forward(*[[-(-WORTH // self.attention.group)]] * 2)
         self.forward([300], [300], keep=True)  # for attention that takes the rows' own keys, or gathers others'
         out = empty(SPLIT_CONTEXT, self.model.num_kv_heads, self.model.head_dim, dtype=self.dtype)
         if self.kv.k[0].dtype == self.dtype:
