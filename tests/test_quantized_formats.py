@@ -97,6 +97,17 @@ def test_weights_are_the_formula_and_parts_of_them_their_parts(name: str, sizes:
         check_equal(floats_of(load(tiny.path, narrow=True, shard=Shard(rank, 2))), cut)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_pieces_of_any_size_make_the_same_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], hidden_size=128, intermediate_size=256, num_attention_heads=4)
+    whole = weights_of(load(tiny.path, narrow=True))
+    monkeypatch.setattr("headrace.model.narrow_loader._CPU_PIECE", 4096)
+    for target, ours in weights_of(load(tiny.path, narrow=True)).items():
+        theirs = whole[target]
+        assert (ours.kind, ours.group, ours.scale_rows) == (theirs.kind, theirs.group, theirs.scale_rows), target
+        assert torch.equal(dequantized(ours, torch.float32), dequantized(theirs, torch.float32)), target
+
+
 def theirs_of(tiny: Tiny, tmp_path: Path) -> Any:
     """The model of Transformers with the matrices as floats."""
     config = transformers.AutoConfig.for_model(**tiny.config)

@@ -26,8 +26,8 @@ def reader(scheme: Scheme, shape: tuple[int, int]) -> Read:
     rows, group = scheme.tile or (1, 0)
 
     def read(parts: Mapping[str, Rows], count: int) -> Weight:
-        scales = by_row(parts["scale"].decoded(), count)
-        zeros = by_row(parts["zero"].decoded(), count) if "zero" in parts else None
+        scales = by_row(parts["scale"].decoded(), count, rows <= 1)
+        zeros = by_row(parts["zero"].decoded(), count, rows <= 1) if "zero" in parts else None
         kind: Kind = "fp8" if scheme.format == "fp8" else "int8"
         return Weight(parts["data"].decoded(), scales, zeros, kind, group, 1 if len(scales) == count else rows)
 

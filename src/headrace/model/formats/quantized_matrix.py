@@ -98,18 +98,23 @@ def scale_role(tile: tuple[int, int] | None, shape: tuple[int, int], *suffixes: 
     return Role(suffixes, (Allowed(encodings, (-(-rows // tile[0]), -(-columns // (tile[1] or columns))), tile[0]),))
 
 
-def by_row(scales: Tensor, count: int) -> Tensor:
-    """What was read of scales, as float32 [rows or blocks of rows, groups]."""
+def by_row(scales: Tensor, count: int, of_all: bool = True) -> Tensor:
+    """What was read of scales, as float32 [rows or blocks of rows, groups]. `of_all`: a single one is that of all rows."""
     scales = scales.float()
-    return scales.reshape(1, 1).expand(count, 1) if scales.numel() == 1 else scales.view(len(scales), -1)
+    return scales.reshape(1, 1).expand(count, 1) if of_all and scales.numel() == 1 else scales.view(len(scales), -1)
 
 
 def nibbles(packed: Tensor) -> Tensor:
     """[..., n] of any type -> uint8 [..., 4-bit numbers], the low ones first."""
-    raw = packed.contiguous().view(torch.uint8)
+    raw = _bytes(packed)
     return torch.stack((raw & 15, raw >> 4), -1).flatten(-2)
 
 
 def unpacked(packed: Tensor, bits: int) -> Tensor:
     """int32 [..., n] -> uint8 [..., 32 / bits * n]."""
-    return nibbles(packed) if bits == 4 else packed.contiguous().view(torch.uint8)
+    return nibbles(packed) if bits == 4 else _bytes(packed)
+
+
+def _bytes(packed: Tensor) -> Tensor:
+    """[..., n] of any type -> uint8 [..., bytes]. Flat in between: of a single column the stride may be anything."""
+    return packed.reshape(-1).view(torch.uint8).view(*packed.shape[:-1], -1)
