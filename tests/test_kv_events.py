@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import ArgumentParser
 from array import array
 from pathlib import Path
 from socket import gethostname
@@ -16,7 +15,10 @@ import zmq.asyncio
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.events import BlockEvents, Stored, block_hashes
 from headrace.cache.recorded_tree import RecordedTree
-from headrace.cli.routing import Routing, add_routing_arguments
+from headrace.cli.options import add_options, given
+from headrace.cli.parser import CommandParser
+from headrace.cli.routing import Routing
+from headrace.cli.serve_options import ServeOptions
 from headrace.config import EngineConfig
 from headrace.distributed import kv_events
 from headrace.distributed.balancers import LeastLoaded, balancer_named
@@ -170,9 +172,9 @@ def test_the_rule_beneath_decides(publisher):
 
 
 def routing(*words: str, several: bool = True, **options) -> Routing:
-    parser = ArgumentParser()
-    add_routing_arguments(parser)
-    return Routing(parser.parse_args(words), EngineConfig(**options), several)
+    parser = CommandParser()
+    add_options(parser, ServeOptions)
+    return Routing(ServeOptions(**given(ServeOptions, parser.parse_args(words))), EngineConfig(**options), several)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_the_command_line_generates(tmp_path):
     stats = dict(pair.split("=") for pair in plain.stderr.strip().splitlines()[-1].split(" "))
     assert set(stats) == {
         "prompt_tokens", "generated_tokens", "elapsed_seconds", "tokens_per_second", "ttft_ms", "tpot_ms", "device", "dtype",
-        "temperature", "top_p",
+        "weights", "temperature", "top_p",
     }  # fmt: skip
     assert (stats["temperature"], stats["top_p"]) == ("0", "0.9")  # asked for; the model's own
     assert stats["generated_tokens"] == "8" and stats["prompt_tokens"] == "5" and stats["dtype"] == "float32"
