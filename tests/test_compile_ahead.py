@@ -136,7 +136,11 @@ print(len(list(Path(knobs.cache.dir).glob("*/*.cubin"))), len(list(Path(knobs.ca
 
 def test_what_is_noted_is_compiled_under_the_key_that_a_launch_looks_for(tmp_path) -> None:
     (tmp_path / "stub").mkdir()
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    compiler = tmp_path / "cc"  # one that links as Ubuntu's does
+    compiler.write_text('#!/bin/sh\nexec cc -Wl,--as-needed "$@"\n')
+    compiler.chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "CC": str(compiler)}
 
     def run(how: str) -> list[str]:
         command = [sys.executable, "-c", ONE_KERNEL, how, str(tmp_path / "stub")]
@@ -146,6 +150,9 @@ def test_what_is_noted_is_compiled_under_the_key_that_a_launch_looks_for(tmp_pat
 
     place, counts, _ = run("noted")
     assert counts == "1 1" and (tmp_path / "cache" / place).exists()
+    for module in (tmp_path / "cache").glob("*/*.so"):
+        needed = subprocess.run(["readelf", "-d", str(module)], capture_output=True, text=True, check=True).stdout
+        assert "[libcuda.so.1]" in needed, "a process with the card could not load it"
     assert run("launched")[0] == "1 1"  # nothing more
 
 

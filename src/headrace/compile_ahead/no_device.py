@@ -7,7 +7,7 @@ arguments over, which Triton builds one for each signature. One target a process
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,15 +128,20 @@ class _NotLoaded:
 
 
 def build_without_loading(directory: Path) -> None:
-    """From now on Triton's C modules are built and cached, and not loaded, which takes a driver. The `directory` gets an empty
-    library to link with in its place. Without a C compiler there are none: then a machine that runs kernels needs one."""
+    """From now on Triton's C modules are built and cached, and not loaded, which takes a driver. The `directory` gets a library
+    to link with in its place. Without a C compiler there are none: then a machine that runs kernels needs one."""
     compiler = c_compiler()
     build._load_module_from_path = lambda name, path: _NotLoaded()
     if compiler is None:
         nvidia.CudaLauncher = lambda source, metadata: None
         return
-    stub = ["-shared", "-Wl,-soname,libcuda.so.1", "-x", "c", os.devnull, "-o", str(directory / "libcuda.so.1")]
-    subprocess.run([compiler, *stub], check=True)
+    stub = directory / "libcuda.so.1"
+    # with the functions' names: linkers that drop what gives nothing (Ubuntu's) would have no driver loaded with the module
+    texts = [Path(nvidia.dirname, name).read_text() for name in ("driver.c", "driver.py")]
+    asked = {name for text in texts for name in re.findall(r"\bcu[A-Z]\w+", text)}
+    source = "".join(f"void {name}(void) {{}}\n" for name in sorted(asked))
+    build_stub = [compiler, "-shared", f"-Wl,-soname,{stub.name}", "-x", "c", "-", "-o", str(stub)]
+    subprocess.run(build_stub, input=source, text=True, check=True)
     nvidia.library_dirs = lambda: [nvidia.libdevice_dir, str(directory)]
     nvidia.CudaUtils()
 
