@@ -62,4 +62,4 @@ def build_fake(config: EngineConfig) -> Engine:
     config, scheduler = resolved(config, limits), Scheduler(limits)
     reciter = Reciter(Tokenizer.from_checkpoint(checkpoint).encode(TEXT * 4, add_special_tokens=False))
     core = EngineCore(scheduler, reciter, vocab_size=model.vocab_size)  # type: ignore[arg-type]
-    return Engine(core, config, model, checkpoint, None, device, torch.float32, time.perf_counter() - began)
+    return Engine(core, config, model, checkpoint, None, device, torch.float32, "none", time.perf_counter() - began)
