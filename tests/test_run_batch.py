@@ -33,13 +33,13 @@ BODIES = {
 
 
 class FakeClient(FakeEngine):
-    """EngineClient's life around a fake engine. It dies of the `mortal`-th request."""
+    """EngineClient's life around a fake engine. It dies of the `mortal`-th request, and answers none before `together` are there."""
 
-    mortal = None
+    mortal, together = None, 1
 
     def __init__(self, config, *args, **options):
         super().__init__(config=config)
-        self.dead, self.most = None, 0
+        self.dead, self.most, self.enough = None, 0, asyncio.Event()
         FakeClient.last = self
 
     async def start(self):
@@ -56,6 +56,10 @@ class FakeClient(FakeEngine):
             self.dead = "it has died"
         async for news in super().generate(*args, **options):
             self.most = max(self.most, len(self.active))
+            if self.most >= self.together:
+                self.enough.set()
+            async with asyncio.timeout(60):
+                await self.enough.wait()
             await asyncio.sleep(0)
             yield news
 
@@ -155,7 +159,8 @@ def test_a_custom_id_counts_once(run):
     assert sorted(f["custom_id"] for f in found if f["response"]) == ["a", "b"]
 
 
-def test_at_most_so_many_at_a_time(run):
+def test_at_most_so_many_at_a_time(run, monkeypatch):
+    monkeypatch.setattr(FakeClient, "together", 3)
     code, found, _ = run([line(f"{k}") for k in range(20)], "--concurrency", "3")
     assert code == 0 and len(found) == 20 and FakeClient.last.most == 3
 
