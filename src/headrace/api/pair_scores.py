@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,11 +13,9 @@ from starlette.requests import Request
 from headrace.api.checks import check_bookkeeping, check_neutral
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, allowed_only, invalid
-from headrace.api.generation import run_all, sample_failure, seconds_left
-from headrace.api.lifeline import Lifeline
-from headrace.api.limits import Ticket
+from headrace.api.generation import sample_failure
 from headrace.api.protocol import Body
-from headrace.api.service import vectors_of
+from headrace.api.service import of_each, vectors_of
 from headrace.conversation.reranker import QueryPrompt, Reranker
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
@@ -117,8 +114,12 @@ async def _by_embeddings(ctx: ApiContext, request: Request, body: PairFields, pa
     batch += await ids_of(pairs.documents, min(own, limit), cut or bool(body.max_tokens_per_doc), pairs.names[1])
     vectors = await vectors_of(ctx, request, batch, body)
     queries = vectors[:count] if count > 1 else vectors[:1] * len(pairs.documents)
-    values = [_cosine(a, b) for a, b in zip(queries, vectors[count:], strict=True)]
+    values = await ctx.in_thread(_cosines, queries, vectors[count:])
     return Scores(values, sum(map(len, batch)))
+
+
+def _cosines(queries: list[list[float]], documents: list[list[float]]) -> list[float]:
+    return [_cosine(a, b) for a, b in zip(queries, documents, strict=True)]
 
 
 def _cosine(a: list[float], b: list[float]) -> float:
@@ -131,21 +132,12 @@ def _cosine(a: list[float], b: list[float]) -> float:
 
 async def _judged(ctx: ApiContext, request: Request, body: PairFields, pairs: Pairs, reranker: Reranker) -> Scores:
     prompts = await ctx.in_thread(_prompts, ctx, body, pairs, reranker)
-    values = [0.0] * len(prompts)
-    name, began = new_id("score-"), time.monotonic()
 
-    async def one(i: int, ids: array, ticket: Ticket) -> None:
-        margin = await _margin(ctx, f"{name}-{i}", ids, body, reranker)
-        values[i] = margin if body.use_activation is False else _sigmoid(margin)
-        ticket.started(len(ids))
-        ticket.ended()
+    async def score(name: str, ids: array) -> float:
+        margin = await _margin(ctx, name, ids, body, reranker)
+        return margin if body.use_activation is False else _sigmoid(margin)
 
-    async with Lifeline(request.receive, seconds_left(request)):
-        with await ctx.limits.admit(len(prompts), sum(map(len, prompts))) as ticket:
-            await run_all([one(i, ids, ticket) for i, ids in enumerate(prompts)])
-    if ctx.tracing is not None:
-        ctx.tracing.prompts_ended(request.scope["path"], began, sum(map(len, prompts)), ctx.model_names[0])
-    return Scores(values, sum(map(len, prompts)))
+    return Scores(await of_each(ctx, request, prompts, new_id("score-"), score), sum(map(len, prompts)))
 
 
 def _prompts(ctx: ApiContext, body: PairFields, pairs: Pairs, reranker: Reranker) -> list[array]:

@@ -6,10 +6,11 @@ import base64
 import math
 import time
 from array import array
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,6 +30,8 @@ from headrace.api.protocol import Body
 from headrace.conversation.tool_grammar import Tool
 from headrace.sampling.checks import checked_ids
 from headrace.sampling.params import SamplingParams
+
+Found = TypeVar("Found")
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -189,20 +192,28 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
 
 async def vectors_of(ctx: ApiContext, request: Request, batch: list[array], body: Any) -> list[list[float]]:
     """Of each prompt. `body` may have a priority and a cache_salt."""
-    vectors: list[list[float]] = [[]] * len(batch)
-    name, began = new_id("embd-"), time.monotonic()
+    return await of_each(ctx, request, batch, new_id("embd-"), lambda name, ids: _vector(ctx, name, ids, body))
+
+
+async def of_each(
+    ctx: ApiContext, request: Request, batch: list[array], name: str, compute: Callable[[str, array], Awaitable[Found]]
+) -> list[Found]:
+    """What `compute` finds of each prompt, by an id of the engine's requests and the prompt: all are admitted together, and end
+    together with the client."""
+    found: dict[int, Found] = {}
+    tokens, began = sum(map(len, batch)), time.monotonic()
 
     async def one(i: int, ids: array, ticket: Ticket) -> None:
-        vectors[i] = await _vector(ctx, f"{name}-{i}", ids, body)
+        found[i] = await compute(f"{name}-{i}", ids)
         ticket.started(len(ids))
         ticket.ended()
 
     async with Lifeline(request.receive, seconds_left(request)):
-        with await ctx.limits.admit(len(batch), sum(map(len, batch))) as ticket:
+        with await ctx.limits.admit(len(batch), tokens) as ticket:
             await run_all([one(i, ids, ticket) for i, ids in enumerate(batch)])
     if ctx.tracing is not None:
-        ctx.tracing.prompts_ended(request.scope["path"], began, sum(map(len, batch)), ctx.model_names[0])
-    return vectors
+        ctx.tracing.prompts_ended(request.scope["path"], began, tokens, ctx.model_names[0])
+    return [found[i] for i in range(len(batch))]
 
 
 async def _ids_of(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
