@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
-from headrace.fast_decode.skinny_gemm import EARLY_ELEMENTS, GemmTile, row_block
+from headrace.fast_decode.skinny_gemm import EARLY_ELEMENTS, GemmTile, load_rows, row_block
 from headrace.fast_decode.wide_gemm import SUMSQ_BLOCK, WideTile
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
 from headrace.kernels.narrow import add_products, arguments, bytes_together, packed, span_bytes, step_columns, step_scales
@@ -25,13 +25,6 @@ def _load_bytes(pointers, ok, at, end, rb, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers + at)
     return tl.load(pointers + at, mask=ok[:, None] & (at + rb < end)[None, :], other=0)
-
-
-@jit
-def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(pointers + k)
-    return tl.load(pointers + k, mask=(k + rk < k_end)[:, None], other=0.0)
 
 
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
@@ -115,8 +108,8 @@ def _narrow_kernel(
             else:
                 column = k + part * WIDTH
             raw = _load_bytes(weights, row_ok, k // PACK + part * WIDTH, end, rb, EVEN)
-            x = _load_rows(rows, column, k_end, rb, EVEN)
-            high_x = _load_rows(rows, column + 64, k_end, rb, EVEN) if FOUR else x
+            x = load_rows(rows, column, k_end, rb, EVEN)
+            high_x = load_rows(rows, column + 64, k_end, rb, EVEN) if FOUR else x
             acc = add_products(
                 acc, raw, x, high_x, s[part * APART], s[part * APART + HALVES - 1], z[part * APART],
                 z[part * APART + HALVES - 1], KIND, GROUP, ZEROS, DTYPE, ASM, BYTES,

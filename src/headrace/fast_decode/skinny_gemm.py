@@ -61,7 +61,7 @@ def _load_weights(pointers, ok, k, k_end, rk, EVEN: tl.constexpr):
 
 
 @jit
-def _load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
+def load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(pointers + k)
     return tl.load(pointers + k, mask=(k + rk < k_end)[:, None], other=0.0)
@@ -108,7 +108,7 @@ def _skinny_kernel(
             gdc_launch_dependents()
     xs = ()  # all of them are asked for before the first is used: a product's barrier would stop later loads
     for i in tl.static_range(PREFETCH):
-        xs = xs + (_load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
+        xs = xs + (load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
     # what the epilogue reads is asked for now, where it is small: behind the sums' barriers its latency would show
     if SUMSQ_BLOCK > 0:
         rs = tl.arange(0, SUMSQ_BLOCK)
@@ -127,7 +127,7 @@ def _skinny_kernel(
     if LOOP:
         for k in range(k_start + PREFETCH * BLOCK_K, k_end, BLOCK_K):
             w = _load_weights(weights, column_ok, k, k_end, rk, EVEN)
-            x = _load_rows(rows, k, k_end, rk, EVEN)
+            x = load_rows(rows, k, k_end, rk, EVEN)
             acc = tl.dot(w, x, acc, input_precision="ieee")
             if MODE == "glu":
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
