@@ -43,7 +43,8 @@ from headrace.fast_decode.tiles import ROW_STEPS, SHIPPED, Kinds, StepTiles, til
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decoder import Decoder, DecoderWeights, LayerWeights
+from headrace.model.decoder import Decoder
+from headrace.model.decoder_weights import DecoderWeights, LayerWeights
 from headrace.model.narrow import quantized
 from headrace.model.shard import Shard
 from headrace.model.weight import Weight, dequantized, smallest

@@ -22,16 +22,16 @@ scheduler/request.py  scheduler/plan.py  scheduler/config.py  scheduler/schedule
 scheduler/decode_batch.py  scheduler/admission.py
 cache/block_pool.py  cache/radix_tree.py  cache/kv_cache.py
 worker/model_runner.py  worker/batch_state.py  worker/staging.py
-model/config.py  model/batch.py  model/forward.py  model/attention.py  model/decoder.py  model/linear.py  model/mlp.py
-attention/torch_backend.py
+model/config.py  model/batch.py  model/forward.py  model/attention.py  model/decoder.py  model/mixer.py  model/linear.py
+model/mlp.py  attention/torch_backend.py
 worker/sampling.py  sampling/sampler.py  sampling/philox.py
 text/stream.py  text/detokenizer.py  text/output.py
 """
 
 SETUP = """
 config.py  engine/build.py  engine/forwards.py  engine/options.py
-model/checkpoint.py  model/hf_config.py  model/families.py  model/weight_names.py  model/loader.py  model/streaming.py
-model/rope.py  worker/memory_plan.py  attention/select.py
+model/checkpoint.py  model/hf_config.py  model/families.py  model/weight_names.py  model/decoder_weights.py
+model/loader.py  model/streaming.py  model/rope.py  worker/memory_plan.py  attention/select.py
 """
 
 CHAT = """

@@ -12,7 +12,7 @@ from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decoder import MATRICES, DecoderWeights, LayerWeights
+from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
 from headrace.model.weight import Weight
 from narrow_cases import narrow
 

@@ -15,7 +15,8 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.linear import make_linear
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import headrace.native
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.rope import rope_tables
 from model_harness import Sequences
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.linear import Linear, MatrixLinear, make_linear
 from headrace.model.vocabulary import embed

@@ -10,7 +10,7 @@ import torch
 from headrace import LLM
 from headrace.config import EngineConfig
 from headrace.model.checkpoint import resolve_checkpoint
-from headrace.model.decoder import MATRICES
+from headrace.model.decoder_weights import MATRICES
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.model.narrow import quantized

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import weight_plan
 from native_harness import NativeSequences, libraries
 

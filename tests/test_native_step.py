@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.model.config import ModelConfig, RopeConfig
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import weight_plan
 from model_harness import Sequences, load_tiny
 from native_harness import NativeSequences, libraries

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import loader_files as files
 from headrace import LLM, SamplingParams
-from headrace.cache.kv_cache import KVCache
+from headrace.cache.kv_cache import KVCache, LayerShape
 from headrace.config import EngineConfig
 from headrace.engine import forwards
 from headrace.engine.build import build_engine, resolve
@@ -196,7 +196,7 @@ def test_more_threads_than_cores_are_refused(tiny):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_cache_is_as_large_as_the_step_takes_it_to_be(dtype):
-    shape = SimpleNamespace(num_layers=2, num_kv_heads=3, head_dim=24)
+    shape = SimpleNamespace(kv_shapes=(LayerShape(3, 24, 24),) * 2)
     cache = KVCache(shape, 5, 32, dtype, CPU)
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "INT8"}[dtype]
     block = _step.block_bytes(_step.CacheFormat[name], 32, 3, 24)

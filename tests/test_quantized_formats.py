@@ -20,7 +20,7 @@ from headrace import LLM, SamplingParams
 from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, ParameterError
 from headrace.model.checkpoint import resolve_checkpoint
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.loader import load_model

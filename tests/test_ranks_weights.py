@@ -14,7 +14,7 @@ from torch import Tensor
 import loader_files as files
 from headrace.config import EngineConfig
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.gguf import read_gguf
 from headrace.model.loader import load_model, load_tensors

@@ -49,7 +49,7 @@ class SceneRoutes:
             "speculative_method": config.speculative_method, "structured_output": engine.supports_structured,
             "kill_core": self._kill_core is not None,
             "num_blocks": None if info is None else info.num_blocks, "block_size": None if info is None else info.block_size,
-            "kv_token_bytes": 4 * model.num_layers * model.num_kv_heads * model.head_dim,  # keys and values of 16 bits
+            "kv_token_bytes": 2 * sum(of.heads * (of.k_dim + of.v_dim) for of in model.kv_shapes),  # of 16 bits
             "budget": config.max_num_batched_tokens or (16384 if info is not None and info.device.startswith("cuda") else 2048),
             "counters": {
                 "steps": stats.steps, "preemptions": stats.preemptions, "drafts": stats.drafts,

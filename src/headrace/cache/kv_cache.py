@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,17 +11,19 @@ from headrace.cache import fp8
 from headrace.cache.memory import zeros
 
 
+class LayerShape(NamedTuple):
+    """What a layer keeps of a token; 0 heads: nothing (it reads another layer's, or has no attention)."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+
+
 class CacheShape(Protocol):
     """What a model's cache follows from; a ModelConfig has it."""
 
     @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
+    def kv_shapes(self) -> tuple[LayerShape, ...]: ...
 
 
 SCALE_BYTES = 4  # of the scale that the numbers of one head at one position share in int8 and FP8
@@ -36,13 +38,13 @@ class KVCache:
 
     def __init__(self, shape: CacheShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device):
         self.num_blocks, self.block_size = num_blocks, block_size
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim + (SCALE_BYTES if dtype == torch.int8 else 0))
-        self.k = [zeros(size, dtype, device) for _ in range(shape.num_layers)]
-        self.v = [zeros(size, dtype, device) for _ in range(shape.num_layers)]
-        self.scales: list[fp8.Scales] = [(None, None)] * shape.num_layers
+        extra, place = SCALE_BYTES if dtype == torch.int8 else 0, (dtype, device)
+        self.k = [zeros((num_blocks, block_size, heads, k + extra), *place) for heads, k, _ in shape.kv_shapes]
+        self.v = [zeros((num_blocks, block_size, heads, v + extra), *place) for heads, _, v in shape.kv_shapes]
+        self.scales: list[fp8.Scales] = [(None, None)] * len(self.k)
         if dtype == fp8.DTYPE:
-            pair = (num_blocks, shape.num_kv_heads, block_size), torch.float32, device
-            self.scales = [(zeros(*pair), zeros(*pair)) for _ in range(shape.num_layers)]
+            one = [((num_blocks, of.heads, block_size), torch.float32, device) for of in shape.kv_shapes]
+            self.scales = [(zeros(*size), zeros(*size)) for size in one]
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at slot_mapping [T] (no padding rows: the torch path never pads)."""
@@ -54,5 +56,5 @@ class KVCache:
 
     @staticmethod
     def bytes_per_block(shape: CacheShape, block_size: int, dtype: torch.dtype) -> int:
-        head = shape.head_dim * dtype.itemsize + (SCALE_BYTES if dtype.itemsize == 1 else 0)
-        return 2 * shape.num_layers * block_size * shape.num_kv_heads * head
+        scale = SCALE_BYTES if dtype.itemsize == 1 else 0
+        return block_size * sum(n * ((k + v) * dtype.itemsize + 2 * scale) for n, k, v in shape.kv_shapes)

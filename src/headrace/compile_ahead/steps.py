@@ -28,7 +28,8 @@ from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.tables import Float, Int, SlotTables
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.linear import Linear, NarrowLinear, Reduce, make_linear
 from headrace.model.weight import Weight
 from headrace.sampling.params import GREEDY_EPS
@@ -187,10 +188,10 @@ def _linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = 
 
 def _cache(model: ModelConfig, block_size: int, dtype: torch.dtype) -> Any:
     """A KVCache without data."""
-    shape = (BLOCKS, block_size, model.num_kv_heads, model.head_dim)
-    each = [empty(*shape, dtype=dtype) for _ in range(model.num_layers)]
-    scales: fp8.Scales = (None, None)
+    shapes = model.kv_shapes
+    k = [empty(BLOCKS, block_size, of.heads, of.k_dim, dtype=dtype) for of in shapes]
+    v = [empty(BLOCKS, block_size, of.heads, of.v_dim, dtype=dtype) for of in shapes]
+    scales: list[fp8.Scales] = [(None, None)] * len(shapes)
     if dtype == fp8.DTYPE:
-        one = empty(BLOCKS, model.num_kv_heads, block_size, dtype=torch.float32)
-        scales = (one, one)
-    return SimpleNamespace(k=each, v=each, scales=[scales] * model.num_layers)
+        scales = [(empty(BLOCKS, of.heads, block_size, dtype=torch.float32),) * 2 for of in shapes]
+    return SimpleNamespace(k=k, v=v, scales=scales)

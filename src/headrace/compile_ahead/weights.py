@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import MATRICES, DecoderWeights
+from headrace.model.decoder_weights import MATRICES, DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.loader import with_quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources

@@ -13,7 +13,8 @@ from headrace.engine.options import refuse_native_options
 from headrace.errors import ParameterError
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.forward import Forward
 from headrace.model.loader import load_model
 from headrace.model.narrow_loader import formats_of

@@ -94,8 +94,8 @@ def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
     elif config.kv_cache_dtype == "fp8":
         item = 1
     block_size = config.block_size or (16 if on_cpu else 64)
-    kv_size = Shard(0, ranks).config(model).kv_size
-    blocks = config.kv_cache_bytes // (2 * model.num_layers * kv_size * item * block_size)
+    numbers = sum(of.heads * (of.k_dim + of.v_dim) for of in Shard(0, ranks).config(model).kv_shapes)
+    blocks = config.kv_cache_bytes // (numbers * item * block_size)
     if blocks * block_size < (config.max_model_len or 1):
         raise CapacityError(
             f"kv_cache_bytes = {config.kv_cache_bytes} holds {blocks * block_size} tokens, in blocks of {block_size}, which "

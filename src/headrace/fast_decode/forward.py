@@ -31,7 +31,8 @@ from headrace.kernels.split import SplitSpace, num_slots
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import MATRICES, Decoder, DecoderWeights, LayerWeights
+from headrace.model.decoder import Decoder
+from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear
 from headrace.model.mlp import Mlp

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from headrace.cache.kv_cache import LayerShape
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -74,6 +76,11 @@ class ModelConfig:
     def rope_of(self, layer: int) -> RopeConfig:
         rope = self.rope_local if self.rope_local is not None and self.window(layer) else self.rope
         return rope if not self.rope_layers or self.rope_layers[layer] else replace(rope, kind="none")
+
+    @property
+    def kv_shapes(self) -> tuple[LayerShape, ...]:
+        """What the KV cache keeps of a token, by layer."""
+        return (LayerShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     @property
     def q_size(self) -> int:

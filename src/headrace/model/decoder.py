@@ -2,90 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.launch import on_gpu
-from headrace.kernels.qkv import qkv_rope_write, rotation_rows
+from headrace.kernels.qkv import rotation_rows
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
-from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.config import ModelConfig
+from headrace.model.decoder_weights import DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear, Reduce, make_linear
+from headrace.model.mixer import Mixer, Pass, SelfAttention
 from headrace.model.mlp import DenseMlp, Mlp
 from headrace.model.ranks import NormedQkv, VocabPart
-from headrace.model.rare import add_norm, before_rotation, norm, scaling_queries
+from headrace.model.rare import add_norm, norm, scaled_logits, scaling_queries
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.vocabulary import TokenlessIds, embed
 from headrace.model.weight import Weight
 from headrace.sampling.sampler import Choose
-
-MATRICES = ("qkv", "o", "gate_up", "down")  # of LayerWeights
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One layer; the field names are the last part of WeightSpec.target. Matrices are [out, in], fused along out."""
-
-    qkv: Weight  # [q + 2 kv, H]
-    o: Weight  # [H, q]
-    gate_up: Weight  # [2 I, H]; [I, H] without a gate
-    down: Weight  # [H, I]
-    input_norm: Tensor | None = None  # [H], or [2 H] of LayerNorm, before attention (pre, sandwich)
-    post_attn_norm: Tensor | None = None  # [H], on attention's output (post, sandwich)
-    mlp_norm: Tensor | None = None  # [H], before the feed-forward part (pre, sandwich)
-    post_mlp_norm: Tensor | None = None  # [H], on the feed-forward part's output (post, sandwich)
-    q_norm: Tensor | None = None  # [head_dim] or [q]
-    k_norm: Tensor | None = None  # [head_dim] or [kv]
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-
-
-@dataclass(slots=True)
-class DecoderWeights:
-    """All weights; `lm_head` holds `embedding` itself where they are tied.
-
-    `norm_offset` is what remains to be added to every norm weight: the family's offset, or 0 where the loader added it.
-    """
-
-    embedding: Tensor  # [V, H]
-    layers: list[LayerWeights]
-    final_norm: Tensor  # [H]
-    lm_head: Weight  # [V, H]
-    norm_offset: float = 0.0
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Any], config: ModelConfig) -> DecoderWeights:
-        """From {WeightSpec.target: tensor}, or weight that is narrow; without "lm_head" the embedding is used."""
-        layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
-        for target, tensor in tensors.items():
-            if target.startswith("layers."):
-                _, index, name = target.split(".")
-                layers[int(index)][name] = Weight.of(tensor) if name in MATRICES else tensor
-        return cls(
-            embedding=tensors["embedding"],
-            layers=[LayerWeights(**layer) for layer in layers],
-            final_norm=tensors["final_norm"],
-            lm_head=Weight.of(tensors.get("lm_head", tensors["embedding"])),
-            norm_offset=config.norm_offset,
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all distinct tensors."""
-        held = [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
-        tensors = [self.embedding, self.final_norm, *self.lm_head.tensors]
-        for value in held:
-            tensors += value.tensors if isinstance(value, Weight) else [] if value is None else [value]
-        return sum({t.data_ptr(): t.numel() * t.itemsize for t in tensors}.values())
 
 
 def row_elements(model: ModelConfig) -> int:
@@ -99,18 +38,18 @@ MakeLinear = Callable[[Weight, Tensor | None, Reduce | None], Linear]
 class _Layer:
     """A layer's weights in the form that they are run in."""
 
-    def __init__(self, w: LayerWeights, config: ModelConfig, make: MakeLinear, group: Group | None, offset: float):
+    def __init__(self, w: LayerWeights, config: ModelConfig, index: int, make: MakeLinear, group: Group | None, offset: float):
         reduce = None if group is None else group.sum
-        self.qkv, self.o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
+        qkv, o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
         gate_up, down = make(w.gate_up, w.gate_up_bias, None), make(w.down, w.down_bias, reduce)
-        self.workspace_bytes = max(linear.workspace_bytes for linear in (self.qkv, self.o, gate_up, down))
+        self.workspace_bytes = max(linear.workspace_bytes for linear in (qkv, o, gate_up, down))
+        q_norm, k_norm = w.q_norm, w.k_norm
+        if group is not None and q_norm is not None and k_norm is not None and config.qk_norm == "full":
+            qkv, q_norm, k_norm = NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
+        self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset)
         self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
-        self.q_norm, self.k_norm = before_rotation(config, w.q_norm), before_rotation(config, w.k_norm)
-        if group is not None and w.q_norm is not None and w.k_norm is not None and config.qk_norm == "full":
-            self.qkv = NormedQkv(self.qkv, w.q_norm, w.k_norm, config, group, offset)
-            self.q_norm = self.k_norm = None
 
 
 class Decoder:
@@ -131,16 +70,15 @@ class Decoder:
         self.config, self.vocab_size = config, config.vocab_size
         self.dtype = self.cache_dtype = weights.embedding.dtype
         self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
-        self.layers = [_Layer(layer, config, make, group, weights.norm_offset) for layer in weights.layers]
+        self.layers = [_Layer(w, config, i, make, group, weights.norm_offset) for i, w in enumerate(weights.layers)]
         self.lm_head = make(weights.lm_head, None, None)
         # rounded to the weights' dtype, as the models were trained
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.embedding.dtype).item()
         device, length = self.embedding.device, max_model_len or config.max_position
         self.attention = scaling_queries(attention, config, weights.layers, length, device)
         self.vocab = None if group is None else VocabPart(group, config.vocab_size, device)
-        kinds: list[RopeConfig] = [config.rope_of(layer) for layer in range(config.num_layers)]
-        self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(kinds)}
-        self.layer_rope = kinds
+        kinds = dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))
+        self.rope = {kind: rope_tables(kind, length, device) for kind in kinds}
         self.tokenless: TokenlessIds | None = None
         self.hidden_state_hook: HiddenStateHook | None = None
         self.choose: Choose | None = None
@@ -170,35 +108,24 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """From what the first layer reads, and the residual stream (which may be changed in place), both [T, any], to the
         hidden states after the final norm and the residual stream before it [T or R, H]."""
-        config, layers = self.config, self.layers
+        layers = self.layers
         self.attention.begin(batch, kv)
-        positions: Tensor | None = batch.positions
-        tables = self.rope
-        if positions is not None and not on_gpu(positions):  # no fused kernel: gather once for all layers
-            tables = {kind: rotation_rows(*table, positions) for kind, table in tables.items()}
-            positions = None
+        shared, positions = Pass(batch, kv, self.attention, batch.positions, self.rope), batch.positions
+        if not on_gpu(positions):  # no fused kernel: gather once for all layers
+            shared.tables = {kind: rotation_rows(*table, positions) for kind, table in self.rope.items()}
+            shared.positions = None
         for index, layer in enumerate(layers):
             if self.hidden_state_hook is not None:
                 self.hidden_state_hook(index, residual, batch)
             last = wanted if index + 1 == len(layers) else None
             if last is not None:  # before keys and values are written: `keeps_own` is for the attention of these rows
                 self.attention.begin(last.batch, kv)
-            cos, sin = tables[self.layer_rope[index]]
-            q, own = qkv_rope_write(
-                layer.qkv(normed), positions, cos, sin, kv, index, batch.slot_mapping,
-                num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
-                keep=self.attention.keeps_own,
-            )  # fmt: skip
+            attended = layer.mixer(normed, shared, last)
             if last is not None:
-                batch, q, residual = last.batch, q[last.index], residual[last.index]
-                if not batch.num_rows:
+                residual = residual[last.index]
+                if not last.batch.num_rows:
                     return residual, residual
-            attended = self.attention.attend(
-                q, index, kv, batch,
-                scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, own=own,
-            )  # fmt: skip
-            normed, residual = self._add(layer.o, attended, residual, layer.post_attn_norm, layer.mlp_norm)
+            normed, residual = self._add(layer.mixer.out, attended, residual, layer.post_attn_norm, layer.mlp_norm)
             following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
             normed, residual = self._add(layer.mlp, normed, residual, layer.post_mlp_norm, following)
         return normed, residual
@@ -241,14 +168,7 @@ class Decoder:
             logits = self.lm_head.into(out, hidden)
         else:
             logits = self.lm_head(hidden)
-        if not logits.is_cuda:
-            logits = logits.float()
-        if self.config.logit_scale != 1.0:
-            logits = logits.mul_(self.config.logit_scale)
-        if self.config.logit_softcap:
-            cap = self.config.logit_softcap
-            logits = logits.div_(cap).tanh_().mul_(cap)
-        return self.masked(logits)
+        return self.masked(scaled_logits(logits if logits.is_cuda else logits.float(), self.config))
 
     def masked(self, logits: Tensor) -> Tensor:
         """`logits`, -inf, in place, where no token is."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.errors import CheckpointError
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import DecoderWeights
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.quantized import quantization_of
@@ -151,7 +151,7 @@ def random_tensors(
         if (spec.optional and tied) or (part := parts.get(spec.target)) is None:
             continue
         centre = 1.0 - config.norm_offset if "norm" in spec.target else 0.0
-        tensor = torch.empty(spec.shape, dtype=dtype, device=device)
+        tensor = torch.empty(spec.shape, dtype=torch.float32 if spec.exact else dtype, device=device)
         yield spec.target, taken(tensor.normal_(centre, 0.02, generator=generator.manual_seed(i)), spec, part)
 
 
@@ -168,7 +168,7 @@ def random_weights(
     for target, tensor in random_tensors(source, config, plan, dtype, device):
         if (part := parts.get(target)) is None:
             continue
-        if len(part.shape) == 2 and target not in ("embedding", "lm_head"):
+        if len(part.shape) == 2 and not part.exact and target not in ("embedding", "lm_head"):
             weight = part_of(fitted(quantized(tensor, made)), specs[target], part, dtype)
             yield target, compact(weight, part.shape[0]) if keep else dequantized(weight, dtype)
         else:
@@ -181,7 +181,8 @@ def load_tensors(
     """{target: tensor} of a plan that `entries` fill."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    tensors = {spec.target: torch.empty(spec.shape, dtype=dtype, device=device) for spec in plan}
+    dtypes = {spec.target: torch.float32 if spec.exact else dtype for spec in plan}
+    tensors = {spec.target: torch.empty(spec.shape, dtype=dtypes[spec.target], device=device) for spec in plan}
     for spec in plan:  # rows that stand for nothing
         tensors[spec.target][sum(len(part.rows) for part in spec.reads) :] = 0
     limit, num_workers = (_CPU_CHUNK, min(torch.get_num_threads(), 8)) if device.type == "cpu" else (_DEVICE_CHUNK, 4)

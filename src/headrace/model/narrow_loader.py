@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import CheckpointError
-from headrace.model.decoder import MATRICES, DecoderWeights
+from headrace.model.decoder_weights import MATRICES, DecoderWeights
 from headrace.model.formats.quantized_gguf import gguf_source
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
@@ -45,7 +45,7 @@ def narrow_sources(
     for spec in plan:
         for name, _ in spec.sources:
             entry = found[name]
-            if len(spec.shape) != 2 or isinstance(entry, MatrixSource):
+            if len(spec.shape) != 2 or spec.exact or isinstance(entry, MatrixSource):
                 continue
             if keep and spec.target != "embedding" and (source := gguf_source(entry)) is not None:
                 found[name] = source
@@ -179,7 +179,9 @@ class _ToWeights(DeviceWorker):
 def formats_of(weights: DecoderWeights) -> str:
     """In what the layers' matrices and the head are held, those of most numbers first."""
     sizes: Counter[str] = Counter()
-    for weight in [weights.lm_head, *(getattr(layer, name) for layer in weights.layers for name in MATRICES)]:
+    held = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
+    held += [w for layer in weights.layers for w in layer.more.values() if isinstance(w, Weight)]
+    for weight in [weights.lm_head, *(w for w in held if w.data.numel())]:
         format_ = str(weight.data.dtype).removeprefix("torch.") if weight.kind == "float" else weight.kind
         sizes[format_] += weight.shape[0] * weight.shape[1]
     return ", ".join(format_ for format_, _ in sizes.most_common())

@@ -61,6 +61,15 @@ def add_norm(
     return norm(residual, weight, eps, offset), residual
 
 
+def scaled_logits(logits: Tensor, config: ModelConfig) -> Tensor:
+    """`logits`, changed in place: scaled (Granite), bent by a soft cap (Gemma)."""
+    if config.logit_scale != 1.0:
+        logits = logits.mul_(config.logit_scale)
+    if config.logit_softcap:
+        logits = logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
+    return logits
+
+
 def before_rotation(config: ModelConfig, weight: Tensor | None) -> Tensor | None:
     """What a head is normed with before it is rotated. A rotation keeps lengths: of a norm after it only the weights have to
     wait (see `scaling_queries`)."""

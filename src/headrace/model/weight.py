@@ -40,6 +40,11 @@ class Weight:
     scale_rows: int = 1  # or 128: FP8 in blocks
 
     @classmethod
+    def nothing(cls) -> Weight:
+        """Where a layer has no such matrix."""
+        return cls(torch.empty(0, 0))
+
+    @classmethod
     def of(cls, matrix: Tensor | Weight) -> Weight:
         return matrix if isinstance(matrix, Weight) else cls(matrix)
 

@@ -67,6 +67,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     sources: tuple[tuple[str, int], ...]
     optional: bool = False
+    exact: bool = False  # held in float32, whatever the model's dtype, and never narrow
     slices: tuple[Slice, ...] | None = None
 
     @property
@@ -79,9 +80,8 @@ def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> l
     """Every weight of the model in the order of its use; `names` is one of the maps above."""
     vocab, hidden = config.vocab_size, config.hidden_size
     plan = [WeightSpec("embedding", (vocab, hidden), (("model.embed_tokens.weight", vocab),))]
-    shapes = _layer_shapes(config)
     for layer in range(config.num_layers):
-        for name, (rows, columns) in shapes.items():
+        for name, (rows, columns) in _layer_shapes(config).items():
             if name in _NORMS:
                 plan.append(_norm(f"layers.{layer}.{name}", f"model.layers.{layer}.{names[name][0]}", config))
                 continue

@@ -28,7 +28,8 @@ from headrace.kernels.norm import rms_norm
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, DecoderWeights
+from headrace.model.decoder import Decoder
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.linear import make_linear
 from headrace.model.loader import filled_plan, load_tensors
