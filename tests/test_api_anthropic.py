@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import anthropic
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.anthropic_input import MessagesRequest, conversation
-from server_driver import LOOP, MODEL, Api
+from server_driver import LOOP, MODEL, Api, serving
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -259,3 +260,22 @@ def test_halves_of_surrogate_pairs_in_arguments():
     call = r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d", "b": [1e999, "\ud83d\ude00"]}}</tool_call>'
     answer = make(call).ok(PATH, {**BASE, "tools": [TOOL]})
     assert answer["content"][0]["input"] == {"a": "\ufffd", "b": [None, "😀"]}
+
+
+async def test_a_long_silence_is_filled_with_pings():
+    """Its clients count events: the message has begun before the first token is there."""
+    engine = FakeEngine(script=lambda ids, params: "ok", bursts=1)
+    engine.gate.clear()
+    async with serving(engine, keep_alive_interval=0.02) as server:
+        reader, writer = await server.connect(PATH, {**BASE, "stream": True})
+        data = b""
+        while data.count(b"event: ping") < 3:
+            data += await asyncio.wait_for(reader.read(2**16), 5)
+        engine.gate.set()
+        while not data.endswith(b"0\r\n\r\n"):
+            data += await asyncio.wait_for(reader.read(2**16), 5)
+        writer.close()
+    lines = [line for line in data.decode().splitlines() if line.startswith(("data: ", ":"))]
+    kinds = [json.loads(line[6:])["type"] for line in lines]
+    assert kinds[:3] == ["message_start", "ping", "ping"] and kinds.count("message_start") == 1
+    assert kinds[-1] == "message_stop" and "content_block_delta" in kinds

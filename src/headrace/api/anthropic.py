@@ -114,16 +114,23 @@ class MessagesAnswer(Answer):
         found = self.reader.push(delta.text)
         if delta.finish_reason is not None:
             found += self.reader.finish()
-        out: list[bytes] = []
-        if not self.begun:
-            self.begun = True
-            out.append(self._say("message_start", message=self._message([])))
+        out = self._start()
         for piece in found:
             out += self._take(piece)
         if delta.finish_reason is not None:
             out += self._close()
             self._ended(delta)
         return b"".join(out) if self.streaming else b""
+
+    def _start(self) -> list[bytes]:
+        if self.begun:
+            return []
+        self.begun = True
+        return [self._say("message_start", message=self._message([])), self._say("ping")]
+
+    def silence(self) -> bytes:
+        """An event: its clients wait for one, and the first tells them that the request was taken."""
+        return b"".join(self._start()) or self._say("ping")
 
     def _ended(self, delta: Delta) -> None:
         reason = str(delta.finish_reason)
