@@ -30,8 +30,8 @@ text/stream.py  text/detokenizer.py  text/output.py
 
 SETUP = """
 config.py  engine/build.py  engine/forwards.py  engine/options.py
-model/checkpoint.py  model/hf_config.py  model/families.py  model/weight_names.py  model/decoder_weights.py
-model/loader.py  model/streaming.py  model/rope.py  worker/memory_plan.py  attention/select.py
+model/checkpoint.py  model/hf_config.py  model/family.py  model/families.py  model/weight_names.py
+model/decoder_weights.py  model/loader.py  model/streaming.py  model/rope.py  worker/memory_plan.py  attention/select.py
 """
 
 CHAT = """

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.cache.kv_cache import LayerShape
+from headrace.model.experts_config import ExpertsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
+    experts: ExpertsConfig | None = None  # instead of an MLP, in all layers or some
     gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none

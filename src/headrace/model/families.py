@@ -8,13 +8,14 @@ tests/test_model_families.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import CheckpointError
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.family import Family, biases, every_layer, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.hf_config import HfConfig
 from headrace.model.text_part import WRAPPERS, text_config
@@ -23,7 +24,6 @@ from headrace.model.weight_names import (
     GLM_NAMES,
     HUNYUAN_NAMES,
     POST_NORM_NAMES,
-    PRE_NORM_NAMES,
     SANDWICH_NORM_NAMES,
     STARCODER_NAMES,
     UNGATED_NAMES,
@@ -32,33 +32,17 @@ from headrace.model.weight_names import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """`switches` gives the ModelConfig fields in which the family differs from plain Llama; `defaults` what its config
-    means where it is silent and that is not what Llama means."""
-
-    architectures: tuple[str, ...]
-    switches: Callable[[HfConfig], dict[str, Any]] = lambda c: {}
-    weight_names: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PRE_NORM_NAMES)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _biases(c: HfConfig) -> dict[str, Any]:
-    bias = c.flag("attention_bias")
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": c.flag("mlp_bias")}
-
-
 def _mistral(c: HfConfig) -> dict[str, Any]:
-    return {"windows": _every_layer(c, c.count("sliding_window", 0))}
+    return {"windows": every_layer(c, c.count("sliding_window", 0))}
 
 
 def _qwen2(c: HfConfig) -> dict[str, Any]:
-    return {"qkv_bias": True, "windows": _qwen_windows(c)}
+    return {"qkv_bias": True, "windows": qwen_windows(c)}
 
 
 def _qwen3(c: HfConfig) -> dict[str, Any]:
     bias = c.flag("attention_bias")
-    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "windows": _qwen_windows(c)}
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "windows": qwen_windows(c)}
 
 
 def _olmo2(c: HfConfig) -> dict[str, Any]:
@@ -69,8 +53,8 @@ def _olmo2(c: HfConfig) -> dict[str, Any]:
 def _olmo3(c: HfConfig) -> dict[str, Any]:
     return {
         **_olmo2(c),
-        "windows": _typed_windows(c, lambda layer: (layer + 1) % 4 != 0),
-        "rope_local": _rope_local(c, c.number("rope_theta", 500_000.0)),
+        "windows": typed_windows(c, lambda layer: (layer + 1) % 4 != 0),
+        "rope_local": rope_local(c, c.number("rope_theta", 500_000.0)),
     }
 
 
@@ -83,12 +67,12 @@ def _smollm3(c: HfConfig) -> dict[str, Any]:
         raise CheckpointError(f"config.json: no_rope_layers is {rotated!r}, wanted {layers} times 0 or 1")
     rope_layers = tuple(map(bool, rotated[:layers]))
     windowed = c.flag("use_sliding_window")
-    windows = _typed_windows(c, lambda layer: windowed and not rope_layers[layer])
-    return {**_biases(c), "rope_layers": rope_layers, "windows": windows}
+    windows = typed_windows(c, lambda layer: windowed and not rope_layers[layer])
+    return {**biases(c), "rope_layers": rope_layers, "windows": windows}
 
 
 def _exaone4(c: HfConfig) -> dict[str, Any]:
-    windows = _typed_windows(c, lambda layer: (layer + 1) % c.count("sliding_window_pattern", 4) != 0)
+    windows = typed_windows(c, lambda layer: (layer + 1) % c.count("sliding_window_pattern", 4) != 0)
     # with a window in the config, the layers without one have no rotary embedding
     rope_layers = tuple(map(bool, windows or (0,) * c.num_layers())) if c.count("sliding_window", 0) else ()
     return {"norm_place": "post", "qk_norm": "head", "windows": windows, "rope_layers": rope_layers}
@@ -140,12 +124,12 @@ def _starcoder2(c: HfConfig) -> dict[str, Any]:
 
 
 def _nemotron(c: HfConfig) -> dict[str, Any]:
-    return {**_biases(c), "norm": "layer", "norm_offset": 1.0, "norm_eps": c.number("norm_eps", 1e-5), "gated": False}
+    return {**biases(c), "norm": "layer", "norm_offset": 1.0, "norm_eps": c.number("norm_eps", 1e-5), "gated": False}
 
 
 def _granite(c: HfConfig) -> dict[str, Any]:
     return {
-        **_biases(c),
+        **biases(c),
         "attn_scale": c.number("attention_multiplier", 1.0),
         "embed_scale": c.number("embedding_multiplier", 1.0),
         "residual_scale": c.number("residual_multiplier", 1.0),
@@ -170,7 +154,7 @@ def _gemma(c: HfConfig) -> dict[str, Any]:
 def _gemma2(c: HfConfig) -> dict[str, Any]:
     return {
         **_gemma(c),
-        "windows": _typed_windows(c, lambda layer: layer % 2 == 0),
+        "windows": typed_windows(c, lambda layer: layer % 2 == 0),
         "attn_softcap": c.number("attn_logit_softcapping", 50.0 if "attn_logit_softcapping" not in c.raw else 0.0),
         "logit_softcap": c.number("final_logit_softcapping", 30.0 if "final_logit_softcapping" not in c.raw else 0.0),
     }
@@ -183,18 +167,10 @@ def _gemma3(c: HfConfig) -> dict[str, Any]:
     return {
         **_gemma(c),
         "qk_norm": "head",
-        "windows": _typed_windows(c, lambda layer: (layer + 1) % pattern != 0),
+        "windows": typed_windows(c, lambda layer: (layer + 1) % pattern != 0),
         "logit_softcap": c.number("final_logit_softcapping", 0.0),
-        "rope_local": _rope_local(c, c.number("rope_local_base_freq", 10_000.0)),
+        "rope_local": rope_local(c, c.number("rope_local_base_freq", 10_000.0)),
     }
-
-
-def _rope_local(c: HfConfig, theta: float) -> RopeConfig:
-    """Of the layers with a window, in families that have two."""
-    rope = c.raw.get("rope_parameters")
-    if isinstance(rope, dict) and rope and not any(isinstance(value, dict) for value in rope.values()):
-        raise CheckpointError(f"config.json: rope_parameters is {rope!r}, wanted full_attention and sliding_attention in it")
-    return c.rope("sliding_attention", theta)
 
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -207,7 +183,7 @@ _GEMMA_DEFAULTS = {
 }  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({
-    "llama": Family(("LlamaForCausalLM",), _biases),
+    "llama": Family(("LlamaForCausalLM",), biases),
     "mistral": Family(("MistralForCausalLM",), _mistral, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": Family(("Qwen2ForCausalLM",), _qwen2, defaults=_QWEN_DEFAULTS),
     "qwen3": Family(("Qwen3ForCausalLM",), _qwen3, defaults={**_QWEN_DEFAULTS, "head_dim": 128}),
@@ -316,32 +292,6 @@ def _family_of(config: Mapping[str, Any]) -> str:
     known = ", ".join([*(name for family in FAMILIES.values() for name in family.architectures), *WRAPPERS])
     shown = ", ".join(map(str, names)) or f"model_type {config.get('model_type')!r}"
     raise CheckpointError(f"config.json: architecture {shown} is not supported; known: {known}")
-
-
-def _every_layer(c: HfConfig, window: int) -> tuple[int, ...]:
-    return (window,) * c.num_layers() if window else ()
-
-
-def _qwen_windows(c: HfConfig) -> tuple[int, ...]:
-    if not c.flag("use_sliding_window"):
-        return ()
-    first = c.count("max_window_layers", 28)
-    return _typed_windows(c, lambda layer: layer >= first)
-
-
-def _typed_windows(c: HfConfig, sliding: Callable[[int], bool]) -> tuple[int, ...]:
-    """Window of each layer: by the config's `layer_types`, or without them by the family's rule `sliding(layer)`."""
-    layers, window = c.num_layers(), c.count("sliding_window", 0)
-    types = c.raw.get("layer_types")
-    if types is None:
-        types = ["sliding_attention" if sliding(layer) else "full_attention" for layer in range(layers)]
-    known = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
-        raise CheckpointError(
-            f"config.json: layer_types {types!r}: wanted {layers} times sliding_attention or full_attention"
-        )
-    windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    return windows if any(windows) else ()
 
 
 def _max_position(rope: RopeConfig, two_bases: bool) -> int:
