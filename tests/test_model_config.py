@@ -140,6 +140,8 @@ def test_refused_by_name(change, named):
 
 
 def test_gemma_bidirectional_is_refused():
+    with pytest.raises(CheckpointError, match="use_qk_norm"):
+        model_config_from_hf({**MISTRAL, "architectures": ["CohereForCausalLM"], "use_qk_norm": True})
     with pytest.raises(CheckpointError, match="use_bidirectional_attention"):
         model_config_from_hf({**GEMMA3_1B, "use_bidirectional_attention": True})
 
@@ -230,7 +232,7 @@ PAIRS: dict[str, dict[str, list[Any]]] = {  # fields that speak of one thing; ..
         "rope_theta": [..., 777.0], "rope_parameters": [..., None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 999.0}],
     },
 }  # fmt: skip
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2")  # of the others Transformers keeps what it does not use
+WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2")  # of the others Transformers keeps what it does not use
 
 
 def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ VARIANTS = {
     "phi3-window": ("phi3", {"sliding_window": 10}),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": None, "no_rope_layer_interval": 2}),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "cohere-bias": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 TOLERANCE = 1e-4  # of the largest logit

@@ -68,6 +68,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2Config", {"num_attention_heads": 4, "sliding_window": 11}),
     "nemotron": ("NemotronConfig", {"num_attention_heads": 4, "partial_rotary_factor": 0.5}),
+    "cohere": ("CohereConfig", {"num_attention_heads": 4, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2Config", {"num_attention_heads": 4, "logit_scale": 0.3, "sliding_window": 9, "sliding_window_pattern": 2}),
     "granite": (
         "GraniteConfig",
         {
@@ -103,7 +105,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
-RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron")  # of which only the common decoder knows how
+RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2")  # of which only the common decoder knows how
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "

@@ -49,7 +49,7 @@ class ModelConfig:
     rope_layers: tuple[bool, ...] = ()  # per layer, whether it has any; () = all (SmolLM3, EXAONE-4)
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to every norm weight (Gemma: 1)
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "layer", "centred"] = "rms"  # centred: LayerNorm without bias (Cohere)
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # sandwich: before and after each part (Gemma-2/3); post: OLMo-2
     # over one head (Qwen3, Gemma-3), also after its rotation (Hunyuan), or over the whole projection (OLMo-2)
     qk_norm: Literal["none", "head", "rotated", "full"] = "none"
@@ -60,6 +60,7 @@ class ModelConfig:
     mlp_bias: bool = False
     activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
     experts: ExpertsConfig | None = None  # instead of an MLP, in all layers or some
+    parallel: bool = False  # attention and MLP read the same norm and are added together (Cohere)
     gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none

@@ -22,6 +22,7 @@ from headrace.model.ranks import NormedQkv, VocabPart
 from headrace.model.rare import add_norm, norm, scaled_logits, scaling_queries
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
+from headrace.model.side_by_side import Nothing, SideBySide
 from headrace.model.vocabulary import TokenlessIds, embed
 from headrace.model.weight import Weight
 from headrace.sampling.sampler import Choose
@@ -48,6 +49,8 @@ class _Layer:
             qkv, q_norm, k_norm = NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
         self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset)
         self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)
+        if config.parallel:
+            self.mixer, self.mlp = SideBySide(self.mixer, self.mlp), Nothing()
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
 

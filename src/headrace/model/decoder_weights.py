@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headrace.model.config import ModelConfig
@@ -52,6 +53,8 @@ class DecoderWeights:
     def from_tensors(cls, tensors: Mapping[str, Any], config: ModelConfig) -> DecoderWeights:
         """From {WeightSpec.target: tensor}, or weight that is narrow; without "lm_head" the embedding is used."""
         layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+        if config.norm == "centred":  # a LayerNorm whose bias is 0
+            tensors = {n: torch.cat([t, torch.zeros_like(t)]) if n.endswith("_norm") else t for n, t in tensors.items()}
         for target, tensor in tensors.items():
             if target.startswith("layers."):
                 _, index, name = target.split(".")

@@ -127,6 +127,28 @@ def _nemotron(c: HfConfig) -> dict[str, Any]:
     return {**biases(c), "norm": "layer", "norm_offset": 1.0, "norm_eps": c.number("norm_eps", 1e-5), "gated": False}
 
 
+def _cohere(c: HfConfig) -> dict[str, Any]:
+    if c.flag("use_qk_norm"):
+        raise CheckpointError("config.json: use_qk_norm is true: a LayerNorm over each head is not supported")
+    bias = c.flag("attention_bias")
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "norm": "centred",
+        "norm_eps": c.number("layer_norm_eps", 1e-5),
+        "parallel": True,
+        "rope_interleaved": True,
+        "logit_scale": c.number("logit_scale", 0.0625),
+    }
+
+
+def _cohere2(c: HfConfig) -> dict[str, Any]:
+    pattern = c.count("sliding_window_pattern", 4)
+    windows = _typed_windows(c, lambda layer: (layer + 1) % pattern != 0)
+    # layers without a window have no rotary embedding
+    return {**_cohere(c), "windows": windows, "rope_layers": tuple(map(bool, windows or (0,) * c.num_layers()))}
+
+
 def _granite(c: HfConfig) -> dict[str, Any]:
     return {
         **biases(c),
@@ -223,6 +245,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "nemotron": Family(
         ("NemotronForCausalLM",), _nemotron, UNGATED_NAMES, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}
     ),
+    "cohere": Family(("CohereForCausalLM",), _cohere, defaults={"max_position_embeddings": 8192, "rope_theta": 500_000.0}),
+    "cohere2": Family(("Cohere2ForCausalLM",), _cohere2, defaults={"max_position_embeddings": 8192, "sliding_window": 4096}),
     "granite": Family(("GraniteForCausalLM",), _granite),
     "phi3": Family(
         ("Phi3ForCausalLM",), _mistral, FUSED_NAMES,

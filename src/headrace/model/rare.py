@@ -29,7 +29,8 @@ class HeadNorms(Protocol):
 def rare_parts(config: ModelConfig) -> list[str]:
     """What of the model only the common decoder runs, in words."""
     there = {
-        "LayerNorm": config.norm == "layer",
+        "LayerNorm": config.norm != "rms",
+        "attention and MLP side by side": config.parallel,
         "an MLP without gate": not config.gated,
         "a norm after the rotation": config.qk_norm == "rotated",
         "queries scaled by position": config.query_scale is not None,

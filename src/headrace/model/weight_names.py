@@ -120,7 +120,7 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]
         shapes["o_bias"] = ((hidden,), 0)
     if config.norm_place != "pre":
         shapes["post_attn_norm"] = ((hidden,), 0)
-    if config.norm_place != "post":
+    if config.norm_place != "post" and not config.parallel:
         shapes["mlp_norm"] = ((hidden,), 0)
     halves = (inner,) * (1 + config.gated)
     shapes["gate_up"] = (halves, hidden)
