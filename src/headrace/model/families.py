@@ -144,7 +144,7 @@ def _cohere(c: HfConfig) -> dict[str, Any]:
 
 def _cohere2(c: HfConfig) -> dict[str, Any]:
     pattern = c.count("sliding_window_pattern", 4)
-    windows = _typed_windows(c, lambda layer: (layer + 1) % pattern != 0)
+    windows = typed_windows(c, lambda layer: (layer + 1) % pattern != 0)
     # layers without a window have no rotary embedding
     return {**_cohere(c), "windows": windows, "rope_layers": tuple(map(bool, windows or (0,) * c.num_layers()))}
 
