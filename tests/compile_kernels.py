@@ -55,7 +55,7 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtype=torch.bfloat16, window: int = 0,
-              softcap: float = 0.0, tokens: int = 1, tile: VarlenTile | None = None,
+              softcap: float = 0.0, tokens: int = 1, tile: VarlenTile | None = None, sinks: bool = False,
               kind: str = "split", narrow: bool = False) -> Callable[[], None]:  # fmt: skip
     def run() -> None:
         cache = meta(1000, block, kv_heads, head_dim, dtype=fp8.DTYPE if narrow else dtype)
@@ -63,6 +63,7 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
         q = meta(512, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads]
         args = (q, cache, cache, meta(512, heads * head_dim, dtype=dtype), ints(257, 64), ints(32), ints(33), ints(32))
         options = {"scale": 0.1, "window": window, "softcap": softcap, "scales": (scales, scales)}
+        options["sinks"] = meta(heads, dtype=torch.float32) if sinks else None
         if kind == "gather":
             out = meta(4096, kv_heads, head_dim, dtype=dtype)
             gather_kv(cache, cache, out, out, ints(257, 64), ints(32), ints(33), first_seq=2, num_seqs=3, max_context=4096)
@@ -230,6 +231,8 @@ CASES: dict[str, Callable[[], None]] = {
     "varlen head 256 window softcap": attention(8, 4, 256, kind="varlen", window=4096, softcap=50.0),
     "varlen head 64 block 16": attention(9, 3, 64, block=16, kind="varlen"),
     "varlen float32": attention(9, 3, 64, kind="varlen", dtype=torch.float32),
+    "split gpt-oss": attention(64, 8, 64, window=128, sinks=True),
+    "varlen gpt-oss": attention(64, 8, 64, kind="varlen", window=128, sinks=True),
     "gather 8B": attention(32, 8, 128, kind="gather"),
     "rows of a decode step": rows(32),
     "slot tables": slot_tables,
@@ -264,6 +267,7 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "widened 8B in FP8": widened(32, 8, 128),
     "widened head 80 window in FP8": widened(9, 3, 80, block=16, window=1000),
     "varlen head 256 in FP8": attention(8, 4, 256, kind="varlen", narrow=True, window=4096, softcap=50.0),
+    "split gpt-oss in FP8": attention(64, 8, 64, narrow=True, sinks=True),
     "varlen head 24 in FP8": attention(8, 4, 24, kind="varlen", narrow=True),
 }
 

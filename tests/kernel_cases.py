@@ -81,7 +81,9 @@ def in_fp8(case: PagedCase) -> tuple[PagedCase, PagedCase]:
     return replace(case, k_cache=k, v_cache=v, scales=(k_scales, v_scales)), replace(case, **wide)
 
 
-def attention_reference(case: PagedCase, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
+def attention_reference(
+    case: PagedCase, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """Dense attention in float32 (float64 on the CPU), sequence by sequence -> [T, heads * head_dim]; padded rows are 0."""
     wide = torch.float64 if case.q.device.type == "cpu" else torch.float32
     heads, head_dim = case.q.shape[1:]
@@ -102,7 +104,10 @@ def attention_reference(case: PagedCase, scale: float, window: int = 0, softcap:
                 key = torch.arange(c, device=out.device)[None]
                 seen = (key <= position) & ((key > position - window) if window else True)
                 scores = scores.masked_fill(~seen, float("-inf"))
-                out[row + r0 : row + r1] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+                weights = scores.softmax(-1)
+                if sinks is not None:  # the share of what has a value: Z / (Z + exp(sink))
+                    weights = weights * torch.sigmoid(scores.logsumexp(-1) - sinks.to(wide)[:, None])[..., None]
+                out[row + r0 : row + r1] = torch.einsum("hqk,khd->qhd", weights, v)
         row += n
     return out.flatten(1)
 

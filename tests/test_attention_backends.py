@@ -165,7 +165,7 @@ def test_selection_for_a_card(monkeypatch) -> None:
         assert type(backend) is (FlashAttention3 if found else CudnnAttention) and "because" in why
     assert type(pick("triton", (9, 0))[0]) is TritonAttention
     assert type(pick("cudnn", (9, 0))[0]) is CudnnAttention
-    for capability, options in (((8, 0), {}), ((9, 0), {"attn_softcap": 50.0}), ((9, 0), {"windows": (128,)})):
+    for capability, options in (((8, 0), {}), *(((9, 0), o) for o in ({"attn_softcap": 50.0}, {"windows": (128,)}, {"sinks": True}))):
         assert type(pick("auto", capability, **options)[0]) is TritonAttention
         with pytest.raises(ParameterError):
             pick("cudnn", capability, **options)

@@ -73,7 +73,7 @@ class Case:
         backend.begin(self.batch, self.kv)
         return backend.attend(self.q, 0, self.kv, self.batch, **options)
 
-    def expected(self, *, scale: float, window: int, softcap: float) -> Tensor:
+    def expected(self, *, scale: float, window: int, softcap: float, sinks: Tensor | None = None) -> Tensor:
         rows, group = [], self.q.shape[1] // self.keys[0].shape[1]
         for (count, context), k, v in zip(self.shapes, self.keys, self.values, strict=True):
             for position in range(context - count, context):
@@ -84,7 +84,10 @@ class Case:
                 scores = torch.einsum("hd,thd->ht", q, ks) * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
-                rows.append(torch.einsum("ht,thd->hd", scores.softmax(-1), vs).flatten())
+                weights = scores.softmax(-1)
+                if sinks is not None:
+                    weights *= torch.sigmoid(scores.logsumexp(1) - sinks.double())[:, None]
+                rows.append(torch.einsum("ht,thd->hd", weights, vs).flatten())
         return torch.stack(rows).float()
 
 
@@ -95,12 +98,13 @@ shape = st.integers(1, 40).flatmap(lambda context: st.tuples(st.sampled_from([1,
 @given(
     shapes=st.lists(shape.map(lambda s: (min(s), s[1])), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3), group=st.integers(1, 4), block_size=st.sampled_from([1, 3, 4, 16]),
-    window=st.sampled_from([0, 1, 5, 17]), softcap=st.sampled_from([0.0, 2.0]),
+    window=st.sampled_from([0, 1, 5, 17]), softcap=st.sampled_from([0.0, 2.0]), sinks=st.sampled_from([None, -30.0, 0.5, 30.0]),
     scratch=st.sampled_from([1, 3000, 1 << 20]), tile=st.sampled_from([3, 256]), dtype=st.sampled_from([torch.float32, fp8.DTYPE]),
 )  # fmt: skip
-def test_equals_the_definition(shapes, kv_heads, group, block_size, window, softcap, scratch, tile, dtype):
+def test_equals_the_definition(shapes, kv_heads, group, block_size, window, softcap, sinks, scratch, tile, dtype):
     case = Case(shapes, kv_heads, group, block_size, dtype=dtype)
-    options = {"scale": 0.4, "window": window, "softcap": softcap}
+    of_heads = None if sinks is None else sinks + torch.arange(kv_heads * group, dtype=torch.float32)
+    options = {"scale": 0.4, "window": window, "softcap": softcap, "sinks": of_heads}
     got = case.run(TorchAttention(scratch, tile), **options)
     torch.testing.assert_close(got, case.expected(**options), rtol=1e-5, atol=1e-5)
 

@@ -102,23 +102,23 @@ class CudnnAttention(TritonAttention):
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
-        own: KeyValues | None = None,
+        own: KeyValues | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if not self.dense or self.broken or window or softcap or own is None:
-            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        if not self.dense or self.broken or window or softcap or own is None or sinks is not None:
+            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
         try:
             parts = [self._cudnn(part, q, *own, scale) for part in self.dense]
         except RuntimeError as error:  # no plan for this shape on this card, or too old a cuDNN
             logger.warning("cuDNN attention failed, our own kernels take over: %s", error)
             self.broken = True
-            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
         if not self.others and len(parts) == 1:  # the whole batch: no copy
             return parts[0]
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for part, done in zip(self.dense, parts, strict=True):
             out[part.first_row : part.first_row + part.num_seqs * part.rows] = done
         for run in self.others:
-            self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+            self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=None)
         return out
 
     def _cudnn(self, part: Dense, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -176,11 +176,11 @@ class FlashAttention3(TritonAttention):
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
-        own: KeyValues | None = None,
+        own: KeyValues | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         part = self.part
-        if part is None or window or softcap or (self.fresh and own is None):
-            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+        if part is None or window or softcap or sinks is not None or (self.fresh and own is None):
+            return super().attend(q, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self.fresh:
             assert own is not None
@@ -196,7 +196,7 @@ class FlashAttention3(TritonAttention):
         self.forward(*mine[:3], out=mine[3], softmax_scale=scale, is_causal=True, num_splits=1, **self.lengths)
         flat = out.view(q.shape[0], -1)
         if part.first_row:  # the decodes
-            self.launch(self.runs[0], q, flat, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+            self.launch(self.runs[0], q, flat, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=None)
         return flat
 
     def _gather(self, part: Run, layer: int, kv: KVCache, batch: ForwardBatch) -> tuple[Tensor, Tensor]:

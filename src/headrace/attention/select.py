@@ -84,6 +84,8 @@ def _refusal(model: ModelConfig, device: torch.device) -> str:
         return f"the others were measured on sm_90 only, this is sm_{major}{minor}"
     if model.head_dim not in (64, 128, 256):
         return f"the others are built for head_dim 64, 128 and 256, not {model.head_dim}"
+    if model.sinks:
+        return "the model has attention sinks"
     if model.attn_softcap:
         return "the model caps its attention scores"
     if model.windows and all(model.windows):

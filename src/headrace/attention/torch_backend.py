@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.attention.scores import Scoring
 from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.model.attention import AttentionBackend, KeyValues
@@ -52,7 +53,7 @@ class _Prefill:
 
 
 class TorchAttention(AttentionBackend):
-    """`scratch_bytes` bounds each of: gathered keys, gathered values, masks, and the score matrices of a soft cap.
+    """`scratch_bytes` bounds each of: gathered keys, gathered values, masks, and score matrices that are written out.
 
     A single sequence whose context alone is larger than that is gathered whole all the same. `tile_rows`: query rows that
     share one range of keys where a mask is needed.
@@ -70,33 +71,33 @@ class TorchAttention(AttentionBackend):
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
-        own: KeyValues | None = None,
+        own: KeyValues | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See AttentionBackend.attend. `begin` must have been called for this batch."""
-        plan = self._plans.get(window)
+        scoring, plan = Scoring(scale, softcap, sinks), self._plans.get(window)
         if plan is None:
-            plan = self._plans[window] = self._plan(batch, kv, window, q.dtype, softcap)
+            plan = self._plans[window] = self._plan(batch, kv, window, q.dtype, scoring.plain)
         groups, prefills = plan
         rows, heads, dim = q.shape
         keys, values = zip((kv.k[layer], kv.v[layer]), kv.scales[layer], strict=True)
         if len(groups) == 1 and not prefills and isinstance(groups[0].rows, slice):
-            return self._decode(q, groups[0], keys, values, scale, softcap).reshape(rows, heads * dim)
+            return self._decode(q, groups[0], keys, values, scoring).reshape(rows, heads * dim)
         out = q.new_empty(rows, heads, dim)
         for group in groups:
-            out[group.rows] = self._decode(q[group.rows], group, keys, values, scale, softcap)
+            out[group.rows] = self._decode(q[group.rows], group, keys, values, scoring)
         for prefill in prefills:
-            self._prefill(q[prefill.rows], prefill, keys, values, out[prefill.rows], scale, window, softcap)
+            self._prefill(q[prefill.rows], prefill, keys, values, out[prefill.rows], scoring, window)
         return out.view(rows, heads * dim)
 
     # -- what to read: once per forward and window
 
     def _plan(
-        self, batch: ForwardBatch, kv: KVCache, window: int, dtype: torch.dtype, softcap: float
+        self, batch: ForwardBatch, kv: KVCache, window: int, dtype: torch.dtype, plain: bool
     ) -> tuple[list[_Group], list[_Prefill]]:
         tables = batch.block_tables.index_select(0, batch.seq_slots)
         contexts, decodes = batch.context_lens, batch.num_decodes
         lengths = [max(1, min(length, window or length)) for length in contexts[:decodes]]
-        itemsize = 4 if softcap else dtype.itemsize  # the soft cap is computed in float32
+        itemsize = dtype.itemsize if plain else 4  # scores that are written out are in float32
         most = max(1, min(self.scratch_bytes, _GROUP_BYTES) // (kv.k[0].shape[2] * kv.k[0].shape[3] * itemsize))
         groups = []
         for members in _similar(lengths, most):
@@ -140,21 +141,21 @@ class TorchAttention(AttentionBackend):
 
     # -- one layer
 
-    def _decode(self, q: Tensor, group: _Group, keys: _Stored, values: _Stored, scale: float, softcap: float) -> Tensor:
+    def _decode(self, q: Tensor, group: _Group, keys: _Stored, values: _Stored, scoring: Scoring) -> Tensor:
         """q [D, heads, dim] -> [D, heads, dim]."""
         shape = (group.count, group.length)
         k = self._gather("k", keys, group.index, q.dtype).unflatten(0, shape).transpose(1, 2)
         v = self._gather("v", values, group.index, q.dtype).unflatten(0, shape).transpose(1, 2)
         grouped = q.unflatten(1, (k.shape[1], -1))  # the heads of a group are the rows of its key head
-        if softcap:
-            out = _attend_softcap(grouped, k, v, group.mask, scale, softcap)
+        if scoring.plain:
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=scoring.scale)
         else:
-            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask, scale=scale)
+            out = scoring.attend(grouped, k, v, group.mask, 1)
         return out.reshape(q.shape)
 
     def _prefill(
         self, q: Tensor, prefill: _Prefill, keys: _Stored, values: _Stored, out: Tensor,
-        scale: float, window: int, softcap: float,
+        scoring: Scoring, window: int,
     ) -> None:  # fmt: skip
         """q, out [n, heads, dim]. Rows are cut into tiles, each with the keys that it can see."""
         k = self._gather("k", keys, prefill.index, q.dtype).transpose(0, 1).unsqueeze(1)  # [kv_heads, 1, keys, dim]
@@ -162,26 +163,26 @@ class TorchAttention(AttentionBackend):
         rows, heads = q.shape[:2]
         grouped = q.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, dim]
         result = out.unflatten(1, (k.shape[0], -1)).permute(1, 2, 0, 3)
-        if prefill.start == 0 and not softcap and not (window and rows > window):
+        if prefill.start == 0 and scoring.plain and not (window and rows > window):
             every = (-1, grouped.shape[1], -1, -1)
             result.copy_(
-                F.scaled_dot_product_attention(grouped, k.expand(every), v.expand(every), is_causal=True, scale=scale)
+                F.scaled_dot_product_attention(grouped, k.expand(every), v.expand(every), is_causal=True, scale=scoring.scale)
             )
             return
-        tile = max(1, min(self.tile_rows, self.scratch_bytes // (4 * (heads if softcap else 1) * k.shape[2])))
+        tile = max(1, min(self.tile_rows, self.scratch_bytes // (4 * (1 if scoring.plain else heads) * k.shape[2])))
         for first in range(0, rows, tile):
             last = min(first + tile, rows)
             low = max(0, prefill.start + first - window + 1) if window else 0
             part = slice(low - prefill.first_key, prefill.start + last - prefill.first_key)
             mask = self._tile_mask(q, prefill, first, last, low, window)
             queries, ks, vs = grouped[:, :, first:last], k[:, :, part], v[:, :, part]
-            if softcap:
-                result[:, :, first:last] = _attend_softcap(queries, ks, vs, mask, scale, softcap)
-            else:
+            if scoring.plain:
                 every = (-1, grouped.shape[1], -1, -1)
                 result[:, :, first:last] = F.scaled_dot_product_attention(
-                    queries, ks.expand(every), vs.expand(every), attn_mask=mask, scale=scale
+                    queries, ks.expand(every), vs.expand(every), attn_mask=mask, scale=scoring.scale
                 )
+            else:
+                result[:, :, first:last] = scoring.attend(queries, ks, vs, mask, 0)
 
     def _tile_mask(self, q: Tensor, prefill: _Prefill, first: int, last: int, low: int, window: int) -> Tensor:
         """[last - first, keys from position `low`] of q's dtype: 0 or -inf."""
@@ -220,12 +221,3 @@ def _token_slots(tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """tables [S, blocks] int32, positions [S, n] -> index [S, n] int64 of each token in the cache's flattened blocks."""
     blocks = tables.gather(1, positions // block_size)
     return blocks.long() * block_size + positions % block_size
-
-
-def _attend_softcap(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention with scores softcap * tanh(scale * q.k / softcap), in float32: [.., rows, dim] in q's dtype."""
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
-    scores.mul_(scale / softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores += mask
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)

@@ -99,16 +99,16 @@ class TritonAttention(AttentionBackend):
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
-        own: KeyValues | None = None,
+        own: KeyValues | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         out = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for run in self.runs:
-            self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+            self.launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out
 
     def launch(
         self, run: Run, q: Tensor, out: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int,
-        softcap: float,
+        softcap: float, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         """One run into its rows of `out`."""
         args = (q, kv.k[layer], kv.v[layer], out, batch.block_tables, batch.seq_slots, batch.query_start, batch.seq_lens)
@@ -116,10 +116,10 @@ class TritonAttention(AttentionBackend):
             assert self.workspace is not None
             split_attention(
                 *args, self.workspace, first_seq=run.first_seq, num_seqs=run.num_seqs, tokens=run.tokens,
-                max_context=run.context, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer],
+                max_context=run.context, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer], sinks=sinks,
             )  # fmt: skip
         else:
             varlen_attention(
                 *args, first_seq=run.first_seq, num_seqs=run.num_seqs, num_rows=run.num_rows, max_tokens=run.tokens,
-                skip=run.skip, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer],
+                skip=run.skip, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer], sinks=sinks,
             )  # fmt: skip

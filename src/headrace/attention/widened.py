@@ -33,13 +33,13 @@ class WidenedAttention(TritonAttention):
 
     def launch(
         self, run: Run, q: Tensor, out: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int,
-        softcap: float,
+        softcap: float, sinks: Tensor | None,
     ) -> None:  # fmt: skip
         total, blocks = TOKENS * 2 // (q.element_size() * BLOCK), -(-run.context // BLOCK)
         together = total // max(1, blocks)  # sequences
         few = run.num_rows * self.group < WORTH * run.num_seqs
         if run.kind == "split" or few or not together or kv.scales[layer][0] is None:
-            super().launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap)
+            super().launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
             return
         if self.room is None:
             self.room = Widened.empty(total, self.model.num_kv_heads, self.model.head_dim, q.dtype, q.device)
@@ -54,5 +54,5 @@ class WidenedAttention(TritonAttention):
             varlen_attention(
                 q, self.room.k, self.room.v, out, None, *rows, first_seq=first, num_seqs=seqs,
                 num_rows=min(run.num_rows, seqs * run.tokens), max_tokens=run.tokens, scale=scale, window=window,
-                softcap=softcap, scales=(self.room.k_scales, None), blocks=blocks,
+                softcap=softcap, scales=(self.room.k_scales, None), blocks=blocks, sinks=sinks,
             )  # fmt: skip

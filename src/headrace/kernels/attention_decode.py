@@ -36,13 +36,13 @@ MAX_ROWS = 64  # tokens of a sequence times query heads of a kv head
 
 @jit(do_not_specialize=["first_seq", "window"])
 def _split_attention(
-    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_CHUNKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FP8: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    MERGE_CHUNKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     part = tl.program_id(1)
@@ -85,6 +85,9 @@ def _split_attention(
         factor = 1.0 if SOFTCAP else scale * 1.4426950408889634  # positive: the maximum may be taken before it
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        if SINKS:  # a score without a value, which the first part has seen before all others
+            m = tl.where(part == 0, tl.load(sinks_ptr + q_head) * 1.4426950408889634, m)
+            total = tl.where(part == 0, 1.0, total)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         if FP8:
             q, q_odd = tl.split(tl.reshape(q, [ROWS, COLUMNS, 2]))
@@ -180,8 +183,8 @@ def max_tokens(group: int) -> int:
 def split_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
     seq_lens: Tensor, space: SplitSpace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int, scale: float,
-    window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), chunk: int | None = None,
-    tile: SplitTile | None = None,
+    window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), sinks: Tensor | None = None,
+    chunk: int | None = None, tile: SplitTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs, each with at most `tokens` rows, into `out`.
 
@@ -189,7 +192,8 @@ def split_attention(
     strides, in FP8 with their `scales`; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots
     [S] int32; query_start [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and
     themselves, the last `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0,
-    nothing is read. max_context bounds seq_lens; it and the host ints are fixed in a CUDA graph. Only `space` is written too.
+    nothing is read. sinks [num_heads] float32: as of AttentionBackend.attend. max_context bounds seq_lens; it and the host ints
+    are fixed in a CUDA graph. Only `space` is written too.
     """
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
@@ -209,12 +213,13 @@ def split_attention(
         raise ValueError(f"chunk {chunk} does not suit {num_seqs} sequences of {context} tokens")
     merge_rows = next_power_of_2(real_rows)
     _split_attention[(kv_heads, parts, num_seqs)](
-        q, k_cache, v_cache, *scales, out, space.partials, space.lse, space.tickets,
+        q, k_cache, v_cache, *scales, sinks, out, space.partials, space.lse, space.tickets,
         block_tables, seq_slots, query_start, seq_lens, first_seq, scale, softcap, window, chunk,
         q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=dim // 2 if kind else dim,
         BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows, TILE=tile.keys, MERGE_ROWS=merge_rows,
         MERGE_CHUNKS=max(1, MERGE_ELEMENTS // (merge_rows * dim)),
-        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=kind, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, FP8=kind,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -136,12 +136,12 @@ def _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.
 
 @jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window", "blocks"])
 def _varlen_attention(
-    q_ptr, k_src, v_src, k_scales, v_scales, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
+    q_ptr, k_src, v_src, k_scales, v_scales, sinks_ptr, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
     first_seq, num_seqs, skip, blocks, scale, softcap, window,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    FP8: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
     head = tl.program_id(1)
@@ -172,6 +172,9 @@ def _varlen_attention(
         q = tl.load(q_ptr + (row * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
+        if SINKS:  # a score without a value, seen before all others
+            m = tl.load(sinks_ptr + q_head) * 1.4426950408889634
+            total += 1.0
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         q_odd, odd = q, total
         if FP8:
@@ -241,8 +244,8 @@ def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool, roomy: 
 def varlen_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor | None, seq_slots: Tensor,
     query_start: Tensor, seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float,
-    window: int = 0, softcap: float = 0.0, scales: Scales | tuple[Tensor, None] = (None, None), skip: int = 0, blocks: int = 0,
-    tile: VarlenTile | None = None,
+    window: int = 0, softcap: float = 0.0, scales: Scales | tuple[Tensor, None] = (None, None),
+    sinks: Tensor | None = None, skip: int = 0, blocks: int = 0, tile: VarlenTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs without each one's first `skip` rows, into `out`.
 
@@ -271,11 +274,11 @@ def varlen_attention(
     tokens = rows // group
     programs = (num_rows - num_seqs * skip) // tokens + num_seqs
     _varlen_attention[(programs, kv_heads)](
-        q, k_src, v_src, k_scales, scales[1], out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, skip,
-        blocks, scale, softcap, window, q.stride(0), out.stride(0),
+        q, k_src, v_src, k_scales, scales[1], sinks, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs,
+        skip, blocks, scale, softcap, window, q.stride(0), out.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), 1 if block_tables is None else block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=columns, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
-        WINDOW=window > 0, SOFTCAP=softcap > 0, FP8=kind, WIDE=blocks > 0, TMA=tile.tma,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, FP8=kind, WIDE=blocks > 0, TMA=tile.tma,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps if rows >= 64 else 4, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

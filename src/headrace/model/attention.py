@@ -27,11 +27,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
-        own: KeyValues | None = None,
+        own: KeyValues | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """q [T, num_heads, head_dim] -> [T, num_heads * head_dim], q's dtype.
 
         The batch's own keys and values were written to `kv` before; `own` has those of all rows, if `keeps_own` asked for them.
         A row at position p sees positions <= p and, with a window > 0, > p - window. softcap > 0: scores become
-        softcap * tanh(scores / softcap) after `scale`.
+        softcap * tanh(scores / softcap) after `scale`. sinks [num_heads] float32: a score of each head that is weighed beside
+        all others, after scale and soft cap, and has no value.
         """

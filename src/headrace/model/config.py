@@ -64,6 +64,7 @@ class ModelConfig:
     gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none
+    sinks: bool = False  # a learned score of each head in its softmax's denominator (gpt-oss)
     logit_softcap: float = 0.0
     attn_scale: float = 0.0  # multiplies q.k; always set by families.py
     embed_scale: float = 1.0

@@ -47,7 +47,7 @@ class _Layer:
         q_norm, k_norm = w.q_norm, w.k_norm
         if group is not None and q_norm is not None and k_norm is not None and config.qk_norm == "full":
             qkv, q_norm, k_norm = NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
-        self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset)
+        self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
         self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)
         if config.parallel:
             self.mixer, self.mlp = SideBySide(self.mixer, self.mlp), Nothing()

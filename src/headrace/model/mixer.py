@@ -42,9 +42,10 @@ class SelfAttention:
 
     def __init__(
         self, qkv: Linear, out: Linear, config: ModelConfig, layer: int, q_norm: Tensor | None, k_norm: Tensor | None,
-        norm_offset: float,
+        norm_offset: float, sinks: Tensor | None = None,
     ):  # fmt: skip
-        self.qkv, self.out, self.config, self.layer, self.norm_offset = qkv, out, config, layer, norm_offset
+        self.qkv, self.out, self.config, self.layer = qkv, out, config, layer
+        self.norm_offset, self.sinks = norm_offset, sinks
         self.rope, self.window = config.rope_of(layer), config.window(layer)
         self.q_norm, self.k_norm = before_rotation(config, q_norm), before_rotation(config, k_norm)
 
@@ -63,5 +64,5 @@ class SelfAttention:
                 return q.flatten(1)
         return attention.attend(
             q, self.layer, kv, batch,
-            scale=config.attn_scale, window=self.window, softcap=config.attn_softcap, own=own,
+            scale=config.attn_scale, window=self.window, softcap=config.attn_softcap, own=own, sinks=self.sinks,
         )  # fmt: skip

@@ -34,6 +34,7 @@ def rare_parts(config: ModelConfig) -> list[str]:
         "an MLP without gate": not config.gated,
         "a norm after the rotation": config.qk_norm == "rotated",
         "queries scaled by position": config.query_scale is not None,
+        "attention sinks": config.sinks,
     }
     return [name for name, has in there.items() if has]
 
@@ -111,7 +112,7 @@ class _ScaledQueries(AttentionBackend):
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
-        own: KeyValues | None = None,
+        own: KeyValues | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         scaled = q.float()
         if self._by_layer is not None:
@@ -119,5 +120,5 @@ class _ScaledQueries(AttentionBackend):
         if self._by_position is not None:
             scaled = scaled * self._by_position[batch.positions][:, None, None]
         return self._inner.attend(
-            scaled.to(q.dtype), layer, kv, batch, scale=scale, window=window, softcap=softcap, own=own
+            scaled.to(q.dtype), layer, kv, batch, scale=scale, window=window, softcap=softcap, own=own, sinks=sinks
         )  # fmt: skip
