@@ -232,7 +232,7 @@ PAIRS: dict[str, dict[str, list[Any]]] = {  # fields that speak of one thing; ..
         "rope_theta": [..., 777.0], "rope_parameters": [..., None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 999.0}],
     },
 }  # fmt: skip
-WINDOWED = ("mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2")  # of the others Transformers keeps what it does not use
+WINDOWED = ("qwen3_moe", "mixtral", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2")  # of the others Transformers keeps what it does not use
 
 
 def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     theirs = transformers.AutoConfig.for_model(kind, **copy.deepcopy({k: v for k, v in config.items() if k != "model_type"}))
     window, layers = getattr(theirs, "sliding_window", None) or 0, theirs.num_hidden_layers
     # these look at the window alone
-    types = None if kind in ("mistral", "phi3", "ministral3", "starcoder2") else getattr(theirs, "layer_types", None)
+    types = None if kind in ("mistral", "mixtral", "phi3", "ministral3", "starcoder2", "qwen3_moe") else getattr(theirs, "layer_types", None)
     windows = (window,) * layers if types is None else tuple(window * (t == "sliding_attention") for t in types)
     rope = theirs.rope_parameters
     return {

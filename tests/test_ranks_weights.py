@@ -39,8 +39,9 @@ def of_checkpoint(path: Path, **options) -> Checkpoint:
 def tensors_of(weights: DecoderWeights) -> dict[str, Tensor]:
     named = {"embedding": weights.embedding, "final_norm": weights.final_norm, "lm_head": weights.lm_head}
     for i, layer in enumerate(weights.layers):
-        named |= {f"layers.{i}.{f.name}": getattr(layer, f.name) for f in fields(layer)}
-    return {name: t.data if isinstance(t, Weight) else t for name, t in named.items() if t is not None}
+        named |= {f"layers.{i}.{f.name}": getattr(layer, f.name) for f in fields(layer) if f.name != "more"}
+        named |= {f"layers.{i}.{name}": value for name, value in layer.more.items()}
+    return {name: t.data if isinstance(t, Weight) else t for name, t in named.items() if t is not None and (not isinstance(t, Weight) or t.data.numel())}
 
 
 def check_parts(checkpoint: Checkpoint, size: int) -> None:

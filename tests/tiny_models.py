@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tiny_experts import TINY_EXPERTS
+
 VOCAB = 512
 
 _COMMON: dict[str, Any] = {
@@ -102,10 +104,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    **TINY_EXPERTS,
 }  # fmt: skip
 
 LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
-RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2")  # of which only the common decoder knows how
+RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS)  # of which only the common decoder knows how
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "

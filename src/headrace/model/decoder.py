@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,26 +12,24 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights, LayerWeights
+from headrace.model.experts import mlp_of
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear, Reduce, make_linear
+from headrace.model.linear import Linear, MakeLinear, make_linear
 from headrace.model.mixer import Mixer, Pass, SelfAttention
-from headrace.model.mlp import DenseMlp, Mlp
+from headrace.model.mlp import Mlp
 from headrace.model.ranks import NormedQkv, VocabPart
 from headrace.model.rare import add_norm, norm, scaled_logits, scaling_queries
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.side_by_side import Nothing, SideBySide
 from headrace.model.vocabulary import TokenlessIds, embed
-from headrace.model.weight import Weight
 from headrace.sampling.sampler import Choose
 
 
 def row_elements(model: ModelConfig) -> int:
     """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
-    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
-
-
-MakeLinear = Callable[[Weight, Tensor | None, Reduce | None], Linear]
+    inner = max(3 * model.intermediate_size, 0 if model.experts is None else model.experts.row_elements)
+    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + inner
 
 
 class _Layer:
@@ -42,13 +38,12 @@ class _Layer:
     def __init__(self, w: LayerWeights, config: ModelConfig, index: int, make: MakeLinear, group: Group | None, offset: float):
         reduce = None if group is None else group.sum
         qkv, o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
-        gate_up, down = make(w.gate_up, w.gate_up_bias, None), make(w.down, w.down_bias, reduce)
-        self.workspace_bytes = max(linear.workspace_bytes for linear in (qkv, o, gate_up, down))
         q_norm, k_norm = w.q_norm, w.k_norm
         if group is not None and q_norm is not None and k_norm is not None and config.qk_norm == "full":
             qkv, q_norm, k_norm = NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
         self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
-        self.mlp: Mlp = DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)
+        self.mlp: Mlp = mlp_of(w, config, index, make, reduce)
+        self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, self.mlp))
         if config.parallel:
             self.mixer, self.mlp = SideBySide(self.mixer, self.mlp), Nothing()
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm

@@ -26,7 +26,8 @@ class ExpertsConfig:
     shared_gate: bool = False  # its result is multiplied by a sigmoid of the token
     router_bias: bool = False
     biases: bool = False  # the experts' own
-    clamp: float = 0.0  # gate at most this, up within it on both sides, (up + 1) * gate * sigmoid(1.702 gate); 0: none (gpt-oss)
+    # 0: none; else gate is at most this, up within it on both sides, and (up + 1) * gate * sigmoid(1.702 gate) (gpt-oss)
+    clamp: float = 0.0
     layers: tuple[bool, ...] = ()  # which have experts, the others an MLP; () = all
     first: int = 0  # of the experts that are held here: all, but for a rank of several
     held: int = 0  # how many; 0 = all

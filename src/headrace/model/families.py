@@ -15,6 +15,8 @@ from typing import Any
 
 from headrace.errors import CheckpointError
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.experts_weights import experts_plan
+from headrace.model.families_experts import EXPERTS_FAMILIES
 from headrace.model.family import Family, biases, every_layer, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.hf_config import HfConfig
@@ -256,6 +258,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "gemma3_text": Family(
         ("Gemma3ForCausalLM",), _gemma3, SANDWICH_NORM_NAMES, {**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0}
     ),
+    **EXPERTS_FAMILIES,
 })  # fmt: skip
 
 
@@ -300,7 +303,9 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
 
 def weight_plan(config: ModelConfig) -> list[WeightSpec]:
     """The weights that a checkpoint of `config` must hold; see WeightSpec."""
-    return plan_weights(config, FAMILIES[config.family].weight_names)
+    names = FAMILIES[config.family].weight_names
+    plan = plan_weights(config, names)
+    return plan if config.experts is None else experts_plan(plan, config, names)
 
 
 def _family_of(config: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ _PACK_FOR_ROWS = 8
 _PACK_FLOAT32_ROWS = 16384
 
 Reduce = Callable[[Tensor], Tensor]  # partial products [T, out] -> their sum over all who hold a part of the matrix
+MakeLinear = Callable[[Weight, Tensor | None, Reduce | None], "Linear"]
 
 
 class Linear:

@@ -16,6 +16,7 @@ from headrace.errors import CheckpointError
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
+from headrace.model.experts_weights import with_parts
 from headrace.model.families import weight_plan
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.quantized import quantization_of
@@ -69,7 +70,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Source]:
     """The checkpoint's tensors, with one source for those that make up a quantized matrix of `plan`."""
-    entries, quantization = source.tensors(), quantization_of(source.config)
+    entries, quantization = with_parts(source.tensors(), plan), quantization_of(source.config)
     if quantization is None:
         return dict(entries)
     matrices = [(name, (rows, spec.shape[1])) for spec in plan if len(spec.shape) == 2 for name, rows in spec.sources]

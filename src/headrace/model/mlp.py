@@ -18,6 +18,7 @@ class Mlp(Protocol):
     """As `Linear`: rows [T, H] -> [T, H], or added to a sum in place."""
 
     fuses_add: bool
+    workspace_bytes: int
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -33,7 +34,7 @@ class DenseMlp:
     def __init__(self, gate_up: Linear, down: Linear, intermediate_size: int, activation: Activation, gated: bool = True):
         self.act = act_mul if gated else act
         self.gate_up, self.down, self.activation = gate_up, down, activation
-        self.fuses_add = down.fuses_add
+        self.fuses_add, self.workspace_bytes = down.fuses_add, max(gate_up.workspace_bytes, down.workspace_bytes)
         self.max_rows = 1 << max(1, MLP_ELEMENTS // (2 * intermediate_size)).bit_length() - 1
 
     def _inner(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.model.config import ModelConfig
+from headrace.model.experts_weights import experts_part
 from headrace.model.families import weight_plan
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight_names import Slice, WeightSpec
@@ -27,7 +28,8 @@ def parts_of(plan: list[WeightSpec], config: ModelConfig, shard: Shard) -> list[
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
     """Of all weights that a rank of the whole model `config` may have, before anything is loaded."""
     plan = [spec for spec in weight_plan(config) if not spec.optional]
-    return sum(math.prod(part.shape) for part in parts_of(plan, config, shard)) * dtype.itemsize
+    parts = parts_of(plan, config, shard)
+    return sum(math.prod(part.shape) * (4 if part.exact else dtype.itemsize) for part in parts)
 
 
 def taken(whole: Tensor, spec: WeightSpec, part: WeightSpec) -> Tensor:
@@ -44,6 +46,8 @@ def taken(whole: Tensor, spec: WeightSpec, part: WeightSpec) -> Tensor:
 
 
 def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> WeightSpec | None:
+    if config.experts is not None and name.startswith(("experts_", "shared_")):
+        return experts_part(spec, name, config.experts, shard)
     heads, inner = _of_heads(config, shard), shard.part(config.intermediate_size)
     match name:
         case "embedding" | "lm_head":

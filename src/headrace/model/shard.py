@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig
+from headrace.model.experts_config import ExpertsConfig
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,13 @@ class Shard:
             num_heads=len(self.part(whole.num_heads)),
             num_kv_heads=len(self.kv_heads(whole.num_kv_heads)),
             intermediate_size=len(self.part(whole.intermediate_size)),
+            experts=whole.experts and self.experts(whole.experts),
         )
+
+    def experts(self, whole: ExpertsConfig) -> ExpertsConfig:
+        """Whole experts, and a part of the shared one."""
+        own = self.part(whole.count)
+        return dataclasses.replace(whole, first=own.start, held=len(own), shared_inner=len(self.part(whole.shared_inner)))
 
 
 WHOLE = Shard()
@@ -100,8 +107,18 @@ def sizes_of(model: ModelConfig) -> list[int]:
     return [
         size
         for size in range(1, heads + 1)
-        if not (heads % size or model.intermediate_size % size or (kv_heads % size and size % kv_heads))
+        if not (heads % size or (kv_heads % size and size % kv_heads) or any(count % size for count, _ in _of_mlps(model)))
     ]
+
+
+def _of_mlps(model: ModelConfig) -> list[tuple[int, str]]:
+    """What of the feed-forward parts is divided: how many, of what."""
+    experts, inner = model.experts, (model.intermediate_size, "inner columns")
+    if experts is None:
+        return [inner]
+    dense = not all(experts.at(layer) for layer in range(model.num_layers))
+    shared = (experts.shared_inner, "inner columns of the shared expert")
+    return [(experts.count, "experts")] + [inner] * dense + [shared] * bool(experts.shared_inner)
 
 
 def check_size(model: ModelConfig, size: int) -> None:
@@ -109,5 +126,7 @@ def check_size(model: ModelConfig, size: int) -> None:
     sizes = sizes_of(model)
     if size not in sizes:
         allowed = ", ".join(map(str, sizes))
-        parts = f"{model.num_heads} heads, {model.num_kv_heads} key-value heads and {model.intermediate_size} inner columns"
-        raise ParameterError("tensor_parallel_size", size, f"{allowed} (what divides this model's {parts})")
+        counts = [(model.num_heads, "heads"), (model.num_kv_heads, "key-value heads"), *_of_mlps(model)]
+        *parts, last = (f"{count} {what}" for count, what in counts)
+        what = f"{', '.join(parts)} and {last}"
+        raise ParameterError("tensor_parallel_size", size, f"{allowed} (what divides this model's {what})")
