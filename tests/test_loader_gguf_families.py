@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from headrace.model.loader import load_model
 from headrace.model.weight import Weight
 from tiny_models import write_tiny
 
-INTERLEAVED = {"llama", "granite"}
-PLUS_ONE = {"gemma2", "gemma3"}
+NAMES = {"olmo3": "olmo2", "ministral3": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r"}  # others' are theirs
+INTERLEAVED = {"llama", "granite", "smollm3", "ministral3"}
+PLUS_ONE = {"gemma2", "gemma3", "nemotron"}
+WINDOWED = {"gemma2", "gemma3", "olmo3", "exaone4", "cohere2"}
+LAYER_NORM = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "cohere": "layer_norm_eps", "cohere2": "layer_norm_eps"}
 # family -> settings of the tiny checkpoint that its GGUF can express
 SETTINGS: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "olmo2": {}, "granite": {}, "phi3": {},
@@ -29,6 +32,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16, "num_hidden_layers": 6,
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
     },
+    "olmo3": {}, "exaone4": {}, "smollm3": {"no_rope_layers": None, "num_hidden_layers": 5}, "seed_oss": {"mlp_bias": False},
+    "ministral3": {}, "glm4": {"attention_bias": True}, "ernie4_5": {"use_bias": False}, "hunyuan_v1_dense": {},
+    "starcoder2": {"sliding_window": 4096}, "nemotron": {}, "cohere": {}, "cohere2": {},
 }  # fmt: skip
 
 
@@ -37,7 +43,7 @@ def convert(family: str, source: Path, path: Path) -> Path:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source)
-    writer = gguf.GGUFWriter(str(path), family)
+    writer = gguf.GGUFWriter(str(path), NAMES.get(family, family))
     rope = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
@@ -46,7 +52,10 @@ def convert(family: str, source: Path, path: Path) -> Path:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family in LAYER_NORM:
+        writer.add_layer_norm_eps(getattr(config, LAYER_NORM[family]))
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if family == "gemma3":
@@ -54,8 +63,30 @@ def convert(family: str, source: Path, path: Path) -> Path:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
+    elif family == "hunyuan_v1_dense":
+        writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
     else:
+        rope = rope.get("full_attention", rope)
         writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if family == "olmo3":
+        writer.add_rope_scaling_attn_factors(1.2079441541679836)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family == "ministral3":
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if family == "exaone4":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family == "cohere2":
+        writer.add_sliding_window_pattern(2)
+    if family in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if family == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -63,18 +94,18 @@ def convert(family: str, source: Path, path: Path) -> Path:
         writer.add_logit_scale(config.logits_scaling)
     if family == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    if family in PLUS_ONE:
+    if family in WINDOWED:
         writer.add_sliding_window(config.sliding_window)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    arch = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    arch = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == NAMES.get(family, family))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in load_file(source / "model.safetensors").items():
         data = tensor.numpy()
         if family in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             data = files.interleave(data, head_dim)
-        if family in PLUS_ONE and "norm" in name:
+        if family in PLUS_ONE and name.endswith("norm.weight"):
             data = data + 1
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data)
     writer.write_header_to_file()
@@ -96,8 +127,17 @@ def test_a_gguf_is_the_checkpoint_that_it_was_made_from(family: str, tmp_path: P
     for field in fields(configs[0]):
         if field.name not in ("dtype", "bos_token_id", "eos_token_ids"):  # the tokenizer's part, which is not converted
             ours, expected = getattr(configs[1], field.name), getattr(configs[0], field.name)
-            assert ours == (pytest.approx(expected) if isinstance(expected, float) else expected), field.name
+            assert leaves(ours) == leaves(expected), field.name
     compare(weights[1], weights[0])
+
+
+def leaves(value: Any) -> list[Any]:
+    """What a setting consists of; the file's numbers are of single precision."""
+    if is_dataclass(value):
+        value = tuple(getattr(value, field.name) for field in fields(value))
+    if isinstance(value, tuple):
+        return [len(value), *(leaf for part in value for leaf in leaves(part))]
+    return [pytest.approx(value) if isinstance(value, float) else value]
 
 
 def compare(ours: Any, expected: Any) -> None:

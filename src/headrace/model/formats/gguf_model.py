@@ -10,40 +10,14 @@ import dataclasses
 import math
 import re
 import struct
-from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import CheckpointError
 from headrace.model.formats.gguf import GgufFile
+from headrace.model.formats.gguf_architectures import ARCHITECTURES, Architecture
+from headrace.model.formats.gguf_metadata import Metadata
 from headrace.model.formats.tensor_file import TensorEntry
 
-
-@dataclass(frozen=True, slots=True)
-class _Architecture:
-    """One GGUF architecture: the Hugging Face class it comes from and what the converter changed."""
-
-    hf_class: str
-    model_type: str
-    interleaved: bool = False  # q and k rows alternate between the rotary halves
-    norms_plus_one: bool = False
-    names: dict[str, str] = field(default_factory=dict)  # differences from _LAYER_NAMES
-
-
-_SANDWICH = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", interleaved=True),
-    "granite": _Architecture("GraniteForCausalLM", "granite", interleaved=True),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3"),
-    "olmo2": _Architecture("Olmo2ForCausalLM", "olmo2", names=_SANDWICH),
-    "phi3": _Architecture("Phi3ForCausalLM", "phi3", names={"ffn_up": "mlp.gate_up_proj"}),
-    "gemma2": _Architecture("Gemma2ForCausalLM", "gemma2", norms_plus_one=True, names=_SANDWICH),
-    "gemma3": _Architecture("Gemma3ForCausalLM", "gemma3_text", norms_plus_one=True, names=_SANDWICH),
-}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -61,6 +35,7 @@ _LAYER_NAMES = {
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -70,7 +45,7 @@ def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
     """The file's tensors by Hugging Face name. Raises CheckpointError for one that the architecture lacks."""
     arch = _architecture(gguf)
     head_dim = _hf_head_dim(gguf)
-    layer_names = _LAYER_NAMES | arch.names
+    layer_names = {**_LAYER_NAMES, **arch.names}
     entries: dict[str, TensorEntry] = {}
     for name, entry in gguf.tensors.items():
         if name in _ROPE_TENSORS:
@@ -87,7 +62,7 @@ def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
             if entry.num_rows % head_dim:
                 raise CheckpointError(f"{gguf.path}: {name!r} has {entry.num_rows} rows, not whole heads of {head_dim}")
             changes["head_dim"] = head_dim
-        if arch.norms_plus_one and "norm" in name:
+        if arch.norms_plus_one and "norm" in name and name.endswith(".weight"):
             changes["shift"] = -1.0
         entries[target] = dataclasses.replace(entry, **changes)
     return entries
@@ -95,7 +70,7 @@ def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
 
 def hf_config(gguf: GgufFile) -> dict[str, Any]:
     """What the model's `config.json` would say. Raises CheckpointError for an unknown architecture or missing value."""
-    arch, meta = _architecture(gguf), _Metadata(gguf)
+    arch, meta = _architecture(gguf), Metadata(gguf)
     heads = meta.integer("attention.head_count")
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -121,60 +96,26 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         "bos_token_id": meta.token("bos"),
         "eos_token_id": end_token_ids(gguf),
     }
-    config |= _special_parts(gguf, meta, config)
+    config |= arch.parts(meta, config)
     return config
 
 
 def end_token_ids(gguf: GgufFile) -> list[int]:
     """The tokens that end a generation: eos, end of turn and end of message where the metadata name them."""
-    meta = _Metadata(gguf)
+    meta = Metadata(gguf)
     ids = [meta.token(name) for name in ("eos", "eot", "eom")]
     return sorted({i for i in ids if i is not None})
 
 
-def _architecture(gguf: GgufFile) -> _Architecture:
+def _architecture(gguf: GgufFile) -> Architecture:
     name = gguf.architecture
-    if name not in _ARCHITECTURES:
-        raise CheckpointError(f"{gguf.path}: GGUF architecture {name!r} is not supported ({', '.join(_ARCHITECTURES)} are)")
-    return _ARCHITECTURES[name]
-
-
-class _Metadata:
-    """Typed access to the metadata under the architecture's prefix."""
-
-    def __init__(self, gguf: GgufFile):
-        self.gguf, self.prefix = gguf, gguf.architecture + "."
-
-    def get(self, key: str) -> Any:
-        return self.gguf.metadata.get(self.prefix + key)
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A count. Some files give one per layer: taken if all are equal."""
-        value = self.get(key)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise CheckpointError(f"{self.gguf.path}: {self.prefix + key} is {value!r}, not a positive integer")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise CheckpointError(f"{self.gguf.path}: {self.prefix + key} is {value!r}, not a finite number")
-        return float(value)
-
-    def token(self, name: str) -> int | None:
-        """The id under `tokenizer.ggml.<name>_token_id`; an id outside of the vocabulary counts as absent."""
-        value = self.gguf.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        vocabulary = self.gguf.metadata.get("tokenizer.ggml.tokens")
-        size = len(vocabulary) if isinstance(vocabulary, list) else 0
-        return value if type(value) is int and 0 <= value < size else None
+    if name not in ARCHITECTURES:
+        raise CheckpointError(f"{gguf.path}: GGUF architecture {name!r} is not supported ({', '.join(ARCHITECTURES)} are)")
+    return ARCHITECTURES[name]
 
 
 def _hf_head_dim(gguf: GgufFile) -> int:
-    meta = _Metadata(gguf)
+    meta = Metadata(gguf)
     if meta.get("attention.key_length") is not None:
         return meta.integer("attention.key_length")
     hidden, heads = meta.integer("embedding_length"), meta.integer("attention.head_count")
@@ -183,39 +124,7 @@ def _hf_head_dim(gguf: GgufFile) -> int:
     return hidden // heads
 
 
-def _special_parts(gguf: GgufFile, meta: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    """The settings that single architectures have beyond the common ones."""
-    layers, heads, hidden = config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"]
-    parts: dict[str, Any] = {}
-    if gguf.architecture == "granite":
-        parts["embedding_multiplier"] = meta.number("embedding_scale", 1.0)
-        parts["residual_multiplier"] = meta.number("residual_scale", 1.0)
-        parts["attention_multiplier"] = meta.number("attention.scale", config["head_dim"] ** -0.5)
-        parts["logits_scaling"] = meta.number("logit_scale", 1.0)
-    if gguf.architecture == "phi3":
-        parts["original_max_position_embeddings"] = meta.integer(
-            "rope.scaling.original_context_length", config["max_position_embeddings"]
-        )
-        parts["partial_rotary_factor"] = meta.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"]
-        if meta.get("attention.sliding_window"):
-            parts["sliding_window"] = meta.integer("attention.sliding_window")
-    if gguf.architecture in ("gemma2", "gemma3"):
-        pattern = 2 if gguf.architecture == "gemma2" else 6
-        large = {"gemma2": 46, "gemma3": 62}[gguf.architecture]  # the 27B models scale by hidden size per head
-        parts["query_pre_attn_scalar"] = hidden // heads if layers == large else config["head_dim"]
-        parts["hidden_activation"] = "gelu_pytorch_tanh"
-        parts["sliding_window"] = meta.integer("attention.sliding_window", 4096 if pattern == 2 else 1024)
-        parts["layer_types"] = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
-        if meta.get("final_logit_softcapping") is not None or pattern == 2:
-            parts["final_logit_softcapping"] = meta.number("final_logit_softcapping", 30.0)
-        if pattern == 2:
-            parts["attn_logit_softcapping"] = meta.number("attn_logit_softcapping", 50.0)
-        else:
-            parts["rope_local_base_freq"] = meta.number("rope.freq_base_swa", 10000.0)
-    return parts
-
-
-def _rope_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any] | None:
+def _rope_scaling(gguf: GgufFile, meta: Metadata) -> dict[str, Any] | None:
     if "rope_factors_long.weight" in gguf.tensors:
         scaling: dict[str, Any] = {
             "rope_type": "longrope",
@@ -238,6 +147,8 @@ def _rope_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any] | None:
         if meta.get("rope.scaling.attn_factor") is not None:  # ggml multiplies it with yarn's own factor
             own = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1.0
             scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0) * own
+        if meta.get("rope.scaling.yarn_log_multiplier"):
+            scaling |= {"mscale": 1.0, "mscale_all_dim": meta.number("rope.scaling.yarn_log_multiplier", 1.0)}
         for name in ("beta_fast", "beta_slow"):
             if meta.get(f"rope.scaling.yarn_{name}") is not None:
                 scaling[name] = meta.number(f"rope.scaling.yarn_{name}", 0.0)
@@ -256,7 +167,7 @@ def _read_vector(gguf: GgufFile, name: str) -> list[float]:
     return list(struct.unpack(f"<{entry.num_rows}f", raw))
 
 
-def _llama3_scaling(gguf: GgufFile, meta: _Metadata) -> dict[str, Any]:
+def _llama3_scaling(gguf: GgufFile, meta: Metadata) -> dict[str, Any]:
     """The parameters behind `rope_freqs`: llama3 scaling is stored as one divisor per frequency.
 
     All published Llama 3 models share low 1, high 4 and 8192 original positions; the largest divisor is the factor. The

@@ -42,16 +42,25 @@ _GPT2 = _Pre((_WORD_GPT2,))
 _DIGITS_GPT2 = _Pre((r"\p{N}", _WORD_GPT2))
 _LLAMA_BPE = _Pre((_LLAMA3,), ignore_merges=True, add_bos=True)
 _QWEN2 = _Pre((_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL,), nfc=True)
+_SEED = _Pre(
+    (_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
+)  # fmt: skip
+_DEEPSEEK3 = _Pre((
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+))  # fmt: skip
 _O200K = _Pre((_cased_words(_SUFFIX + "?", r"\p{N}{1,3}"),))
 _PRE = {
     "default": _Pre((r"[\p{P}\$\+<=>\^~\|]+", _WORD_GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2,
-    "smollm": _DIGITS_GPT2, "starcoder": _DIGITS_GPT2, "refact": _DIGITS_GPT2,
+    "gpt-2": _GPT2, "phi-2": _GPT2, "olmo": _GPT2, "exaone4": _GPT2,
+    "smollm": _DIGITS_GPT2, "starcoder": _DIGITS_GPT2, "refact": _DIGITS_GPT2, "command-r": _DIGITS_GPT2,
     "llama-bpe": _LLAMA_BPE, "llama3": _LLAMA_BPE, "llama-v3": _LLAMA_BPE,
-    "dbrx": _Pre((_LLAMA3,)), "smaug-bpe": _Pre((_LLAMA3,)),
+    "dbrx": _Pre((_LLAMA3,)), "smaug-bpe": _Pre((_LLAMA3,)), "glm4": _Pre((_LLAMA3,)), "chatglm-bpe": _Pre((_LLAMA3,)),
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     "tekken": _Pre((_cased_words("", r"\p{N}"),), ignore_merges=True, add_bos=True),
-    "gpt-4o": _O200K,
+    "gpt-4o": _O200K, "seed-coder": _SEED, "deepseek-v3": _DEEPSEEK3, "hunyuan-dense": _DEEPSEEK3,
 }  # fmt: skip
 
 
