@@ -1,9 +1,9 @@
 """One decode step on the card: right against float32, the same bits in all replays, timed beside the limit, tiles searched.
 
-    python benchmarks/gpu_decode.py [--models 0.6b,8b,8b-fp8,8b-int8,8b-int4] [--batches 1,2,4,8,16,32,64] [--contexts 384,1024]
+    python benchmarks/gpu_decode.py [--models 0.6b,8b,8b-fp8,8b-int8,8b-int4,llama1b] [--batches 1,2,4,8,16,32,64] [--contexts 384,1024]
         [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32] [--ranks 2]
 
-Random weights and cache of a Qwen3 shape, bfloat16 or, but for the head, narrow; CUDA-graph replays. The paths: `cublas` is
+Random weights and cache of the shape of a Qwen3, Llama 3 or Qwen2.5, bfloat16 or, but for the head, narrow; CUDA-graph replays. The paths: `cublas` is
 Decoder; FastDecode runs with
 GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), wide GEMMs
 only (`wide`, and `two` with attention in two kernels), and with the table in use (`table`): the shipped one or the defaults,
@@ -66,9 +66,22 @@ def qwen3(hidden: int, layers: int, heads: int, inner: int) -> ModelConfig:
     )  # fmt: skip
 
 
+def other(hidden: int, layers: int, heads: int, kv_heads: int, dim: int, inner: int, vocab: int, bias: bool) -> ModelConfig:
+    """A Llama's or, with a bias, a Qwen2.5's."""
+    return replace(
+        qwen3(hidden, layers, heads, inner), vocab_size=vocab, num_kv_heads=kv_heads, head_dim=dim, qk_norm="none",
+        rope=RopeConfig(1e6, dim, max_position=40960), qkv_bias=bias, attn_scale=dim**-0.5,
+    )  # fmt: skip
+
+
 MODELS = {"0.6b": qwen3(1024, 28, 16, 3072), "8b": qwen3(4096, 36, 32, 12288), "32b": qwen3(5120, 64, 64, 25600)}
+MODELS |= {
+    "1.7b": qwen3(2048, 28, 16, 6144), "4b": qwen3(2560, 36, 32, 9728),
+    "llama1b": other(2048, 16, 32, 8, 64, 8192, 128256, False), "llama8b": other(4096, 32, 32, 8, 128, 14336, 128256, False),
+    "qwen2.5_7b": other(3584, 28, 28, 4, 128, 18944, 152064, True),
+}  # fmt: skip
 MODELS |= {f"{name}-{kind}": config for name, config in MODELS.items() for kind in ("fp8", "int8", "int4")}
-TIED = {name for name in MODELS if name.startswith("0.6b")}
+TIED = {name for name in MODELS if name.startswith(("0.6b", "1.7b", "4b", "llama1b"))}
 
 
 def kinds(name: str) -> Kinds:
@@ -114,10 +127,13 @@ def random_weights(
     def norm(width: int) -> Tensor:
         return draw(width, mean=1.0, std=0.1)
 
+    normed = config.qk_norm == "head"
+
     def layer() -> LayerWeights:
         return LayerWeights(
             qkv=matrix(q + 2 * kv, hidden), o=matrix(hidden, q), gate_up=matrix(2 * inner, hidden), down=matrix(hidden, inner),
-            input_norm=norm(hidden), mlp_norm=norm(hidden), q_norm=norm(config.head_dim), k_norm=norm(config.head_dim),
+            input_norm=norm(hidden), mlp_norm=norm(hidden), qkv_bias=draw(q + 2 * kv) if config.qkv_bias else None,
+            q_norm=norm(config.head_dim) if normed else None, k_norm=norm(config.head_dim) if normed else None,
         )  # fmt: skip
 
     layers = [layer() for _ in range(config.num_layers)]
@@ -182,8 +198,8 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
     angle = batch.positions.float()[:, None] * inv[None]
     cos, sin = (torch.cat((f(angle), f(angle)), -1)[:, None] for f in (torch.cos, torch.sin))
 
-    def rms(x: Tensor, w: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w.float()
+    def rms(x: Tensor, w: Tensor | None) -> Tensor:
+        return x if w is None else x * torch.rsqrt(x.square().mean(-1, keepdim=True) + config.norm_eps) * w.float()
 
     def rope(x: Tensor) -> Tensor:
         return x * cos + torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1) * sin
@@ -191,7 +207,8 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
     hidden = weights.embedding[batch.token_ids.long()].float()
     keys = []
     for index, layer in enumerate(weights.layers):
-        x = F.linear(rms(hidden, layer.input_norm), dequantized(layer.qkv, torch.float32)).view(rows, -1, dim)
+        x = F.linear(rms(hidden, layer.input_norm), dequantized(layer.qkv, torch.float32))
+        x = (x if layer.qkv_bias is None else x + layer.qkv_bias.float()).view(rows, -1, dim)
         q, k = rope(rms(x[:, :heads], layer.q_norm)), rope(rms(x[:, heads : heads + kv_heads], layer.k_norm))
         v = x[:, heads + kv_heads :]
         keys.append(k)

@@ -143,7 +143,12 @@ def default_table(config: ModelConfig, copy_engine: bool = True, kinds: Kinds = 
 
 
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:
-    """Four warps side by side along K, enough programs to fill the card, at most 64 registers of early weights a thread."""
+    """Four warps side by side along K, enough programs to fill the card, at most 64 registers of early weights a thread. One
+    warp and few columns where K is short, or ends far from the end of a step."""
+    wasted = -shape.width % 1024 / shape.width
+    if (shape.width <= 1024 <= shape.columns // 2) or wasted > (0.125 if shape.gated else 0.167):
+        block_n = 2 if shape.gated else 4
+        return GemvTile(block_n, 256, 1, early_steps(shape, block_n, 256, 32, 128))
     warps = 4 if shape.width >= 1024 else 2 if shape.width >= 512 else 1
     block_k = 256 * warps
     widest = 8 if shape.gated or shape.width > 1024 else 16
@@ -157,23 +162,33 @@ def early_steps(shape: Shape, block_n: int, block_k: int, threads: int, register
 
 
 def gemm_tile(shape: Shape, rows: int) -> GemmTile:
-    """About FILL programs by splitting K where it may be split, by narrower tiles where it may not."""
-    if shape.splittable:
-        block_n = 64 if shape.columns >= 32 * FILL else 32
-        splits = 1
-        while shape.columns // block_n * splits < FILL and splits < 8 and shape.width // (2 * splits) >= 256:
-            splits *= 2
-        return GemmTile(block_n, 128, splits, 4, 4)
-    if shape.gated:
-        block_n = 64 if shape.columns >= 64 * FILL else 32 if shape.columns >= 24 * FILL and rows <= 16 else 16
-        return GemmTile(block_n, 128, 1, 4, 3 if block_n > 16 else 4)
-    return GemmTile(64, 128, 1, 4, 4)
+    """64 columns, and as few splits of K as make nearly FILL programs. A program that has little of K loads all its weights
+    before the wait. Fitted to what `benchmarks/tile_survey.py` measures."""
+    if not shape.splittable:
+        short = rows <= 16 if shape.gated else rows > 32
+        return GemmTile(64, 64, 1, 4, 6) if short else GemmTile(64, 128, 1, 4, 4)
+    splits = splits_to(0.84 * FILL, shape, 64, 8, 512)
+    steps = -(-shape.width // (128 * splits))
+    return GemmTile(64, 128, splits, 4, 2, prefetch=steps) if steps <= 6 else GemmTile(64, 64, splits, 4, 6)
 
 
-def wide_tile(shape: Shape, rows: int) -> WideTile:
-    """The widest tile that makes about FILL programs, with as few splits of K as that takes."""
+def splits_to(programs: float, shape: Shape, block_n: int, most: int, width: int = 256) -> int:
+    """As few splits of K as make so many programs, each of which has so much of it at least."""
+    splits = 1
+    while -(-shape.columns // block_n) * splits < programs and splits < most and shape.width // (2 * splits) >= width:
+        splits *= 2
+    return splits
+
+
+def wide_tile(shape: Shape, rows: int) -> WideTile | GemmTile:
+    """The widest tile that makes about FILL programs, with as few splits of K as that takes. Of up to 64 rows what may be split
+    is, rather than cut narrower, unless it is small."""
     if shape.columns >= 512 * FILL:  # each tile of weights is read once for all rows, or for 128 of them
-        return WideTile(128, 128, 64, 1, 8, 4) if rows > 64 else WideTile(64, 128, 64, 1, 4, 6)
+        return WideTile(128, 128, 64, 1, 8, 4) if rows > 64 else gemm_tile(shape, rows)
+    if rows <= 64 and shape.splittable:
+        small = shape.columns <= 2048 and shape.columns * shape.width <= 6 << 20
+        block_n, programs = (32, 0.84 * FILL) if small else (64, 0.55 * FILL)
+        return WideTile(64, block_n, 128, splits_to(programs, shape, block_n, 4), 4, 4)
     splits = 1
     while True:
         for block_n in (64, 32, 16):
