@@ -94,15 +94,16 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--empty", action="store_true")
-    parser.add_argument("options", nargs="*", help="of headrace serve, behind --")
-    args = parser.parse_args()
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)  # behind it: options of headrace serve
+    args, options = parser.parse_args(given[:at]), given[at + 1 :]
     with tempfile.TemporaryDirectory() as home, socket.create_server(("127.0.0.1", 0)) as free:
         port, trace = free.getsockname()[1], Path(home) / "trace.json"
         free.close()
         caches = {"TRITON_CACHE_DIR": f"{home}/triton", "HEADRACE_CACHE": f"{home}/headrace"} if args.empty else {}
         url, began = f"http://127.0.0.1:{port}", time.perf_counter()
         ours = ["--port", str(port), "--trace", str(trace), "--stats-interval", "0"]
-        command = [*HEADRACE, "serve", args.model, *ours, *args.options]
+        command = [*HEADRACE, "serve", args.model, *ours, *options]
         server = subprocess.Popen(command, env=os.environ | caches)
         try:
             took = wait_ready(url, server, began)

@@ -35,7 +35,7 @@ def test_a_gpu_gets_the_same_weights(dtype: torch.dtype, tmp_path: Path, monkeyp
     on_cpu, on_gpu = (load_model(checkpoint, config, dtype, torch.device(d)) for d in ("cpu", "cuda"))
     assert torch.equal(on_gpu.embedding.cpu(), on_cpu.embedding)
     for a, b in zip(on_gpu.layers, on_cpu.layers, strict=True):
-        for field in fields(a):
+        for field in (of for of in fields(a) if of.name != "more"):
             ours, theirs = (w.data if isinstance(w, Weight) else w for w in (getattr(a, field.name), getattr(b, field.name)))
             assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours.cpu(), theirs)), field.name
 
