@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
+from headrace.cache.state_pool import StatePool
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
@@ -29,9 +30,9 @@ def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
     for spec in weight_plan(config):
         if spec.optional and spec.sources[0][0] not in files:
             continue
-        parts = [in_usual_order(config, name, files[name]) for name, _ in spec.sources]
-        assert [p.shape[0] for p in parts] == [rows for _, rows in spec.sources]
-        tensors[spec.target] = torch.cat(parts)
+        parts = {name: in_usual_order(config, name, files[name]) for name, _ in spec.sources}
+        assert [p.shape[0] for p in parts.values()] == [rows for _, rows in spec.sources]
+        tensors[spec.target] = torch.cat([parts[name][rows.start : rows.stop] for name, rows, _ in spec.reads])
         assert tensors[spec.target].shape == spec.shape
         used.update(name for name, _ in spec.sources)
     assert used == set(files), set(files) - used
@@ -59,6 +60,10 @@ class Sequences:
         self.kv = KVCache(config, total, block_size, weights.embedding.dtype, torch.device("cpu"))
         for t in self.kv.k + self.kv.v:  # what an earlier request left behind must never be read
             t.fill_(torch.nan)
+        if config.delta is not None:
+            self.kv.states = StatePool(config.delta, num_seqs + 1, weights.embedding.dtype, torch.device("cpu"))
+            for t in (self.kv.states.inputs, self.kv.states.states):
+                t.fill_(torch.nan)
         free = list(range(total))
         random.Random(seed).shuffle(free)
         self.tables = torch.zeros(num_seqs + 1, self.max_blocks, dtype=torch.int32)

@@ -251,6 +251,7 @@ def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
         "num_kv_heads": theirs.num_key_value_heads or theirs.num_attention_heads,
         "dtype": str(theirs.dtype or "float32").removeprefix("torch."),
         "theta": rope.get("full_attention", rope)["rope_theta"],
+        "kv_shapes": tuple(bool(types is None or t != "linear_attention") for t in types or [""] * layers),
     }
 
 
@@ -265,6 +266,8 @@ def test_fields_that_speak_of_one_thing_mean_what_transformers_takes_them_for(ki
     for values in itertools.product(*PAIRS[group].values()):
         given = dict(zip(PAIRS[group], values, strict=True))
         config = {k: v for k, v in (base | given).items() if v is not ...}
+        if kind.startswith("qwen3_") and config.get("layer_types"):
+            config["layer_types"] = ["full_attention", "linear_attention"] * 2
         try:
             theirs = meaning(kind, config)
         except Exception:  # some classes take no null, where ours take it for absent
@@ -274,6 +277,8 @@ def test_fields_that_speak_of_one_thing_mean_what_transformers_takes_them_for(ki
                 model_config_from_hf(config)
             continue
         ours = model_config_from_hf(config)
-        assert {name: getattr(ours, name) for name in theirs if name != "theta"} | {"theta": ours.rope.theta} == theirs, given
+        seen = {name: getattr(ours, name) for name in theirs if name != "theta"} | {"theta": ours.rope.theta}
+        seen["kv_shapes"] = tuple(bool(of.heads) for of in ours.kv_shapes)
+        assert seen == theirs, given
         compared += 1
     assert compared > 1

@@ -33,6 +33,7 @@ VARIANTS = {  # several ranks have the same key-value head where there are fewer
     "llama-bias": ("llama", {**HEADS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmo2-whole-keys": ("olmo2", HEADS),
+    "qwen3_5": ("qwen3_5", {"linear_num_key_heads": 4}),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 

@@ -25,6 +25,16 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.12,
 }
 
+TINY_HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "head_dim": 32, "num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+        },
+    ),
+}  # fmt: skip
+
 # family -> (config class of transformers, settings that differ from _COMMON)
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16, "tie_word_embeddings": True}),
@@ -105,10 +115,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **TINY_EXPERTS,
+    **TINY_HYBRID,
 }  # fmt: skip
 
 LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
-RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS)  # of which only the common decoder knows how
+RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS, *TINY_HYBRID)  # of which only the common decoder knows how
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "

@@ -165,7 +165,7 @@ class FlashAttention3(TritonAttention):
         else:
             self.key_start = F.pad(batch.seq_lens[first:].cumsum(0, dtype=torch.int32), (1, 0))
             if self.gathered is None:
-                shape = (FA3_GATHER, *kv.k[0].shape[2:])
+                shape = (FA3_GATHER, *kv.k[kv.first].shape[2:])
                 self.gathered = (kv.k[0].new_empty(shape), kv.v[0].new_empty(shape))
         self.lengths = {}
         if not batch.exact or rows != part.num_seqs * part.tokens or self.keys != part.num_seqs * part.context:

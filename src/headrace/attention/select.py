@@ -39,6 +39,8 @@ def select_attention(
 def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bool) -> tuple[AttentionBackend, str]:
     if name == "torch":  # its plan is made of numbers that the host must know: steps could be neither captured nor overlapped
         raise ParameterError("attention_backend", name, "auto, triton, cudnn or fa3 on a GPU: torch runs on a CPU only")
+    if model.delta is not None:
+        raise ParameterError("device", device.type, "cpu: gated delta nets have no GPU kernel")
     if model.head_dim > 256:
         raise ParameterError("device", device.type, f"cpu: no GPU kernel takes a head_dim of {model.head_dim}")
     from headrace.attention.triton_backend import TritonAttention

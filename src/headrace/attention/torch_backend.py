@@ -98,7 +98,8 @@ class TorchAttention(AttentionBackend):
         contexts, decodes = batch.context_lens, batch.num_decodes
         lengths = [max(1, min(length, window or length)) for length in contexts[:decodes]]
         itemsize = dtype.itemsize if plain else 4  # scores that are written out are in float32
-        most = max(1, min(self.scratch_bytes, _GROUP_BYTES) // (kv.k[0].shape[2] * kv.k[0].shape[3] * itemsize))
+        heads, dim = kv.k[kv.first].shape[2:]
+        most = max(1, min(self.scratch_bytes, _GROUP_BYTES) // (heads * dim * itemsize))
         groups = []
         for members in _similar(lengths, most):
             picked = torch.tensor(members, device=tables.device)

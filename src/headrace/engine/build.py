@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.cache.kv_cache import KVCache
+from headrace.cache.state_pool import StatePool
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
@@ -202,6 +203,8 @@ def build_worker(
     num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)
     limits = fit_context(config, replace(limits, num_blocks=num_blocks))
     kv = KVCache(part, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
+    if part.delta is not None:
+        kv.states = StatePool(part.delta, limits.max_num_seqs + 1, forward.dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     graphs = decode_graphs(config, limits, forward, kv, state)
     drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
@@ -307,15 +310,18 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
     num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // block_size)
     if config.num_kv_blocks is not None and num_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
+    caching = config.enable_prefix_caching and model.delta is None
+    if caching != config.enable_prefix_caching:
+        logger.info("no prefix cache: this model's layers keep a state that only their own sequence can go on from")
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
-        max_draft_rows=draft_rows(config, device),
-        enable_prefix_caching=config.enable_prefix_caching,
-        kv_cache_events=config.kv_cache_events if config.enable_prefix_caching else "off",
+        max_draft_rows=0 if model.delta is not None else draft_rows(config, device),
+        enable_prefix_caching=caching,
+        kv_cache_events=config.kv_cache_events if caching else "off",
         max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         policy=config.scheduling_policy,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.cache.kv_cache import LayerShape
+from headrace.model.delta_config import DeltaConfig
 from headrace.model.experts_config import ExpertsConfig
 
 
@@ -61,6 +62,8 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
     experts: ExpertsConfig | None = None  # instead of an MLP, in all layers or some
     parallel: bool = False  # attention and MLP read the same norm and are added together (Cohere)
+    delta: DeltaConfig | None = None  # gated delta nets in place of attention in some layers (Qwen3.5, Qwen3-Next)
+    attn_gate: bool = False  # attention's output times a sigmoid of the row (there too)
     gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none
@@ -84,7 +87,10 @@ class ModelConfig:
     @property
     def kv_shapes(self) -> tuple[LayerShape, ...]:
         """What the KV cache keeps of a token, by layer."""
-        return (LayerShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
+        shape = LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)
+        if self.delta is not None:
+            return tuple(LayerShape(0, 0, 0) if there else shape for there in self.delta.layers)
+        return (shape,) * self.num_layers
 
     @property
     def q_size(self) -> int:

@@ -12,6 +12,8 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights, LayerWeights
+from headrace.model.delta_net import hybrid_mixer
+from headrace.model.delta_weights import join_gates
 from headrace.model.experts import mlp_of
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear, MakeLinear, make_linear
@@ -29,7 +31,8 @@ from headrace.sampling.sampler import Choose
 def row_elements(model: ModelConfig) -> int:
     """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
     inner = max(3 * model.intermediate_size, 0 if model.experts is None else model.experts.row_elements)
-    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + inner
+    mixed = 0 if model.delta is None else model.delta.row_elements
+    return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + inner + mixed
 
 
 class _Layer:
@@ -37,6 +40,8 @@ class _Layer:
 
     def __init__(self, w: LayerWeights, config: ModelConfig, index: int, make: MakeLinear, group: Group | None, offset: float):
         reduce = None if group is None else group.sum
+        if config.delta is not None:
+            join_gates(w)
         qkv, o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
         q_norm, k_norm = w.q_norm, w.k_norm
         if group is not None and q_norm is not None and k_norm is not None and config.qk_norm == "full":
@@ -44,6 +49,8 @@ class _Layer:
         self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
         self.mlp: Mlp = mlp_of(w, config, index, make, reduce)
         self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, self.mlp))
+        if config.delta is not None:
+            self.mixer = hybrid_mixer(self.mixer, make, config, w)
         if config.parallel:
             self.mixer, self.mlp = SideBySide(self.mixer, self.mlp), Nothing()
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm

@@ -15,8 +15,10 @@ from typing import Any
 
 from headrace.errors import CheckpointError
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.delta_weights import delta_plan
 from headrace.model.experts_weights import experts_plan
 from headrace.model.families_experts import EXPERTS_FAMILIES
+from headrace.model.families_hybrid import HYBRID_FAMILIES
 from headrace.model.family import Family, biases, every_layer, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.hf_config import HfConfig
@@ -259,6 +261,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
         ("Gemma3ForCausalLM",), _gemma3, SANDWICH_NORM_NAMES, {**_GEMMA_DEFAULTS, "rope_theta": 1_000_000.0}
     ),
     **EXPERTS_FAMILIES,
+    **HYBRID_FAMILIES,
 })  # fmt: skip
 
 
@@ -305,7 +308,8 @@ def weight_plan(config: ModelConfig) -> list[WeightSpec]:
     """The weights that a checkpoint of `config` must hold; see WeightSpec."""
     names = FAMILIES[config.family].weight_names
     plan = plan_weights(config, names)
-    return plan if config.experts is None else experts_plan(plan, config, names)
+    plan = plan if config.experts is None else experts_plan(plan, config, names)
+    return plan if config.delta is None else delta_plan(plan, config)
 
 
 def _family_of(config: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ from headrace.model.rope_layout import in_halves
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, chunks_of, load_chunks
 from headrace.model.weight import Weight, dequantized
-from headrace.model.weight_names import IGNORED_SUFFIXES, WeightSpec
+from headrace.model.weight_names import IGNORED_PREFIXES, IGNORED_SUFFIXES, WeightSpec
 
 _CPU_CHUNK = 1 << 18  # bytes: with what it decodes to, it stays in a core's cache
 _DEVICE_CHUNK = 1 << 25  # bytes: long enough for a transfer at full speed
@@ -117,7 +117,7 @@ def checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: Mapping[st
     present = filled_plan(source.path, plan, entries)
     used = {name for spec in present for name, _ in spec.sources}
     for name in entries.keys() - used:
-        if not name.endswith(IGNORED_SUFFIXES):
+        if not name.endswith(IGNORED_SUFFIXES) and not name.startswith(IGNORED_PREFIXES):
             raise CheckpointError(f"{entries[name].file}: the tensor {name!r} is unexpected for this architecture")
     untied = source.config.get("tie_word_embeddings") is False
     if untied and "lm_head.weight" not in used:

@@ -50,10 +50,13 @@ class SelfAttention:
         self.q_norm, self.k_norm = before_rotation(config, q_norm), before_rotation(config, k_norm)
 
     def __call__(self, normed: Tensor, shared: Pass, last: WantedRows | None) -> Tensor:
+        return self.attend(self.qkv(normed), shared, last)
+
+    def attend(self, projected: Tensor, shared: Pass, last: WantedRows | None) -> Tensor:
         config, batch, kv, attention = self.config, shared.batch, shared.kv, shared.attention
         cos, sin = shared.tables[self.rope]
         q, own = qkv_rope_write(
-            self.qkv(normed), shared.positions, cos, sin, kv, self.layer, batch.slot_mapping,
+            projected, shared.positions, cos, sin, kv, self.layer, batch.slot_mapping,
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             q_norm=self.q_norm, k_norm=self.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
             keep=attention.keeps_own,

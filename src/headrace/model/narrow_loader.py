@@ -21,7 +21,7 @@ from headrace.model.formats.quantized_gguf import gguf_source
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.narrow import columns_of, compact, fitted, quantized, rows_of, stacked
-from headrace.model.parts import begins_of
+from headrace.model.parts import place_in
 from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, load_chunks
 from headrace.model.weight import Weight, dequantized
 from headrace.model.weight_names import Slice, WeightSpec
@@ -191,11 +191,10 @@ def part_of(whole: Weight, spec: WeightSpec, part: WeightSpec, dtype: torch.dtyp
     """What `part` has of the weight that `spec` describes."""
     if part.slices is None:
         return whole
-    begins = begins_of(spec)
 
     def cut(of: Slice) -> Weight:
-        first = begins[of.name]
-        weight = rows_of(whole, range(first + of.rows.start, first + of.rows.stop))
+        first = place_in(spec, of.name, of.rows.start)
+        weight = rows_of(whole, range(first, first + len(of.rows)))
         return weight if of.columns is None else columns_of(weight, of.columns)
 
     return compact(stacked([cut(of) for of in part.slices], dtype), part.shape[0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.model.config import ModelConfig
+from headrace.model.delta_weights import delta_part
 from headrace.model.experts_weights import experts_part
 from headrace.model.families import weight_plan
 from headrace.model.shard import WHOLE, Shard
@@ -37,9 +38,9 @@ def taken(whole: Tensor, spec: WeightSpec, part: WeightSpec) -> Tensor:
     if part.slices is None:
         return whole
     out, row = whole.new_zeros(part.shape), 0
-    begins = begins_of(spec)
     for name, rows, columns in part.slices:
-        found = whole[begins[name] + rows.start : begins[name] + rows.stop]
+        first = place_in(spec, name, rows.start)
+        found = whole[first : first + len(rows)]
         out[row : row + len(rows)] = found if columns is None else found[:, columns.start : columns.stop]
         row += len(rows)
     return out
@@ -48,6 +49,8 @@ def taken(whole: Tensor, spec: WeightSpec, part: WeightSpec) -> Tensor:
 def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> WeightSpec | None:
     if config.experts is not None and name.startswith(("experts_", "shared_")):
         return experts_part(spec, name, config.experts, shard)
+    if (delta := delta_part(spec, config, shard)) is not None:
+        return delta
     heads, inner = _of_heads(config, shard), shard.part(config.intermediate_size)
     match name:
         case "embedding" | "lm_head":
@@ -95,3 +98,13 @@ def begins_of(spec: WeightSpec) -> dict[str, int]:
         begins[name] = row
         row += rows
     return begins
+
+
+def place_in(spec: WeightSpec, name: str, row: int) -> int:
+    """At which row of the stack a source's row lies."""
+    begin = 0
+    for source, rows, _ in spec.reads:
+        if source == name and row in rows:
+            return begin + row - rows.start
+        begin += len(rows)
+    raise ValueError(f"{spec.target} has no row {row} of {name}")

@@ -30,6 +30,7 @@ def rare_parts(config: ModelConfig) -> list[str]:
     """What of the model only the common decoder runs, in words."""
     there = {
         "a mixture of experts": config.experts is not None,
+        "gated delta nets": config.delta is not None,
         "LayerNorm": config.norm != "rms",
         "attention and MLP side by side": config.parallel,
         "an MLP without gate": not config.gated,

@@ -63,6 +63,7 @@ class Shard:
             num_kv_heads=len(self.kv_heads(whole.num_kv_heads)),
             intermediate_size=len(self.part(whole.intermediate_size)),
             experts=whole.experts and self.experts(whole.experts),
+            delta=None if whole.delta is None else whole.delta.part(self.size),
         )
 
     def experts(self, whole: ExpertsConfig) -> ExpertsConfig:
@@ -107,18 +108,19 @@ def sizes_of(model: ModelConfig) -> list[int]:
     return [
         size
         for size in range(1, heads + 1)
-        if not (heads % size or (kv_heads % size and size % kv_heads) or any(count % size for count, _ in _of_mlps(model)))
+        if not (heads % size or (kv_heads % size and size % kv_heads) or any(count % size for count, _ in _of_layers(model)))
     ]
 
 
-def _of_mlps(model: ModelConfig) -> list[tuple[int, str]]:
-    """What of the feed-forward parts is divided: how many, of what."""
+def _of_layers(model: ModelConfig) -> list[tuple[int, str]]:
+    """What of the layers is divided besides heads of attention: how many, of what."""
     experts, inner = model.experts, (model.intermediate_size, "inner columns")
+    delta = [] if model.delta is None else [(model.delta.key_heads, "key heads of delta nets")]
     if experts is None:
-        return [inner]
+        return [inner, *delta]
     dense = not all(experts.at(layer) for layer in range(model.num_layers))
     shared = (experts.shared_inner, "inner columns of the shared expert")
-    return [(experts.count, "experts")] + [inner] * dense + [shared] * bool(experts.shared_inner)
+    return [(experts.count, "experts")] + [inner] * dense + [shared] * bool(experts.shared_inner) + delta
 
 
 def check_size(model: ModelConfig, size: int) -> None:
@@ -126,7 +128,7 @@ def check_size(model: ModelConfig, size: int) -> None:
     sizes = sizes_of(model)
     if size not in sizes:
         allowed = ", ".join(map(str, sizes))
-        counts = [(model.num_heads, "heads"), (model.num_kv_heads, "key-value heads"), *_of_mlps(model)]
+        counts = [(model.num_heads, "heads"), (model.num_kv_heads, "key-value heads"), *_of_layers(model)]
         *parts, last = (f"{count} {what}" for count, what in counts)
         what = f"{', '.join(parts)} and {last}"
         raise ParameterError("tensor_parallel_size", size, f"{allowed} (what divides this model's {what})")

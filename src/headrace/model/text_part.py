@@ -12,6 +12,7 @@ from headrace.errors import CheckpointError
 WRAPPERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "Mistral3ForConditionalGeneration": {"model_type": "mistral"},
     "LlavaForConditionalGeneration": {"model_type": "llama"},
+    "Qwen3_5ForConditionalGeneration": {"model_type": "qwen3_5_text"},
     "Gemma3ForConditionalGeneration": {
         "model_type": "gemma3_text", "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,
     },
@@ -20,7 +21,7 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 _TEXT = {
     "language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head.",
 }  # fmt: skip
-_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
 _OF_ALL = (
     "quantization_config", "compression_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
 )  # fmt: skip

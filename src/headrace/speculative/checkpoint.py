@@ -26,4 +26,6 @@ def draft_checkpoint(config: EngineConfig, target: ModelConfig) -> tuple[Checkpo
     if abs(model.vocab_size - target.vocab_size) > PADDING:
         allowed = f"a model with the vocabulary of the target ({target.vocab_size} tokens, not {model.vocab_size})"
         raise ParameterError("speculative_model", config.speculative_model, allowed)
+    if model.delta is not None:
+        raise ParameterError("speculative_model", config.speculative_model, "a model whose layers all have keys and values")
     return found, model

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.cache.kv_cache import KVCache
+from headrace.cache.state_pool import StatePool
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError
 from headrace.machine import available_memory
@@ -41,6 +42,7 @@ class MemoryPlan:
     activations: int  # of the largest step: max_num_batched_tokens rows
     logits: int  # of max_num_seqs rows and the drafts, with the float32 copies that processing makes
     state: int  # slot tables and penalty counts
+    recurrent: int  # what layers without keys and values remember of each slot's sequence
     graphs: int  # captured steps: what they compute stays allocated, and the driver holds their kernels
     reserve: int  # CUDA context, fragmentation
     kv: int
@@ -51,7 +53,12 @@ class MemoryPlan:
         logger.info("memory plan (GiB): budget %.2f = %s; %d KV blocks", self.budget / GIB, parts, self.num_blocks)
 
 
-TERMS = ("weights", "workspaces", "activations", "logits", "state", "graphs", "reserve")
+TERMS = ("weights", "workspaces", "activations", "logits", "state", "recurrent", "graphs", "reserve")
+
+
+def recurrent_bytes(model: ModelConfig, limits: Limits, dtype: torch.dtype) -> int:
+    """Of the StatePool, whose last row is that of padded rows."""
+    return 0 if model.delta is None else (limits.max_num_seqs + 1) * StatePool.bytes_per_row(model.delta, dtype)
 
 
 def graph_bytes(model: ModelConfig, rows: int, item: int, count: int) -> int:
@@ -106,6 +113,7 @@ def plan_memory(
         "activations": activation_bytes,
         "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item, ranks),
         "state": BatchState.bytes(max_num_seqs, limits.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
+        "recurrent": recurrent_bytes(model, limits, dtype),
         "graphs": 0,
         "reserve": 0,
     }

@@ -1,0 +1,75 @@
+"""The laws for models whose layers keep a state: what a request generates does not depend on how it is scheduled."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_driver import BLOCK, assert_all_same, complete, lonely_answers, make_core, make_requests, requests_of_all_kinds, run
+from headrace.config import EngineConfig
+from headrace.engine.build import build_engine
+from headrace.engine.messages import EngineRequest
+from headrace.errors import ParameterError
+from headrace.sampling.params import SamplingParams
+from tiny_models import VOCAB, write_tiny
+
+SCHEDULES = {
+    "together": {},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "chunks of block + 1, not asynchronous": {"max_num_batched_tokens": BLOCK + 1, "async_scheduling": False},
+    "two slots": {"max_num_seqs": 2},
+    "tiny pool, chunks of 5": {"num_kv_blocks": 11, "max_num_batched_tokens": 5},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny("qwen3_5", tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def make(model):
+    return lambda **options: make_core(model, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(make):
+    return lonely_answers(make)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_schedule_gives_the_same_tokens(make, alone, schedule):
+    core = make(**SCHEDULES[schedule])
+    if "tiny pool" in schedule:  # admission learns to expect short outputs, then long ones come: preemption all the time
+        short = complete(SamplingParams(max_tokens=1))
+        run(core, [EngineRequest(f"short {i}", [i], short, i) for i in range(150)])
+    assert_all_same(run(core, make_requests(1, 10, VOCAB)), alone(1, 10), schedule)
+    assert_all_same(run(core, make_requests(1, 10, VOCAB)), alone(1, 10), f"{schedule}, again")
+    if "tiny pool" in schedule:
+        assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
+
+
+def test_a_stream_goes_on_where_it_broke(make, alone):
+    request = max(make_requests(1, 10, VOCAB), key=lambda r: len(alone(1, 10)[r.id].ids))
+    want = alone(1, 10)[request.id]
+    resumed = EngineRequest(request.id, request.prompt_ids, request.params, request.seed, output_ids=want.ids[:3])
+    assert want.ids[:3] + run(make(), [resumed])[request.id].ids == want.ids
+
+
+def test_all_kinds_of_requests_beside_each_other(make):
+    requests = requests_of_all_kinds(VOCAB)
+    one, together = make(async_scheduling=False), run(make(max_num_batched_tokens=20), requests)
+    for request in requests:
+        got, want = together[request.id], run(one, [request])[request.id]
+        assert (got.ids, got.finish_reason) == (want.ids, want.finish_reason), request.id
+        if want.embedding is not None:
+            assert got.embedding == pytest.approx(want.embedding, abs=1e-5), request.id
+
+
+def test_what_such_a_model_does_not_do_is_refused(model, tmp_path):
+    other = str(write_tiny("qwen3", tmp_path))
+    itself = {"speculative_method": "draft_model"}
+    for target, options in ((model, {"speculative_method": "ngram"}), (model, itself | {"speculative_model": other}), (other, itself | {"speculative_model": model})):  # fmt: skip
+        with pytest.raises(ParameterError, match="speculative_m"):
+            build_engine(EngineConfig(model=target, device="cpu", **options))
+    with pytest.raises(ParameterError, match="2 key heads of delta nets"):
+        build_engine(EngineConfig(model=model, device="cpu", tensor_parallel_size=4))
