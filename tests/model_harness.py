@@ -25,7 +25,7 @@ from headrace.model.linear import make_linear
 def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
     """Config and float32 weights of a tiny checkpoint, straight from weight_plan: the loader's outside witness."""
     config = model_config_from_hf(json.loads((path / "config.json").read_text()))
-    files = load_file(path / "model.safetensors")
+    files = experts_apart(config, load_file(path / "model.safetensors"))
     tensors, used = {}, set()
     for spec in weight_plan(config):
         if spec.optional and spec.sources[0][0] not in files:
@@ -37,6 +37,21 @@ def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
         used.update(name for name, _ in spec.sources)
     assert used == set(files), set(files) - used
     return config, DecoderWeights.from_tensors(tensors, config)
+
+
+def experts_apart(config: ModelConfig, files: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of gpt-oss, where all are in one tensor [experts, in, out] and gate and up rows take turns: each expert as the plan names it."""
+    if config.family != "gpt_oss":
+        return files
+    found = {}
+    for name, tensor in files.items():
+        if ".experts." not in name:
+            found[name] = tensor
+            continue
+        for number, part in enumerate(tensor):
+            part = part if name.endswith("_bias") else part.t()
+            found[f"{name}[{number}]"] = torch.cat([part[0::2], part[1::2]]) if "gate_up" in name else part
+    return found
 
 
 def in_usual_order(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:

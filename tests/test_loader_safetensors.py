@@ -21,7 +21,7 @@ from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.safetensors_file import INDEX_NAME, find_tensors, read_header
 from headrace.model.loader import load_model
 from headrace.model.weight import Weight
-from model_harness import in_usual_order
+from model_harness import experts_apart, in_usual_order
 from tiny_models import TINY, write_tiny
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_every_family_loads_what_the_file_holds(family: str, tmp_path: Path):
     checkpoint = resolve_checkpoint(EngineConfig(model=str(path)))
     config = model_config_from_hf(checkpoint.config)
     weights = load_model(checkpoint, config, torch.float32, CPU)
-    tensors = load_file(path / "model.safetensors")
+    tensors = experts_apart(config, load_file(path / "model.safetensors"))
     for spec in weight_plan(config):
         found = {name: in_usual_order(config, name, tensors[name]) for name, _ in spec.sources if name in tensors}
         sources = [found[name][rows.start : rows.stop] for name, rows, _ in spec.reads if found]

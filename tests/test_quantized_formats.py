@@ -222,7 +222,7 @@ GPTQ, AWQ = FORMATS["gptq"].config, FORMATS["awq"].config
 
 @pytest.mark.parametrize(("quantization", "message"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes .* not supported: use the unquantized checkpoint with --quantization"),
-    ({"quant_method": "mxfp4"}, "mxfp4 is of experts only"),
+    ({"quant_method": "mxfp4"}, "mxfp4 is of gpt-oss's experts only"),
     ({"quant_method": "aqlm"}, "method 'aqlm', which is not supported: use the unquantized"),
     ({"bits": 4}, "method None"), ({"quant_method": ["gptq"]}, "method"), ([4], "wanted an object"),
     ({**GPTQ, "bits": 3}, "gptq quantization: bits is 3, wanted 4 or 8: use"), ({**GPTQ, "bits": 2}, "bits is 2"),

@@ -21,6 +21,7 @@ from headrace.model.families_experts import EXPERTS_FAMILIES
 from headrace.model.families_hybrid import HYBRID_FAMILIES
 from headrace.model.family import Family, biases, every_layer, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
+from headrace.model.gpt_oss import GPT_OSS_FAMILY, sinks_plan
 from headrace.model.hf_config import HfConfig
 from headrace.model.text_part import WRAPPERS, text_config
 from headrace.model.weight_names import (
@@ -262,6 +263,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     ),
     **EXPERTS_FAMILIES,
     **HYBRID_FAMILIES,
+    **GPT_OSS_FAMILY,
 })  # fmt: skip
 
 
@@ -272,7 +274,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     supported.
     """
     config = text_config(config)
-    key = _family_of(config)
+    key = family_of(config)
     family = FAMILIES[key]
     c = HfConfig({**family.defaults, **config})
     quantization_of(config)  # refused here if it is not supported
@@ -309,10 +311,11 @@ def weight_plan(config: ModelConfig) -> list[WeightSpec]:
     names = FAMILIES[config.family].weight_names
     plan = plan_weights(config, names)
     plan = plan if config.experts is None else experts_plan(plan, config, names)
+    plan = sinks_plan(plan, config) if config.sinks else plan
     return plan if config.delta is None else delta_plan(plan, config)
 
 
-def _family_of(config: Mapping[str, Any]) -> str:
+def family_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise CheckpointError(f"config.json: architectures is {names!r}, wanted a list of names")

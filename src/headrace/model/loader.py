@@ -17,12 +17,14 @@ from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.experts_weights import with_parts
-from headrace.model.families import weight_plan
+from headrace.model.families import family_of, weight_plan
 from headrace.model.formats.blocks import decode_rows
+from headrace.model.formats.gpt_oss_experts import gpt_oss_sources, is_random_mxfp4, random_mxfp4
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.formats.quantized_matrix import MatrixSource
 from headrace.model.formats.quantized_sources import quantized_sources
 from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.gpt_oss import GPT_OSS
 from headrace.model.narrow import compact, fitted, quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources, part_of
 from headrace.model.parts import parts_of, taken
@@ -71,6 +73,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Source]:
     """The checkpoint's tensors, with one source for those that make up a quantized matrix of `plan`."""
     entries, quantization = with_parts(source.tensors(), plan), quantization_of(source.config)
+    if family_of(source.config) == GPT_OSS:
+        return gpt_oss_sources(entries, plan)
     if quantization is None:
         return dict(entries)
     matrices = [(name, (rows, spec.shape[1])) for spec in plan if len(spec.shape) == 2 for name, rows in spec.sources]
@@ -161,11 +165,18 @@ def random_weights(
     made: str | None, keep: bool,
 ) -> Iterator[tuple[str, Tensor | Weight]]:  # fmt: skip
     """As `random_tensors`, of which matrices become what a file's would; a whole one is there for a moment only."""
-    if made is None:
-        yield from random_tensors(source, config, plan, dtype, device, shard)
-        return
     specs = {spec.target: spec for spec in plan}
     parts = {part.target: part for part in parts_of(plan, config, shard)}
+    if made is None:
+        quantization = quantization_of(source.config)
+        narrow = [spec for spec in plan if quantization and quantization.method == "mxfp4" and is_random_mxfp4(spec)]
+        for i, spec in enumerate(narrow):
+            matrix = random_mxfp4(spec.shape, device, torch.Generator(device).manual_seed(i))
+            weight = part_of(matrix, spec, parts[spec.target], dtype)
+            yield spec.target, weight if keep else dequantized(weight, dtype)
+        floats = [spec for spec in plan if spec not in narrow]
+        yield from random_tensors(source, config, floats, dtype, device, shard)
+        return
     for target, tensor in random_tensors(source, config, plan, dtype, device):
         if (part := parts.get(target)) is None:
             continue

@@ -68,6 +68,8 @@ def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> Wei
             columns = heads[0] if name == "o" else inner
             (source, rows), *_ = spec.sources
             return replace(spec, shape=(rows, len(columns)), slices=(Slice(source, range(rows), columns),))
+        case "sinks":
+            return _rows(spec, [shard.part(config.num_heads)])
         case "o_bias" | "down_bias":  # added once to the sum of all parts
             return spec if shard.rank == 0 else None
     return spec

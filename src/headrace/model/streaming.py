@@ -66,7 +66,7 @@ def chunks_of(plan: list[WeightSpec], entries: Mapping[str, TensorEntry], limit:
         row = 0
         for name, rows, columns in spec.reads:
             entry = entries[name] if columns is None else entries[name].columns(columns)
-            together = lcm(unit, entry.head_dim or 1)
+            together = lcm(unit, entry.together)
             step = max(1, limit // (entry.row_bytes * together)) * together
             for first in rows[::step]:
                 yield Chunk(entry, first, min(step, rows.stop - first), spec.target, row + first - rows.start)

@@ -18,14 +18,17 @@ Decoder = Callable[[Tensor], Tensor]
 
 def decode_rows(entry: TensorEntry, raw: Tensor, num_rows: int) -> Tensor:
     """`num_rows` rows of a tensor from their bytes `raw`, uint8 [num_rows * row_bytes] on any device; whole heads where
-    the entry has a head_dim. Returns [num_rows, *shape[1:]] in the file's type, or in float32 if that is quantized."""
+    the entry has a head_dim, all where it is transposed. Returns [num_rows, *shape[1:]] in the file's type, or in float32 if
+    that is quantized."""
     out = _DECODERS[entry.encoding.name](raw)
     if entry.stride:
         out = out.view(num_rows, -1)[:, entry.skip : entry.skip + entry.shape[1]]
+    elif entry.transposed:
+        out = out.view(*reversed(entry.shape)).t()
     else:
         out = out.view(num_rows, *entry.shape[1:])
     if entry.head_dim:
-        heads = out.view(num_rows // entry.head_dim, entry.head_dim, *entry.shape[1:])
+        heads = out.unflatten(0, (num_rows // entry.head_dim, entry.head_dim))
         out = heads[:, head_order(entry.head_dim, entry.rotary)].reshape(num_rows, *entry.shape[1:])
     return out.float() + entry.shift if entry.shift else out
 

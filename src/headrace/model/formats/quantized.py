@@ -25,7 +25,7 @@ _BESIDE = (  # where older tools wrote what config.json does not say, what is in
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = MappingProxyType({
     "bitsandbytes": "bitsandbytes weights are slow everywhere and made for training",
-    "mxfp4": "mxfp4 is of experts only, and there are none in the families that Headrace runs",
+    "mxfp4": "mxfp4 is of gpt-oss's experts only, and this model has none",
 })  # fmt: skip
 # A checkpoint comes from anywhere, and its patterns are tried at the name of every matrix.
 _MOST_STEPS, _NAME = 10**8, 64  # characters of such a name
@@ -75,6 +75,8 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         raise CheckpointError(f"config.json: quantization_config is {given!r}, wanted an object")
     method = given.get("quant_method") or given.get("method") or ("modelopt" if "quant_algo" in given else None)
     parse = _METHODS.get(method) if isinstance(method, str) else None
+    if method == "mxfp4" and not (config.get("num_local_experts") or config.get("num_experts")):
+        parse = None
     if parse is None:
         reason = _REFUSED.get(str(method), f"quantization_config has the method {method!r}")
         raise CheckpointError(f"config.json: {reason}, which is not supported: {_INSTEAD}")
@@ -202,6 +204,11 @@ def _gptq(fields: _Fields) -> Quantization:
     return _everywhere(fields, scheme, "modules_to_not_convert")
 
 
+def _mxfp4(fields: _Fields) -> Quantization:
+    """Of gpt-oss, whose experts' names tell them (see gpt_oss_experts.py)."""
+    return _everywhere(fields, Scheme("mxfp4", 4, (1, 32)), "modules_to_not_convert")
+
+
 def _modelopt(fields: _Fields) -> Quantization:
     kind = fields.one_of("quant_algo", None, "fp8", "nvfp4")
     scheme = Scheme("fp8", tile=(0, 0))
@@ -264,5 +271,5 @@ def _tile(weights: _Fields, name: str) -> tuple[int, int]:
 
 _METHODS: Mapping[str, Callable[[_Fields], Quantization]] = MappingProxyType({
     "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
-    "modelopt": _modelopt, "modelopt_fp4": _modelopt,
+    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
 })  # fmt: skip

@@ -59,7 +59,7 @@ class MatrixSource:
         data = self.parts["data"]
         if not data.rows:
             return self.shape[0]
-        return lcm(self.heads or data.entry.head_dim or 1, *(part.rows or 1 for part in self.parts.values()))
+        return lcm(self.heads or data.entry.together, *(part.rows or 1 for part in self.parts.values()))
 
     @property
     def scale_names(self) -> str:

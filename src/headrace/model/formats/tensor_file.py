@@ -28,7 +28,7 @@ class TensorEntry:
     `head_dim` > 0 says that within each head of that many rows the two rotary halves are interleaved (llama GGUFs) and
     must be separated again, in its first `rotary` rows (0: all); `shift` is added to every element in float32 (-1 for the
     norms of Gemma GGUFs). `stride` > 0: these are some columns of a wider tensor, whose rows are so many bytes apart; what is
-    read of a row begins `skip` elements before them.
+    read of a row begins `skip` elements before them. `transposed`: a matrix of floats whose columns lie one behind the other.
     """
 
     name: str
@@ -42,6 +42,12 @@ class TensorEntry:
     stride: int = 0
     skip: int = 0
     rotary: int = 0
+    transposed: bool = False
+
+    @property
+    def together(self) -> int:
+        """Rows of which none can be read without the others."""
+        return self.num_rows if self.transposed else self.head_dim or 1
 
     @property
     def num_rows(self) -> int:
