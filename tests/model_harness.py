@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace.attention.torch_backend import TorchAttention
+from headrace.attention.select import select_attention
 from headrace.cache.kv_cache import KVCache
 from headrace.cache.state_pool import StatePool
 from headrace.model.batch import ForwardBatch, WantedRows
@@ -69,7 +69,8 @@ class Sequences:
         self, config: ModelConfig, weights: DecoderWeights, *,
         max_len: int, num_seqs: int = 4, block_size: int = 4, seed: int = 0, attention=None, make=make_linear, group=None,
     ):  # fmt: skip
-        self.decoder = Decoder(config, weights, attention or TorchAttention(), max_model_len=max_len, make=make, group=group)
+        attention = attention or select_attention("torch", config, torch.device("cpu"))[0]
+        self.decoder = Decoder(config, weights, attention, max_model_len=max_len, make=make, group=group)
         self.max_blocks = -(-max_len // block_size)
         total = num_seqs * self.max_blocks + 3
         self.kv = KVCache(config, total, block_size, weights.embedding.dtype, torch.device("cpu"))

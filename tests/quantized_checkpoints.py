@@ -17,7 +17,9 @@ from torch import Tensor
 from tiny_models import write_tiny
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+)  # fmt: skip
 Packed = tuple[dict[str, Tensor], Tensor]  # what follows the module's name -> tensor; the matrix [out, in] in float32
 Packer = Callable[[np.random.Generator, int, int], Packed]
 

@@ -279,6 +279,9 @@ def test_fields_that_speak_of_one_thing_mean_what_transformers_takes_them_for(ki
         ours = model_config_from_hf(config)
         seen = {name: getattr(ours, name) for name in theirs if name != "theta"} | {"theta": ours.rope.theta}
         seen["kv_shapes"] = tuple(bool(of.heads) for of in ours.kv_shapes)
+        if ours.latent is not None:  # heads are what is cached
+            assert (ours.head_dim, ours.num_kv_heads) == (ours.latent.row, 1)
+            theirs |= {"head_dim": ours.head_dim, "num_kv_heads": 1}
         assert seen == theirs, given
         compared += 1
     assert compared > 1

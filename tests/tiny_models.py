@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_experts import TINY_EXPERTS
+from tiny_latent import TINY_LATENT
 
 VOCAB = 512
 
@@ -116,10 +117,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **TINY_EXPERTS,
     **TINY_HYBRID,
+    **TINY_LATENT,
 }  # fmt: skip
 
 LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
-RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS, *TINY_HYBRID)  # of which only the common decoder knows how
+RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS, *TINY_HYBRID, *TINY_LATENT)  # of which only the common decoder knows how
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "

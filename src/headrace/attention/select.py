@@ -9,6 +9,7 @@ from headrace.errors import ParameterError
 from headrace.kernels.launch import capability
 from headrace.model.attention import AttentionBackend
 from headrace.model.config import ModelConfig
+from headrace.model.latent_config import refuse_narrow_cache
 
 
 def choose_cache_dtype(wanted: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -27,9 +28,14 @@ def select_attention(
 
     Raises ParameterError for a backend that cannot run this model on this device.
     """
+    refuse_narrow_cache(model.latent, "fp8" if cache_dtype == fp8.DTYPE else "auto")
     if device.type != "cuda":
         if name not in ("auto", "torch"):
             raise ParameterError("attention_backend", name, f"auto or torch on {device.type}")
+        if model.latent is not None:
+            from headrace.attention.latent_torch import TorchLatentAttention
+
+            return TorchLatentAttention(model.latent.rank), "torch, the exact reference, over latents"
         from headrace.attention.torch_backend import TorchAttention
 
         return TorchAttention(), "torch, the exact reference"

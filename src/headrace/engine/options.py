@@ -13,6 +13,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
+from headrace.model.latent_config import refuse_narrow_cache
 from headrace.model.shard import Shard, check_size
 from headrace.native.precision import choose_precision, stored_encodings
 from headrace.native.threads import check_threads
@@ -26,6 +27,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     `here`: the engine will run on this machine; else on one that has what `device` asks for, as far as is known now.
     """
     check_size(model, config.tensor_parallel_size)
+    refuse_narrow_cache(model.latent, config.kv_cache_dtype)
     check_machine(config.tensor_parallel_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")

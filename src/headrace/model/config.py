@@ -11,6 +11,7 @@ from typing import Literal
 from headrace.cache.kv_cache import LayerShape
 from headrace.model.delta_config import DeltaConfig
 from headrace.model.experts_config import ExpertsConfig
+from headrace.model.latent_config import LatentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class ModelConfig:
     parallel: bool = False  # attention and MLP read the same norm and are added together (Cohere)
     delta: DeltaConfig | None = None  # gated delta nets in place of attention in some layers (Qwen3.5, Qwen3-Next)
     attn_gate: bool = False  # attention's output times a sigmoid of the row (there too)
+    latent: LatentConfig | None = None  # then head_dim is that of the cached rows, and all heads have one key-value head
     gated: bool = True  # down(activation(gate) * up); else down(activation(up)) (StarCoder2, Nemotron)
     windows: tuple[int, ...] = ()  # per layer, 0 = full attention; () = full everywhere
     attn_softcap: float = 0.0  # 0 = none
@@ -87,7 +89,7 @@ class ModelConfig:
     @property
     def kv_shapes(self) -> tuple[LayerShape, ...]:
         """What the KV cache keeps of a token, by layer."""
-        shape = LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)
+        shape = LayerShape(self.num_kv_heads, self.head_dim, self.head_dim if self.latent is None else 0)
         if self.delta is not None:
             return tuple(LayerShape(0, 0, 0) if there else shape for there in self.delta.layers)
         return (shape,) * self.num_layers

@@ -16,6 +16,7 @@ from headrace.model.delta_net import hybrid_mixer
 from headrace.model.delta_weights import join_gates
 from headrace.model.experts import mlp_of
 from headrace.model.forward import HiddenStateHook
+from headrace.model.latent import LatentAttention
 from headrace.model.linear import Linear, MakeLinear, make_linear
 from headrace.model.mixer import Mixer, Pass, SelfAttention
 from headrace.model.mlp import Mlp
@@ -46,11 +47,12 @@ class _Layer:
         q_norm, k_norm = w.q_norm, w.k_norm
         if group is not None and q_norm is not None and k_norm is not None and config.qk_norm == "full":
             qkv, q_norm, k_norm = NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
-        self.mixer: Mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
+        attention = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
+        self.mixer: Mixer = attention if config.latent is None else LatentAttention(qkv, o, w.more, config, index, make)
         self.mlp: Mlp = mlp_of(w, config, index, make, reduce)
         self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, self.mlp))
         if config.delta is not None:
-            self.mixer = hybrid_mixer(self.mixer, make, config, w)
+            self.mixer = hybrid_mixer(attention, make, config, w)
         if config.parallel:
             self.mixer, self.mlp = SideBySide(self.mixer, self.mlp), Nothing()
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm

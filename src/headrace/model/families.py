@@ -19,6 +19,7 @@ from headrace.model.delta_weights import delta_plan
 from headrace.model.experts_weights import experts_plan
 from headrace.model.families_experts import EXPERTS_FAMILIES
 from headrace.model.families_hybrid import HYBRID_FAMILIES
+from headrace.model.families_latent import LATENT_FAMILIES
 from headrace.model.family import Family, biases, every_layer, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.gpt_oss import GPT_OSS_FAMILY, sinks_plan
@@ -264,6 +265,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     **EXPERTS_FAMILIES,
     **HYBRID_FAMILIES,
     **GPT_OSS_FAMILY,
+    **LATENT_FAMILIES,
 })  # fmt: skip
 
 

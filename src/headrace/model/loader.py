@@ -6,6 +6,7 @@ narrow_loader.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,8 +33,9 @@ from headrace.model.rope_layout import in_halves
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, chunks_of, load_chunks
 from headrace.model.weight import Weight, dequantized
-from headrace.model.weight_names import IGNORED_PREFIXES, IGNORED_SUFFIXES, WeightSpec
+from headrace.model.weight_names import IGNORED_PREFIXES, IGNORED_SUFFIXES, WeightSpec, drafting_layers
 
+logger = logging.getLogger(__name__)
 _CPU_CHUNK = 1 << 18  # bytes: with what it decodes to, it stays in a core's cache
 _DEVICE_CHUNK = 1 << 25  # bytes: long enough for a transfer at full speed
 
@@ -120,8 +122,11 @@ def checked_plan(source: Checkpoint, plan: list[WeightSpec], entries: Mapping[st
     """As `filled_plan`, after a check that nothing is left over either."""
     present = filled_plan(source.path, plan, entries)
     used = {name for spec in present for name, _ in spec.sources}
+    drafting = drafting_layers(source.config)
+    if any(name.startswith(drafting) for name in entries):
+        logger.info("%s: the layers that draft tokens (%s) are left out", source.name, ", ".join(drafting))
     for name in entries.keys() - used:
-        if not name.endswith(IGNORED_SUFFIXES) and not name.startswith(IGNORED_PREFIXES):
+        if not name.endswith(IGNORED_SUFFIXES) and not name.startswith((*IGNORED_PREFIXES, *drafting)):
             raise CheckpointError(f"{entries[name].file}: the tensor {name!r} is unexpected for this architecture")
     untied = source.config.get("tie_word_embeddings") is False
     if untied and "lm_head.weight" not in used:
@@ -180,7 +185,7 @@ def random_weights(
     for target, tensor in random_tensors(source, config, plan, dtype, device):
         if (part := parts.get(target)) is None:
             continue
-        if len(part.shape) == 2 and not part.exact and target not in ("embedding", "lm_head"):
+        if len(part.shape) == 2 and not part.exact and not part.wide and target not in ("embedding", "lm_head"):
             weight = part_of(fitted(quantized(tensor, made)), specs[target], part, dtype)
             yield target, compact(weight, part.shape[0]) if keep else dequantized(weight, dtype)
         else:

@@ -45,7 +45,7 @@ def narrow_sources(
     for spec in plan:
         for name, _ in spec.sources:
             entry = found[name]
-            if len(spec.shape) != 2 or spec.exact or isinstance(entry, MatrixSource):
+            if len(spec.shape) != 2 or spec.exact or spec.wide or isinstance(entry, MatrixSource):
                 continue
             if keep and spec.target != "embedding" and (source := gguf_source(entry)) is not None:
                 found[name] = source
@@ -145,12 +145,13 @@ class _Weights:
         self.made: dict[str, Weight] = {}
         self._dtype, self._keep, self._lock = dtype, keep, threading.Lock()
         self._shapes = {spec.target: spec.shape for spec in plan}
+        self._wide = {"embedding", *(spec.target for spec in plan if spec.wide)}
         self._parts: dict[str, list[Weight | None]] = {spec.target: [] for spec in plan}
         for piece in pieces:
             self._parts[piece.target].append(None)
 
     def add(self, piece: Piece, weight: Weight) -> None:
-        if not self._keep or piece.target == "embedding":
+        if not self._keep or piece.target in self._wide:
             weight = Weight(dequantized(weight, self._dtype))
         with self._lock:
             parts = self._parts[piece.target]

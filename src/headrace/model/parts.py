@@ -14,6 +14,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.delta_weights import delta_part
 from headrace.model.experts_weights import experts_part
 from headrace.model.families import weight_plan
+from headrace.model.latent_parts import latent_rows
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight_names import Slice, WeightSpec
 
@@ -52,6 +53,11 @@ def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> Wei
     if (delta := delta_part(spec, config, shard)) is not None:
         return delta
     heads, inner = _of_heads(config, shard), shard.part(config.intermediate_size)
+    if config.latent is not None:
+        own = latent_rows(name, config, config.latent, shard)
+        if name in ("qkv", "q_b", "kv_b"):
+            return spec if own is None else _rows(spec, own)
+        heads = own or heads
     match name:
         case "embedding" | "lm_head":
             return _rows(spec, [shard.vocab(config.vocab_size)], shard.vocab_rows(config.vocab_size))

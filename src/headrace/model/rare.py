@@ -37,6 +37,7 @@ def rare_parts(config: ModelConfig) -> list[str]:
         "a norm after the rotation": config.qk_norm == "rotated",
         "queries scaled by position": config.query_scale is not None,
         "attention sinks": config.sinks,
+        "multi-head latent attention": config.latent is not None,
     }
     return [name for name, has in there.items() if has]
 

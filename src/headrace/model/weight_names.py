@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.model.config import ModelConfig
+from headrace.model.latent_config import LatentConfig
 
 # Our name of a layer's weight -> the modules of a Hugging Face layer that are stacked (along dimension 0) to make it.
 _SPLIT = {
@@ -47,6 +48,13 @@ IGNORED_PREFIXES = ("mtp.",)  # heads for several tokens at once (Qwen3.5, Qwen3
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
+def drafting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Beginnings of the names of what a checkpoint has behind its model's layers to guess further tokens with (DeepSeek V3)."""
+    count = config.get("num_nextn_predict_layers")
+    layers = range(config["num_hidden_layers"], config["num_hidden_layers"] + count) if isinstance(count, int) else ()
+    return tuple(f"model.layers.{layer}." for layer in layers[:16])
+
+
 class Slice(NamedTuple):
     """Some rows of a tensor of the checkpoint, and of each these columns; None: all."""
 
@@ -69,6 +77,7 @@ class WeightSpec:
     sources: tuple[tuple[str, int], ...]
     optional: bool = False
     exact: bool = False  # held in float32, whatever the model's dtype, and never narrow
+    wide: bool = False  # held in the model's dtype, and never narrow
     slices: tuple[Slice, ...] | None = None
 
     @property
@@ -80,6 +89,8 @@ class WeightSpec:
 def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> list[WeightSpec]:
     """Every weight of the model in the order of its use; `names` is one of the maps above."""
     vocab, hidden = config.vocab_size, config.hidden_size
+    if config.latent is not None and not config.latent.query_rank:
+        names = {**names, "qkv": ("self_attn.q_proj", *names["qkv"][1:])}
     plan = [WeightSpec("embedding", (vocab, hidden), (("model.embed_tokens.weight", vocab),))]
     for layer in range(config.num_layers):
         for name, (rows, columns) in _layer_shapes(config).items():
@@ -91,7 +102,7 @@ def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> l
             stacked = zip(modules, rows if len(modules) > 1 else (sum(rows),), strict=True)
             sources = tuple((f"model.layers.{layer}.{source}{suffix}", count) for source, count in stacked)
             shape = (sum(rows), columns) if columns else (sum(rows),)
-            plan.append(WeightSpec(f"layers.{layer}.{name}", shape, sources))
+            plan.append(WeightSpec(f"layers.{layer}.{name}", shape, sources, wide=name == "kv_b"))
     plan.append(_norm("final_norm", "model.norm", config))
     plan.append(WeightSpec("lm_head", (vocab, hidden), (("lm_head.weight", vocab),), optional=True))
     return plan
@@ -109,7 +120,11 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     if config.norm_place != "post":
         shapes["input_norm"] = ((hidden,), 0)
-    shapes["qkv"] = ((q, kv, kv), hidden)
+    if config.latent is not None:
+        shapes |= _latent_shapes(config, config.latent)
+        q = config.num_heads * config.latent.value
+    else:
+        shapes["qkv"] = ((q, kv, kv), hidden)
     if config.qkv_bias:
         shapes["qkv_bias"] = ((q, kv, kv), 0)
     if config.qk_norm != "none":
@@ -132,3 +147,13 @@ def _layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int]]
     if config.norm_place != "pre":
         shapes["post_mlp_norm"] = ((hidden,), 0)
     return shapes
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[tuple[int, ...], int]]:
+    """As `_layer_shapes`, of what comes before attention."""
+    queries, rank = config.num_heads * latent.query, latent.query_rank
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {"qkv": ((rank or queries, latent.row), config.hidden_size)}
+    if rank:
+        shapes |= {"q_a_norm": ((rank,), 0), "q_b": ((queries,), rank)}
+    kv_b = (config.num_heads * (latent.nope + latent.value),), latent.rank
+    return shapes | {"kv_a_norm": ((latent.rank,), 0), "kv_b": kv_b}

@@ -44,10 +44,11 @@ def why_not(config: EngineConfig, model: ModelConfig, limits: Limits) -> str | N
         return "EAGLE-3 reads the hidden states between the layers"
     if limits.block_size % 16:
         return f"its blocks of the KV cache are multiples of 16 tokens, not {limits.block_size}"
+    if rare := rare_parts(model):
+        return f"it knows nothing of {', '.join(rare)}"
     if model.head_dim % 2 or model.head_dim > MAX_HEAD_DIM:
         return f"it has even heads of up to {MAX_HEAD_DIM} dimensions, not {model.head_dim}"
-    rare = rare_parts(model)
-    return f"it knows nothing of {', '.join(rare)}" if rare else None
+    return None
 
 
 class NativeDecoder:

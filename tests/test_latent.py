@@ -1,0 +1,140 @@
+"""Multi-head latent attention: law 1, what it costs in the cache, and the files that it comes in."""
+
+from __future__ import annotations
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from drafting import drafting_core
+from engine_driver import assert_all_same, complete, lonely_answers, make_core, make_requests, run
+from headrace.cache.kv_cache import KVCache
+from headrace.config import EngineConfig
+from headrace.engine.build import build_engine
+from headrace.engine.messages import EngineRequest
+from headrace.errors import CheckpointError, ParameterError
+from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
+from headrace.model.weight import Weight
+from headrace.sampling.params import SamplingParams
+from model_harness import Sequences
+from quantized_checkpoints import FORMATS, write_quantized
+from tiny_models import VOCAB, write_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_tiny("deepseek_v3", tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, first_k_dense_replace=1))
+
+
+@pytest.fixture(scope="module")
+def make(model):
+    return partial(make_core, model)
+
+
+@pytest.fixture(scope="module")
+def alone(make):
+    return lonely_answers(make)
+
+
+SCHEDULES = {
+    "together": {},
+    "chunks of 7": {"max_num_batched_tokens": 7},
+    "blocks of 1, no prefix cache": {"block_size": 1, "num_kv_blocks": 1024, "enable_prefix_caching": False},
+    "tiny pool, chunks of 5": {"num_kv_blocks": 11, "max_num_batched_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_schedule_gives_the_same_tokens(make, alone, schedule):
+    core = make(**SCHEDULES[schedule])
+    if "tiny pool" in schedule:  # admission learns to expect short outputs, then long ones come
+        short = complete(SamplingParams(max_tokens=1))
+        run(core, [EngineRequest(f"short {i}", [i], short, i) for i in range(150)])
+    assert_all_same(run(core, make_requests(1, 10, VOCAB)), alone(1, 10), schedule)
+    assert (core.scheduler.stats.num_preemptions > 0) == ("tiny pool" in schedule)
+
+
+def test_speculation_and_cached_prompts_change_nothing(model, alone):
+    itself = {"speculative_method": "draft_model", "speculative_model": model}
+    core = drafting_core(model, overlap=True, **itself)
+    assert_all_same(run(core, make_requests(1, 10, VOCAB)), alone(1, 10), "drafts of itself")
+    assert core.speculator is not None and core.speculator.stats.num_accepted_tokens > 0
+    again = run(core, make_requests(1, 10, VOCAB))
+    assert_all_same(again, alone(1, 10), "warm")
+    assert sum(result.cached for result in again.values()) > 0
+
+
+def checkpoint_of(path: Path | str, **options) -> Checkpoint:
+    return resolve_checkpoint(EngineConfig(model=str(path), **options))
+
+
+def test_a_token_costs_one_latent_and_one_key(model):
+    """(32 + 16) numbers a layer, whatever the heads; DeepSeek V3's 576 in 61 layers, of 16 bits."""
+    config = model_config_from_hf(checkpoint_of(model).config)
+    assert KVCache.bytes_per_block(config, 8, torch.float32) == 2 * 8 * (32 + 16) * 4
+    cache = KVCache(config, 3, 8, torch.float32, CPU)
+    assert sum(t.numel() for t in cache.k + cache.v) == 3 * 2 * 8 * 48
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}])
+def test_narrow_caches_are_refused(model, options):
+    with pytest.raises(ParameterError, match=r"kv_cache_dtype.*auto"):
+        build_engine(EngineConfig(model=model, device="cpu", **options))
+
+
+def test_layers_that_draft_are_left_out(tmp_path, caplog):
+    path = write_tiny("glm4_moe_lite", tmp_path / "model", num_hidden_layers=1, num_nextn_predict_layers=1)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"model.layers.1.eh_proj.weight": torch.zeros(3, 4)}, path / "model.safetensors")
+    config = model_config_from_hf(checkpoint_of(path).config)
+    with caplog.at_level(logging.INFO):
+        load_model(checkpoint_of(path), config, torch.float32, CPU)
+    assert "model.layers.1." in caplog.text
+    edited = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    (path / "config.json").write_text(json.dumps(edited))
+    with pytest.raises(CheckpointError, match="eh_proj"):
+        load_model(checkpoint_of(path), config, torch.float32, CPU)
+
+
+def test_narrow_files_are_narrow_but_for_what_is_absorbed(tmp_path):
+    """FP8 in blocks of 128, of which heads and both latents are no multiples."""
+    sizes = {"hidden_size": 256, "q_lora_rank": 160, "kv_lora_rank": 96, "qk_nope_head_dim": 40, "v_head_dim": 56}
+    path = write_quantized(tmp_path / "model", FORMATS["fp8-block"], "deepseek_v3", **sizes, num_hidden_layers=2).path
+    checkpoint = checkpoint_of(path)
+    config = model_config_from_hf(checkpoint.config)
+    ids = [[3, 5, 8, 13, 21], [34]]
+
+    def logits(narrow: bool) -> torch.Tensor:
+        weights = load_model(checkpoint, config, torch.float32, CPU, narrow=narrow)
+        layer = weights.layers[1]
+        kinds = [layer.qkv.kind, layer.o.kind, layer.more["q_b"].kind, layer.more["kv_b"].kind]
+        assert kinds == (["fp8"] * 3 if narrow else ["float"] * 3) + ["float"]
+        run = Sequences(config, weights, max_len=16)
+        return torch.cat([run.step([(0, part)])[0] for part in ids])
+
+    torch.testing.assert_close(logits(True), logits(False), rtol=1e-5, atol=1e-5)
+
+
+def test_quantizing_leaves_what_is_absorbed(model):
+    weights = load_model(checkpoint_of(model), model_config_from_hf(checkpoint_of(model).config), torch.float32, CPU,
+                         quantization="int8", narrow=True)  # fmt: skip
+    kept = {name: value.kind for name, value in weights.layers[0].more.items() if isinstance(value, Weight)}
+    assert kept == {"q_b": "int8", "kv_b": "float"}
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"attention_bias": True}, "attention_bias"), ({"topk_method": "greedy"}, "topk_method"),
+    ({"scoring_func": "softmax"}, "scoring_func"), ({"kv_lora_rank": None}, "kv_lora_rank"), ({"moe_layer_freq": 2}, "moe_layer_freq"),
+])  # fmt: skip
+def test_what_is_not_served_is_named(model, change, named):
+    with pytest.raises(CheckpointError, match=named):
+        model_config_from_hf(checkpoint_of(model).config | change)
