@@ -30,27 +30,25 @@ def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
     for spec in weight_plan(config):
         if spec.optional and spec.sources[0][0] not in files:
             continue
+        used.update(name for name, _ in spec.sources)
         parts = {name: in_usual_order(config, name, files[name]) for name, _ in spec.sources}
         assert [p.shape[0] for p in parts.values()] == [rows for _, rows in spec.sources]
         tensors[spec.target] = torch.cat([parts[name][rows.start : rows.stop] for name, rows, _ in spec.reads])
         assert tensors[spec.target].shape == spec.shape
-        used.update(name for name, _ in spec.sources)
     assert used == set(files), set(files) - used
     return config, DecoderWeights.from_tensors(tensors, config)
 
 
 def experts_apart(config: ModelConfig, files: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of gpt-oss, where all are in one tensor [experts, in, out] and gate and up rows take turns: each expert as the plan names it."""
-    if config.family != "gpt_oss":
-        return files
-    found = {}
-    for name, tensor in files.items():
-        if ".experts." not in name:
-            found[name] = tensor
-            continue
-        for number, part in enumerate(tensor):
-            part = part if name.endswith("_bias") else part.t()
-            found[f"{name}[{number}]"] = torch.cat([part[0::2], part[1::2]]) if "gate_up" in name else part
+    """Tensors [experts, ...] as the plan names each expert's; of gpt-oss they are [in, out], and gate and up rows take turns."""
+    together = {whole for spec in weight_plan(config) for name, _ in spec.sources for whole, _, part in [name.partition("[")] if part}
+    found = {name: tensor for name, tensor in files.items() if name not in together}
+    for name in together & files.keys():
+        for number, part in enumerate(files[name]):
+            if config.family == "gpt_oss":
+                part = part if name.endswith("_bias") else part.t()
+                part = torch.cat([part[0::2], part[1::2]]) if "gate_up" in name else part
+            found[f"{name}[{number}]"] = part
     return found
 
 

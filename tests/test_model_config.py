@@ -232,7 +232,7 @@ PAIRS: dict[str, dict[str, list[Any]]] = {  # fields that speak of one thing; ..
         "rope_theta": [..., 777.0], "rope_parameters": [..., None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 999.0}],
     },
 }  # fmt: skip
-WINDOWED = ("gpt_oss", "qwen3_moe", "mixtral", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2")  # of the others Transformers keeps what it does not use
+WINDOWED = ("gpt_oss", "qwen2_moe", "exaone_moe", "qwen3_moe", "mixtral", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2")  # of the others Transformers keeps what it does not use
 
 
 def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -154,6 +154,9 @@ def write_tiny(family: str, path: str | Path, *, seed: int = 0, **overrides: Any
                 parameter.copy_(noise * config.initializer_range)
             else:  # norm weights around their neutral value, biases around 0
                 parameter.add_(noise * (0.3 if "norm" in key else 0.1))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):  # of routers
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

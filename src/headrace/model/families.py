@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ from headrace.model.experts_weights import experts_plan
 from headrace.model.families_experts import EXPERTS_FAMILIES
 from headrace.model.families_hybrid import HYBRID_FAMILIES
 from headrace.model.families_latent import LATENT_FAMILIES
-from headrace.model.family import Family, biases, every_layer, qwen_windows, rope_local, typed_windows
+from headrace.model.family import Family, biases, every_layer, granite, hunyuan, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.gpt_oss import GPT_OSS_FAMILY, sinks_plan
 from headrace.model.hf_config import HfConfig
@@ -107,15 +106,6 @@ def _ministral3(c: HfConfig) -> dict[str, Any]:
     return {**_mistral(c), "rope": rope, "query_scale": (growth, period) if growth else None}
 
 
-def _hunyuan(c: HfConfig) -> dict[str, Any]:
-    bias, rope = c.flag("attention_bias"), c.rope("full_attention", c.number("rope_theta", 10_000.0))
-    entries = HfConfig(c.rope_entries("full_attention"))
-    if rope.kind == "dynamic" and entries.raw.get("alpha"):  # a base stretched once, whatever the length
-        theta = rope.theta * entries.number("alpha", 1.0) ** (rope.dim / (rope.dim - 2))
-        rope = replace(rope, theta=theta, kind="default", params=())
-    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "rotated", "rope": rope}
-
-
 def _starcoder2(c: HfConfig) -> dict[str, Any]:
     bias = c.flag("use_bias")
     return {
@@ -153,16 +143,6 @@ def _cohere2(c: HfConfig) -> dict[str, Any]:
     windows = typed_windows(c, lambda layer: (layer + 1) % pattern != 0)
     # layers without a window have no rotary embedding
     return {**_cohere(c), "windows": windows, "rope_layers": tuple(map(bool, windows or (0,) * c.num_layers()))}
-
-
-def _granite(c: HfConfig) -> dict[str, Any]:
-    return {
-        **biases(c),
-        "attn_scale": c.number("attention_multiplier", 1.0),
-        "embed_scale": c.number("embedding_multiplier", 1.0),
-        "residual_scale": c.number("residual_multiplier", 1.0),
-        "logit_scale": 1.0 / c.number("logits_scaling", 1.0),
-    }
 
 
 def _gemma(c: HfConfig) -> dict[str, Any]:
@@ -243,7 +223,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
         ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), _ernie,
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     ),
-    "hunyuan_v1_dense": Family(("HunYuanDenseV1ForCausalLM",), _hunyuan, HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
+    "hunyuan_v1_dense": Family(("HunYuanDenseV1ForCausalLM",), hunyuan, HUNYUAN_NAMES, {"rms_norm_eps": 1e-5}),
     "starcoder2": Family(
         ("Starcoder2ForCausalLM",), _starcoder2, STARCODER_NAMES,
         {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
@@ -253,7 +233,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     ),
     "cohere": Family(("CohereForCausalLM",), _cohere, defaults={"max_position_embeddings": 8192, "rope_theta": 500_000.0}),
     "cohere2": Family(("Cohere2ForCausalLM",), _cohere2, defaults={"max_position_embeddings": 8192, "sliding_window": 4096}),
-    "granite": Family(("GraniteForCausalLM",), _granite),
+    "granite": Family(("GraniteForCausalLM",), granite),
     "phi3": Family(
         ("Phi3ForCausalLM",), _mistral, FUSED_NAMES,
         {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.errors import CheckpointError
@@ -61,3 +61,24 @@ def typed_windows(c: HfConfig, sliding: Callable[[int], bool]) -> tuple[int, ...
         raise CheckpointError(f"config.json: layer_types {types!r}: wanted {layers} times sliding_attention or full_attention")
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
     return windows if any(windows) else ()
+
+
+def hunyuan(c: HfConfig) -> dict[str, Any]:
+    """Heads that are normed after their rotation, whose base is stretched by a fixed factor."""
+    bias, rope = c.flag("attention_bias"), c.rope("full_attention", c.number("rope_theta", 10_000.0))
+    entries = HfConfig(c.rope_entries("full_attention"))
+    if rope.kind == "dynamic" and entries.raw.get("alpha"):  # a base stretched once, whatever the length
+        theta = rope.theta * entries.number("alpha", 1.0) ** (rope.dim / (rope.dim - 2))
+        rope = replace(rope, theta=theta, kind="default", params=())
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "rotated", "rope": rope}
+
+
+def granite(c: HfConfig) -> dict[str, Any]:
+    """Four factors."""
+    return {
+        **biases(c),
+        "attn_scale": c.number("attention_multiplier", 1.0),
+        "embed_scale": c.number("embedding_multiplier", 1.0),
+        "residual_scale": c.number("residual_multiplier", 1.0),
+        "logit_scale": 1.0 / c.number("logits_scaling", 1.0),
+    }
