@@ -76,7 +76,7 @@ def run_experts_reference(
             both = F.linear(inputs[own // chosen], wide[expert], None if wide_bias is None else wide_bias[expert])
             inner = act_mul_reference(both, activation) if not clamp else _clamped(both, clamp)
             given[own] = F.linear(inner, narrow[expert], None if narrow_bias is None else narrow_bias[expert]).float()
-    parts = given.view(rows, chosen, -1)
+    parts = given.view(rows, chosen, given.shape[1])
     total = parts[:, 0] * shares[:, :1]
     for column in range(1, chosen):
         total += parts[:, column] * shares[:, column : column + 1]
@@ -96,6 +96,16 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[
     is chosen. Returns ids [T, k] int32 and shares [T, k] float32.
     """
     return route_reference(logits, correction, routing)
+
+
+def choose(
+    x: Tensor, router: Tensor, router_bias: Tensor | None, correction: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
+    """The router's logits, and of them the choice: x [T, H], router [E, H] and biases [E] float32 -> as `route`.
+
+    Logits are float32 products, whatever x is in.
+    """
+    return route_reference(F.linear(x.float(), router, router_bias), correction, routing)
 
 
 def run_experts(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.experts import route, run_experts
+from headrace.kernels.experts import choose, run_experts
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import LayerWeights
 from headrace.model.linear import MakeLinear, Reduce
@@ -67,8 +67,8 @@ class ExpertsMlp:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _rows(self, x: Tensor) -> Tensor:
-        experts, exact = self.experts, x.float()
-        ids, shares = route(F.linear(exact, self.router, self.router_bias), self.correction, experts)
+        experts = self.experts
+        ids, shares = choose(x, self.router, self.router_bias, self.correction, experts)
         out = run_experts(
             x, self.gate_up, self.down, ids, shares, count=len(experts.here), first=experts.first,
             activation=self.activation, clamp=experts.clamp, **self.biases,
@@ -77,7 +77,7 @@ class ExpertsMlp:
             return out
         shared = self.shared(x)
         if self.shared_gate is not None:
-            shared = (shared * F.linear(exact, self.shared_gate).sigmoid()).to(x.dtype)
+            shared = (shared * F.linear(x.float(), self.shared_gate).sigmoid()).to(x.dtype)
         return out.add_(shared)
 
 
