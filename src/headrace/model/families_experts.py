@@ -211,7 +211,10 @@ def _exaone_moe(c: HfConfig) -> dict[str, Any]:
 EXPERTS_FAMILIES: Mapping[str, Family] = MappingProxyType({
     "qwen2_moe": Family(
         ("Qwen2MoeForCausalLM",), _qwen2_moe, QWEN_MOE_NAMES,
-        {"num_key_value_heads": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "qkv_bias": True, "sliding_window": 4096},
+        {
+            "num_key_value_heads": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "qkv_bias": True,
+            "sliding_window": 4096,
+        },
     ),
     "qwen3_moe": Family(
         ("Qwen3MoeForCausalLM",), _qwen3_moe, QWEN_MOE_NAMES,
@@ -234,7 +237,9 @@ EXPERTS_FAMILIES: Mapping[str, Family] = MappingProxyType({
             "moe_num_shared_experts": 2, "num_experts_per_tok": 6,
         },
     ),
-    "hunyuan_v1_moe": Family(("HunYuanMoEV1ForCausalLM",), _hunyuan_moe, HUNYUAN_MOE_NAMES, {"num_experts_per_tok": 1, "rms_norm_eps": 1e-5}),
+    "hunyuan_v1_moe": Family(
+        ("HunYuanMoEV1ForCausalLM",), _hunyuan_moe, HUNYUAN_MOE_NAMES, {"num_experts_per_tok": 1, "rms_norm_eps": 1e-5}
+    ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",), _glm4_moe, {**PRE_NORM_NAMES, **DEEPSEEK_EXPERTS},
         {
