@@ -43,7 +43,10 @@ class ExpertsMlp:
         self.experts, self.activation, self.reduce = config.experts, config.activation, reduce
         self.router, self.router_bias = weights["router"].data, weights.get("router_bias")
         self.correction = weights.get("correction")
-        self.gate_up, self.down = (_as_run(weights[name]) for name in ("experts_gate_up", "experts_down"))
+        self.gate_up, self.down = (
+            _as_run(weights[name], columns)
+            for name, columns in (("experts_gate_up", config.hidden_size), ("experts_down", self.experts.inner))
+        )
         self.biases = {name: weights.get(f"experts_{name}") for name in ("gate_up_bias", "down_bias")}
         if self.gate_up.data.dtype == torch.float32:
             self.biases = {name: None if bias is None else bias.float() for name, bias in self.biases.items()}
@@ -81,6 +84,8 @@ class ExpertsMlp:
         return out.add_(shared)
 
 
-def _as_run(weight: Weight) -> Weight:
-    """On the CPU what is narrow is widened once, as by `make_linear`."""
-    return weight if weight.kind == "float" or weight.data.is_cuda else Weight(dequantized(weight, torch.float32))
+def _as_run(weight: Weight, columns: int) -> Weight:
+    """On the CPU what is narrow is widened once, as by `make_linear`, without what packed rows are filled up with."""
+    if weight.kind == "float" or weight.data.is_cuda:
+        return weight
+    return Weight(dequantized(weight, torch.float32)[:, :columns].contiguous())

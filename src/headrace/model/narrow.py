@@ -32,13 +32,11 @@ def of_e2m1(codes: Tensor, scales: Tensor, group: int) -> Weight:
 
 
 def of_filled_e2m1(codes: Tensor, scales: Tensor, group: int) -> Weight:
-    """As `of_e2m1`, packed for any number of columns: what is missing to a whole run is filled with zeros."""
-    missing = -codes.shape[1] % TOGETHER
-    if not missing:
-        return of_e2m1(codes, scales, group)
-    codes = torch.nn.functional.pad(codes, (0, missing))
-    filled = torch.nn.functional.pad(scales, (0, codes.shape[1] // group - scales.shape[1]))
-    return Weight(pack_int4(codes), filled, None, "fp4", group, columns=codes.shape[1] - missing)
+    """As `of_e2m1`, packed for any number of columns: behind them come as many of zeros as are missing to a whole run. So
+    experts are held, whose kernels take rows of x to be longer by zeros, too."""
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % TOGETHER))
+    scales = torch.nn.functional.pad(scales, (0, codes.shape[1] // group - scales.shape[1]))
+    return of_e2m1(codes, scales, group)
 
 
 def quantized(rows: Tensor, kind: str) -> Weight:
@@ -104,8 +102,8 @@ def columns_of(weight: Weight, columns: range) -> Weight:
     """Some of its columns. A cut through a group makes all groups smaller, one through what is packed together bytes of it."""
     if len(columns) == weight.shape[1]:
         return weight
-    if weight.kind in ("int4", "fp4"):
-        if weight.columns or columns.start % TOGETHER or len(columns) % TOGETHER:
+    if weight.shape[1] != weight.data.shape[1]:
+        if columns.start % TOGETHER or len(columns) % TOGETHER:
             return columns_of(in_bytes(weight), columns)
         data = weight.data[:, columns.start // 2 : columns.stop // 2]
     else:
@@ -187,9 +185,8 @@ def in_bytes(weight: Weight) -> Weight:
         return replace(weight, kind="int8", data=values if weight.zeros is not None else values - 8)
     if weight.kind == "fp4":
         assert weight.scales is not None
-        values = (e2m1_values(unpack_int4(weight.data)[:, : weight.shape[1]]) * 2).to(torch.int8)
-        scales = weight.scales[:, : -(-weight.shape[1] // weight.group)].float() / 2
-        return replace(weight, kind="int8", data=values, scales=scales, columns=0)
+        values = (e2m1_values(unpack_int4(weight.data)) * 2).to(torch.int8)
+        return replace(weight, kind="int8", data=values, scales=weight.scales.float() / 2)
     return weight
 
 

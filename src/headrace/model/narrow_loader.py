@@ -152,7 +152,7 @@ class _Weights:
 
     def add(self, piece: Piece, weight: Weight) -> None:
         if not self._keep or piece.target in self._wide:
-            weight = Weight(dequantized(weight, self._dtype))
+            weight = Weight(dequantized(weight, self._dtype)[:, : self._shapes[piece.target][1]])
         with self._lock:
             parts = self._parts[piece.target]
             parts[piece.number] = weight

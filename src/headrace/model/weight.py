@@ -26,7 +26,7 @@ class Weight:
     data: fp8: float8_e4m3fn [N, K]. int8: int8 [N, K]. int4: uint8 [N, K / 2], two unsigned numbers a byte; K is a multiple of
     128, and of each run b of 128 columns byte b * 64 + j holds column b * 128 + j in its low half and b * 128 + 64 + j in its
     high one, so that a kernel multiplies two halves and interleaves nothing. fp4: the same with codes of e2m1
-    (sign << 3 | code). `columns` > 0: K is that, and `data` and `scales` go on with zeros to a whole run (experts alone).
+    (sign << 3 | code).
     scales, zeros: [ceil(N / scale_rows), G] float16, bfloat16 or float32, of G groups of `group` columns, the last of which may
     be cut short; `group` 0: of the whole row, G = 1. Without zeros they are 0, of int4 8. Zeros of int4 that are all whole
     numbers from 0 to 127 may be uint8.
@@ -38,7 +38,6 @@ class Weight:
     kind: Kind = "float"
     group: int = 0
     scale_rows: int = 1  # or 128: FP8 in blocks
-    columns: int = 0
 
     @classmethod
     def nothing(cls) -> Weight:
@@ -57,7 +56,7 @@ class Weight:
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         rows, columns = self.data.shape
-        return rows, self.columns or (columns * 2 if self.kind in ("int4", "fp4") else columns)
+        return rows, columns * 2 if self.kind in ("int4", "fp4") else columns
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -75,10 +74,11 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def _values(weight: Weight) -> Tensor:
-    if weight.kind not in ("int4", "fp4"):
-        return weight.data.float()
-    numbers = unpack_int4(weight.data)[:, : weight.shape[1]]
-    return numbers.float() if weight.kind == "int4" else e2m1_values(numbers)
+    if weight.kind == "int4":
+        return unpack_int4(weight.data).float()
+    if weight.kind == "fp4":
+        return e2m1_values(unpack_int4(weight.data))
+    return weight.data.float()
 
 
 def _spread(scales: Tensor, weight: Weight) -> Tensor:
