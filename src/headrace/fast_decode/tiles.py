@@ -18,7 +18,7 @@ from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
-from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.narrow import packed
@@ -32,6 +32,7 @@ ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of bo
 SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile}  # as a table's file names them
+SMALL_BYTES = 96 * 1024  # of shared memory that a program has on every card
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 
@@ -115,6 +116,8 @@ def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True, kind
         name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, packed(kind))
         for name, kind in zip(PRODUCTS, kinds, strict=True)
     }
+    if not copy_engine:
+        products = {name: within(SMALL_BYTES, tile, shapes[name], rows) for name, tile in products.items()}
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
         short_attention=None,
@@ -170,6 +173,14 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
     splits = splits_to(0.84 * FILL, shape, 64, 8, 512)
     steps = -(-shape.width // (128 * splits))
     return GemmTile(64, 128, splits, 4, 2, prefetch=steps) if steps <= 6 else GemmTile(64, 64, splits, 4, 6)
+
+
+def within(most: int, tile: Tile, shape: Shape, rows: int) -> Tile:
+    """With as many steps of K in flight as `most` bytes of shared memory hold."""
+    if not isinstance(tile, GemmTile):
+        return tile
+    steps = most // (2 * tile.block_k * (tile.block_n * (2 if shape.gated else 1) + row_block(rows)))
+    return replace(tile, num_stages=min(tile.num_stages, steps), prefetch=min(tile.prefetch, steps))
 
 
 def splits_to(programs: float, shape: Shape, block_n: int, most: int, width: int = 256) -> int:
