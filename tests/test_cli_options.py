@@ -85,7 +85,7 @@ def test_defaults_in_help_are_those_of_the_engine():
     parser = parser_of(("serve",))
     shown = {a.dest: help_of(parser, a) for a in parser._actions}
     for name, field in EngineConfig.__dataclass_fields__.items():
-        if name in shown and field.default is not None:
+        if name in shown and field.default not in (None, ()):
             value = {True: "on", False: "off"}.get(field.default, field.default) if isinstance(field.default, bool) else field.default
             assert f"(default: {value})" in shown[name], name
 

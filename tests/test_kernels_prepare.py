@@ -6,7 +6,7 @@ import torch
 
 from headrace.kernels import prepare
 from headrace.kernels.prepare import Rows, rows_on_host
-from headrace.kernels.tables import SlotTables
+from headrace.kernels.tables import Int, SlotTables
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -21,7 +21,7 @@ def test_rows_equal_the_reference(count, captured):
     token_table = torch.from_numpy(rng.integers(0, 1000, (slots, length + 1)).astype(np.int32))
     tables = torch.from_numpy(rng.integers(0, 500, (slots, -(-length // block_size))).astype(np.int32))
     floats = torch.from_numpy(rng.random((slots, 6)).astype(np.float32))
-    ints = torch.from_numpy(rng.integers(-(2**62), 2**62, (slots, 4)))
+    ints = torch.from_numpy(rng.integers(-(2**62), 2**62, (slots, len(Int))))
     ints[:, 1:] %= 1000
     accepted = torch.from_numpy(rng.integers(-1, 5, slots).astype(np.int32))
     position = rng.integers(-1, length - 4, count)

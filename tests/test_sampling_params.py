@@ -45,6 +45,7 @@ BAD = {
     "truncate_prompt_tokens": [*NO_INT, 0, -2],
     "logits_processors": [len, [3], "x", {}],
     "structured_outputs": [3, "json", {"json": {}}],
+    "lora": [None, 1, ["a"]],
 }  # fmt: skip
 GOOD = {
     "n": [1, 128],
@@ -68,6 +69,7 @@ GOOD = {
     "truncate_prompt_tokens": [None, -1, 1],
     "logits_processors": [None, [], [lambda ids, row: row]],
     "structured_outputs": [None, StructuredOutputsParams(regex="a")],
+    "lora": ["", "name"],
 }
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from headrace.options import check, option
 _model = partial(option, group="model")
 _engine = partial(option, group="engine")
 _fleet = partial(option, group="several cores, other fleets")
+_adapters = partial(option, group="adapters (LoRA)")
 _drafts = partial(option, group="speculative decoding: several tokens per step; the same output")
 
 
@@ -89,10 +91,20 @@ class EngineConfig:
     speculative_max_rows: int | None = _drafts(
         None, "no drafts in steps of more rows than this", 2, 4096, shown="64 on a GPU, 16 on a CPU"
     )
+    lora: tuple[str, ...] = _adapters((), "an adapter as PEFT saves it, by the name that requests call it", unit="NAME=PATH")
+    lora_dir: str | None = _adapters(
+        None, "where /v1/load_lora_adapter may load from, with a key of --admin-key-file", unit="DIR", shown="it may not"
+    )
+    max_loras: int = _adapters(4, "at the same time; each takes its share of the device's memory", 1, 256)
+    max_lora_rank: int = _adapters(16, "of an adapter at most", 1, 512)
     debug_checks: bool = _engine(False, "check the block accounting every step")
     seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
 
     def __post_init__(self) -> None:
+        if isinstance(self.lora, Mapping):  # of Python, and of files
+            object.__setattr__(self, "lora", tuple(f"{name}={path}" for name, path in self.lora.items()))
+        elif isinstance(self.lora, list):
+            object.__setattr__(self, "lora", tuple(self.lora))
         check(self)
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ParameterError("prompt_lookup_max", self.prompt_lookup_max, f"an integer in [{self.prompt_lookup_min}, 64]")
@@ -106,9 +118,30 @@ class EngineConfig:
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if value != default and self.speculative_method not in methods:
                 raise ParameterError(name, value, "nothing without speculative_method " + " or ".join(methods))
+        self._check_adapters()
         if self.speculative_max_rows is not None and self.speculative_method is None and self.skip_tokenizer_init:
             without = "nothing without speculative_method and, for want of a tokenizer, without grammars"
             raise ParameterError("speculative_max_rows", self.speculative_max_rows, without)
+
+    @property
+    def takes_adapters(self) -> bool:
+        return bool(self.lora) or self.lora_dir is not None
+
+    def adapter_paths(self) -> dict[str, str]:
+        """By name."""
+        return dict(one.partition("=")[::2] for one in self.lora)
+
+    def _check_adapters(self) -> None:
+        names = [one.partition("=")[0] for one in self.lora]
+        for one, name in zip(self.lora, names, strict=True):
+            if not name or not one.partition("=")[2] or names.count(name) > 1:
+                raise ParameterError("lora", one, "NAME=PATH, with names that differ")
+        if len(names) > self.max_loras:
+            raise ParameterError("lora", f"{len(names)} adapters", f"at most {self.max_loras}, as max_loras says")
+        for option_name in ("max_loras", "max_lora_rank"):
+            value, default = getattr(self, option_name), type(self).__dataclass_fields__[option_name].default
+            if value != default and not self.takes_adapters:
+                raise ParameterError(option_name, value, "nothing without lora or lora_dir")
 
 
 # How OpenMP's threads wait for work. By default they spin for milliseconds: beside any other process that wants a core, those

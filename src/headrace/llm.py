@@ -17,6 +17,7 @@ from headrace.engine.build import Engine, build_engine
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import ParameterError
+from headrace.lora.names import salted, with_adapters
 from headrace.model.tokenizer import Tokenizer
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams, defaults_in_words
@@ -83,6 +84,7 @@ class LLM:
             raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
         self.engine: Engine | None = build_engine(config, progress=progress)
         self.engine.prepare()
+        self._adapters = self.engine.load_adapters()
         self.config = self.engine.config
         self.tokenizer = self.engine.tokenizer
         checkpoint = self.engine.checkpoint
@@ -130,21 +132,18 @@ class LLM:
         return self.tokenizer
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        use_tqdm: bool = True, priority: Sequence[int] | None = None, lora: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Generate for every prompt; the answers come in the order of the prompts.
 
         A prompt is a text, a list of token ids, or {"prompt": str} / {"prompt_token_ids": [...]}, with an optional
-        "cache_salt". `sampling_params` is one for all or one each; None takes the checkpoint's defaults. A bad prompt or
+        "cache_salt". `sampling_params` is one for all or one each; None takes the checkpoint's defaults; `lora`, the name of
+        an adapter, likewise. A bad prompt or
         parameter raises ParameterError before anything runs; what a logits processor raises comes out here.
         """
         with Reader(self._shared) as reader:
-            running = self._submit(reader, prompts, sampling_params, priority, live=False)
+            running = self._submit(reader, prompts, sampling_params, priority, lora, live=False)
             with token_progress(len(running), reader.num_tokens, use_tqdm) as progress:
                 for (item, k), news in reader.news(progress):
                     item.extend(k, news, reader)
@@ -153,29 +152,25 @@ class LLM:
         return [r.output for r in running]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[tuple[int, int, Delta, RequestOutput]]:
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        lora: str | Sequence[str | None] | None = None,
+    ) -> Iterator[tuple[int, int, Delta, RequestOutput]]:  # fmt: skip
         """As `generate`, piece by piece: (index of the prompt, index of the sample, what it got, the answer so far).
 
         Other calls may run in between, in the same thread or another; each gets its own. Close it to abort what still runs.
         """
         with Reader(self._shared) as reader:
-            self._submit(reader, prompts, sampling_params, None, live=True)
+            self._submit(reader, prompts, sampling_params, None, lora, live=True)
             for (item, k), news in reader.news():
                 yield item.index, k, item.extend(k, news, reader), item.output
 
     def chat(
-        self,
-        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        special_tokens_in_content: str = "token",
-    ) -> list[RequestOutput]:
+        self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
+        add_generation_prompt: bool = True, continue_final_message: bool = False, tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None, special_tokens_in_content: str = "token",
+        lora: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Generate the next message of one conversation or of several, through the checkpoint's chat template.
 
         `special_tokens_in_content`: "text" keeps those that messages spell out as text.
@@ -192,7 +187,7 @@ class LLM:
             )
             for c in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora=lora)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt; all prompts are searched at once."""
@@ -251,14 +246,10 @@ class LLM:
     # ---------------------------------------------------------------- how prompts become requests, and news answers
 
     def _submit(
-        self,
-        reader: Reader,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-        *,
-        live: bool,
-    ) -> list[_Running]:
+        self, reader: Reader, prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None,
+        lora: str | Sequence[str | None] | None, *, live: bool,
+    ) -> list[_Running]:  # fmt: skip
         """Hand all samples of all prompts to the core.
 
         Unless somebody looks on (`live`), a sample without stop strings is put together once, at its end.
@@ -272,6 +263,7 @@ class LLM:
                 raise ParameterError(name, f"{len(values)} entries", f"one for each of the {len(prompts)} prompts")
         if priority is not None and any(priority) and self.config.scheduling_policy != "priority":
             raise ParameterError("priority", list(priority), "only 0, unless scheduling_policy is priority")
+        params = with_adapters(params, lora, self._adapters)
         complete_of: dict[tuple[int, int], SamplingParams] = {}
         prepared = [self._prepare(p, q, complete_of) for p, q in zip(prompts, params, strict=True)]
         running = []
@@ -284,7 +276,8 @@ class LLM:
                 one = msgspec.structs.replace(complete, sample_index=k) if k else complete
                 item.streams.append(SampleStream(self.tokenizer, one, ids))
                 name, rank = f"{request_id}.{k}", priority[i] if priority else 0
-                reader.add(EngineRequest(name, ids, one, one.seed, rank, given.cache_salt), (item, k), hold=hold)
+                salt = salted(given.cache_salt, one.lora)
+                reader.add(EngineRequest(name, ids, one, one.seed, rank, salt), (item, k), hold=hold)
             running.append(item)
         return running
 

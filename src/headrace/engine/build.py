@@ -24,9 +24,13 @@ from headrace.engine.options import check_options
 from headrace.engine.preparation import Preparation, Tell, tell_nobody
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.extras import is_installed
+from headrace.lora.core import CoreAdapters
+from headrace.lora.format import Version
+from headrace.lora.names import named_adapters
 from headrace.machine import usable_cores
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
+from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
 from headrace.model.forward import Forward
 from headrace.model.shard import Group
@@ -71,6 +75,14 @@ class Engine:
         preparation, self.preparation = self.preparation, None
         if preparation is not None:
             preparation.finish(self.core.runner, self.core.scheduler.limits, self.model.vocab_size, tell)
+
+    def load_adapters(self) -> dict[str, Version]:
+        """Those that the options name, by name."""
+        found = named_adapters(self.config, self.model)
+        for version in found.values():
+            assert self.core.adapters is not None
+            self.core.adapters.load(version)
+        return found
 
     def close(self) -> None:
         """Drop every tensor and give the memory back."""
@@ -131,6 +143,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         structured=structured,
         speculator=speculator,
     )
+    if config.takes_adapters:
+        core.adapters = core_adapters(config, runner)
     seconds, dtype = time.perf_counter() - began, runner.decoder.dtype
     told = "model %s loaded on %s in %s, weights %s, after %.2f s"
     logger.info(told, checkpoint.name, device, dtype, worker.weights, seconds)
@@ -138,6 +152,12 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, worker.weights, seconds, ranks,
         preparation,
     )  # fmt: skip
+
+
+def core_adapters(config: EngineConfig, runner: ModelRunner) -> CoreAdapters:
+    if isinstance(runner, LeadingRunner):
+        return CoreAdapters(config.max_loras, runner.load_adapter, runner.unload_adapter)
+    return CoreAdapters(config.max_loras, runner.state.adapters.load, runner.state.adapters.unload)
 
 
 def build_leader(
@@ -206,6 +226,8 @@ def build_worker(
     if part.delta is not None:
         kv.states = StatePool(part.delta, limits.max_num_seqs + 1, forward.dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
+    if isinstance(forward, Decoder) and forward.adapters is not None:
+        state.adapters, forward.adapters.table = forward.adapters, state.tables.ints
     graphs = decode_graphs(config, limits, forward, kv, state)
     drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
     if group is not None and config.speculative_model is not None:
@@ -272,9 +294,12 @@ def decode_graphs(
         return None
     from headrace.worker.cuda_graphs import DecodeGraphs
 
-    return DecodeGraphs(
+    graphs = DecodeGraphs(
         forward.decode, kv, state, limits.max_num_seqs, limits.max_model_len, limits.max_draft_rows, part=forward.vocab
     )  # fmt: skip
+    if config.takes_adapters:
+        graphs.kinds = (False, True)
+    return graphs
 
 
 def choose_device(wanted: str, rank: int = 0, ranks: int = 1) -> torch.device:

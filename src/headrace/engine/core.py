@@ -21,6 +21,7 @@ from headrace.engine.messages import EngineOutput, EngineRequest, Outputs
 from headrace.engine.outputs import OutputBuilder
 from headrace.engine.stats import LoopTimes
 from headrace.errors import ParameterError
+from headrace.lora.core import CoreAdapters, check_adapter
 from headrace.sampling.checks import check_vocabulary, checked_ids
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
@@ -58,6 +59,7 @@ class EngineCore:
         self._news: list[EngineOutput] = []  # of requests that ended outside of a step
         self._outputs = OutputBuilder(scheduler.live, structured)
         self._guided = Guided(structured)
+        self.adapters: CoreAdapters | None = None  # None: it takes none
 
     @property
     def has_work(self) -> bool:
@@ -70,6 +72,7 @@ class EngineCore:
         check_vocabulary(request.params, self.vocab_size)
         ids = checked_ids(request.prompt_ids, self.vocab_size)
         self._guided.check(request.params)
+        check_adapter(self.adapters, request.params.lora)
         entering = Request(
             id=request.id,
             prompt_ids=ids,

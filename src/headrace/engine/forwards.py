@@ -11,11 +11,13 @@ from headrace.attention.select import choose_cache_dtype, select_attention
 from headrace.config import EngineConfig
 from headrace.engine.options import refuse_native_options
 from headrace.errors import ParameterError
+from headrace.lora.pool import AdapterPool
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
+from headrace.model.decoder import Decoder, MakeLinear
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.forward import Forward
+from headrace.model.linear import make_linear
 from headrace.model.loader import load_model
 from headrace.model.narrow_loader import formats_of
 from headrace.model.parts import weight_bytes
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 class Loaded(NamedTuple):
     forward: Forward
-    num_bytes: int  # of the weights
+    num_bytes: int  # of the weights and of adapters' slots
     formats: str  # in which the matrices are held, those of most numbers first
 
 
@@ -70,9 +72,20 @@ def load_forward(
     quantization = None if draft and checkpoint.quantized_to() else config.quantization  # asked for of the target
     weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard, quantization)
     decode_rows = 0 if draft else limits.max_decode_rows
-    decoder = make_decoder(config, part, weights, limits, decode_rows, group)
+    pool: AdapterPool | None = None
+    make: MakeLinear = make_linear
+    if config.takes_adapters and not draft:
+        rows = limits.max_num_batched_tokens
+        pool = AdapterPool(model, shard, config.max_loras, config.max_lora_rank, rows, dtype, device)
+        make = pool.make(weights, make_linear)
+    decoder = make_decoder(config, part, weights, limits, decode_rows, group, make)
     decoder.cache_dtype = cache_dtype
-    return Loaded(decoder, weights.num_bytes, formats_of(weights))
+    if pool is None:
+        return Loaded(decoder, weights.num_bytes, formats_of(weights))
+    pool.check_made()
+    decoder.adapters = pool
+    logger.info("adapters: %d of rank %d, %.1f MiB", config.max_loras, config.max_lora_rank, pool.num_bytes / 2**20)
+    return Loaded(decoder, weights.num_bytes + pool.num_bytes, formats_of(weights))
 
 
 def _native(
@@ -100,26 +113,30 @@ def _native(
 
 def make_decoder(
     config: EngineConfig, model: ModelConfig, weights: DecoderWeights, limits: Limits, decode_rows: int = 0,
-    group: Group | None = None,
-) -> Forward:  # fmt: skip
+    group: Group | None = None, make: MakeLinear = make_linear,
+) -> Decoder:  # fmt: skip
     """The decoder in torch, and on a card the fused path for decode steps of few rows where it can run the model.
-    `decode_rows` and `group` as of Decoder."""
+    `decode_rows`, `group` and `make` as of Decoder."""
     dtype, device = weights.embedding.dtype, weights.embedding.device
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, device)
     attention, why = select_attention(config.attention_backend, model, device, cache_dtype)
     logger.info("attention: %s", why)
     if device.type != "cuda" or config.enforce_eager:
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group)
+        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group, make=make)
     from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder, usual_kinds
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
+        return Decoder(
+            model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make
+        )  # fmt: skip
     space = None if group is None else group.push_space(1, model.hidden_size, dtype)
     if group is not None and space is None:
         logger.info("small batches: the general path; the fused one needs cards that see each other's memory")
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group)
+        return Decoder(
+            model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make
+        )  # fmt: skip
     # bfloat16 is what they were searched in
     name = torch.cuda.get_device_name(device)
     tiles = load_tiles(model, name, usual_kinds(weights)) if dtype == torch.bfloat16 else None
@@ -130,7 +147,7 @@ def make_decoder(
     )  # fmt: skip
     decode_rows = decode_rows if decode_rows > rows else 0
     return FastDecoder(
-        model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group
+        model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make
     )  # fmt: skip
 
 

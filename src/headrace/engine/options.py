@@ -11,6 +11,7 @@ import sys
 
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
+from headrace.lora.names import named_adapters
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.latent_config import refuse_narrow_cache
@@ -43,6 +44,8 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
     _check_cache(config, checkpoint, model, driver)
+    if here:
+        named_adapters(config, model)
     needed = [checkpoint]
     if config.speculative_model is not None:
         needed.append(draft_checkpoint(config, model)[0])

@@ -31,10 +31,10 @@ from headrace.kernels.split import SplitSpace, num_slots
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder
+from headrace.model.decoder import Decoder, MakeLinear
 from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear
+from headrace.model.linear import Linear, make_linear
 from headrace.model.mlp import Mlp
 from headrace.model.rare import rare_parts
 from headrace.model.rope import rope_tables
@@ -302,13 +302,15 @@ class FastDecoder(Decoder):
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, fast: FastDecode, *,
-        max_model_len: int | None = None, decode_rows: int = 0, group: Group | None = None,
+        max_model_len: int | None = None, decode_rows: int = 0, group: Group | None = None, make: MakeLinear = make_linear,
     ):  # fmt: skip
-        super().__init__(config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows, group=group)
+        super().__init__(
+            config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows, make=make, group=group
+        )  # fmt: skip
         self.fast = fast
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        if batch.num_rows > self.fast.max_rows:
+        if batch.num_rows > self.fast.max_rows or (batch.adapted and self.adapters is not None):
             return super().decode(batch, kv)
         return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook))
 

@@ -27,7 +27,7 @@ from headrace.kernels.tables import Float, Int, SlotTables
 BLOCK = 256  # rows of a program
 SLOT, POSITION, NEW_BLOCK, UNVERIFIED = range(4)  # the numbers of a row
 IDS, FAILED, KEPT = range(3)  # what comes back of it
-COLUMNS = {c.name: int(c) for c in (Float.TEMPERATURE, Float.TOP_P, Float.MIN_P, *Int)}
+COLUMNS = {c.name: int(c) for c in (Float.TEMPERATURE, Float.TOP_P, Float.MIN_P, *Int) if c is not Int.LORA}
 TYPES = dict(
     token_ids=torch.int32, positions=torch.int32, slot_mapping=torch.int64, seq_slots=torch.int32, seq_lens=torch.int32,
     temperature=torch.float32, top_p=torch.float32, min_p=torch.float32, top_k=torch.int32, seed=torch.int64,

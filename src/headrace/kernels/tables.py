@@ -22,9 +22,9 @@ class Float(enum.IntEnum):
 
 
 class Int(enum.IntEnum):
-    """Columns of the table of int64 parameters."""
+    """Columns of the table of int64 parameters. LORA: 0, or one more than the slot of the request's adapter."""
 
-    SEED, TOP_K, SAMPLE_INDEX, PROMPT_LEN = range(4)
+    SEED, TOP_K, SAMPLE_INDEX, PROMPT_LEN, LORA = range(5)
 
 
 class SlotTables(NamedTuple):

@@ -27,6 +27,7 @@ class ForwardBatch:
     query_lens: list[int]  # [S] host copy
     context_lens: list[int]  # [S] host copy of seq_lens
     exact: bool = True
+    adapted: bool = False  # some rows are of requests with an adapter
     related: bool = False  # several sequences may be rows of one request (drafts), each reading what those before it write
 
     @property

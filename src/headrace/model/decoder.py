@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -88,6 +90,7 @@ class Decoder:
         self.rope = {kind: rope_tables(kind, length, device) for kind in kinds}
         self.tokenless: TokenlessIds | None = None
         self.hidden_state_hook: HiddenStateHook | None = None
+        self.adapters: Any = None  # an AdapterPool: it is told whose the rows are, before the layers
         self.choose: Choose | None = None
         columns = config.vocab_size if self.vocab is None else self.vocab.rows
         self._decoded = torch.empty((decode_rows, columns), dtype=self.embedding.dtype, device=device)
@@ -116,6 +119,8 @@ class Decoder:
         """From what the first layer reads, and the residual stream (which may be changed in place), both [T, any], to the
         hidden states after the final norm and the residual stream before it [T or R, H]."""
         layers = self.layers
+        if self.adapters is not None:
+            self.adapters.begin(batch, wanted)
         self.attention.begin(batch, kv)
         shared, positions = Pass(batch, kv, self.attention, batch.positions, self.rope), batch.positions
         if not on_gpu(positions):  # no fused kernel: gather once for all layers

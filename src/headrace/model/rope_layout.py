@@ -21,13 +21,19 @@ _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj\.(weight|bias)"
 Source = TypeVar("Source", TensorEntry, TensorEntry | MatrixSource)
 
 
+def order_of(name: str, config: ModelConfig) -> list[int] | None:
+    """In which order the rows of each head of the tensor `name` are read; None: as they are."""
+    if not config.rope_interleaved or not _ROTATED.fullmatch(name):
+        return None
+    return head_order(config.head_dim, config.rope.dim)
+
+
 def in_halves(entry: Source, name: str, config: ModelConfig) -> Source:
     """The tensor `name`; if it is of queries or keys, it will be read in the order that kernels know."""
-    if not config.rope_interleaved or not _ROTATED.fullmatch(name):
+    if (order := order_of(name, config)) is None:
         return entry
     if isinstance(entry, TensorEntry):
         return replace(entry, head_dim=config.head_dim, rotary=config.rope.dim)
-    order = head_order(config.head_dim, config.rope.dim)
     return replace(entry, heads=config.head_dim, read=partial(_read, entry.read, order))
 
 

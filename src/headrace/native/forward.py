@@ -40,6 +40,8 @@ def why_not(config: EngineConfig, model: ModelConfig, limits: Limits) -> str | N
         return "enforce_eager asks for plain torch"
     if config.dtype == "float16":
         return "it does not compute in float16"
+    if config.takes_adapters:
+        return "it runs no adapters (LoRA)"
     if config.speculative_method == "eagle3":
         return "EAGLE-3 reads the hidden states between the layers"
     if limits.block_size % 16:

@@ -77,6 +77,8 @@ def check_params(p: Any) -> None:
                  "spaces_between_special_tokens"):  # fmt: skip
         if not isinstance(getattr(p, name), bool):
             raise ParameterError(name, getattr(p, name), "true or false")
+    if not isinstance(p.lora, str):
+        raise ParameterError("lora", p.lora, "the name of an adapter")
     if p.spaces_between_special_tokens and not p.skip_special_tokens:
         raise ParameterError("spaces_between_special_tokens", True, "false with skip_special_tokens false")
     if p.structured_outputs is not None:

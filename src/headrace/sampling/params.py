@@ -55,6 +55,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesOurs, kw_only=True, omit_def
     truncate_prompt_tokens: int | None = None  # keep the last k; -1: what fits the context
     structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Any = None  # list[LogitsProcessor]; in-process engines only: no function crosses the border
+    lora: str = ""  # the name of its adapter; inside of an engine the digest of what that was when the request came
     # filled in by the engine, never by callers
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
     bad_word_ids: list[list[int]] = msgspec.field(default_factory=list)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from headrace.lora.format import Version
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks
-from headrace.tensor_parallel.messages import Capture, Compute, Replay, Sample, ToRank
+from headrace.tensor_parallel.messages import Capture, Compute, LoadAdapter, Replay, Sample, ToRank, UnloadAdapter
 from headrace.tensor_parallel.ranks import Ranks
 from headrace.worker.model_runner import ModelRunner, Pending, StepHandle
 from headrace.worker.sampling import Tail
@@ -63,8 +64,17 @@ class LeadingRunner(ModelRunner):
         key = None if graphs is None else graphs.next_planned()
         if graphs is None or key is None:
             return False
-        self._together(Capture(key.rows, key.context, key.tail.value, key.related), lambda: graphs.capture(key))
+        self._together(Capture(key.rows, key.context, key.tail.value, key.related, key.adapted), lambda: graphs.capture(key))
         return True
+
+    def load_adapter(self, version: Version, slot: int) -> None:
+        """Of all ranks' pools (AdapterPool.load)."""
+        pool = self.state.adapters
+        pool.read(version)  # what is wrong with it is found before anybody else is told
+        self._together(LoadAdapter(version, slot), lambda: pool.load(version, slot))
+
+    def unload_adapter(self, digest: str) -> None:
+        self._together(UnloadAdapter(digest), lambda: self.state.adapters.unload(digest))
 
     def _together(self, message: ToRank, act: Callable[[], Done]) -> Done:
         self._ranks.check()

@@ -5,6 +5,7 @@ Replay       a captured step, with what follows its forward (None of these is de
 Compute      a step that is not captured, up to its logits
 Sample       the rows of the last Compute, or of a Replay that ends with the logits
 Capture      a step that is likely to be needed, while there is nothing else to do
+LoadAdapter  an adapter into a slot, or (UnloadAdapter) out of it
 End          nothing more will come
 """
 
@@ -17,6 +18,7 @@ import msgspec
 import numpy as np
 
 from headrace.config import EngineConfig
+from headrace.lora.format import Version
 from headrace.scheduler.plan import StepPlan
 
 
@@ -43,13 +45,23 @@ class Capture(msgspec.Struct, tag=True, array_like=True):
     context: int
     tail: str
     related: bool
+    adapted: bool
+
+
+class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
+    version: Version
+    slot: int
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, array_like=True):
+    digest: str
 
 
 class End(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToRank = Begin | Replay | Compute | Sample | Capture | End
+ToRank = Begin | Replay | Compute | Sample | Capture | LoadAdapter | UnloadAdapter | End
 
 
 class Here(msgspec.Struct, tag=True):

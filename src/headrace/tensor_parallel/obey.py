@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from headrace.tensor_parallel.messages import Capture, Compute, End, Replay, Sample, ToRank
+from headrace.tensor_parallel.messages import Capture, Compute, End, LoadAdapter, Replay, Sample, ToRank, UnloadAdapter
 from headrace.tensor_parallel.ring import Reader
 from headrace.worker.model_runner import ModelRunner, Pending
 from headrace.worker.sampling import Tail
@@ -30,7 +30,11 @@ def obey(runner: ModelRunner, inbox: Reader, decoder: msgspec.msgpack.Decoder[To
             from headrace.worker.cuda_graphs import Key  # imports Triton
 
             assert runner.graphs is not None
-            runner.graphs.capture(Key(message.rows, message.context, Tail(message.tail), message.related))
+            runner.graphs.capture(Key(message.rows, message.context, Tail(message.tail), message.related, message.adapted))
+        elif isinstance(message, LoadAdapter):
+            runner.state.adapters.load(message.version, message.slot)
+        elif isinstance(message, UnloadAdapter):
+            runner.state.adapters.unload(message.digest)
         elif isinstance(message, End):
             return
         inbox.echo()

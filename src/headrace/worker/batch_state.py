@@ -7,7 +7,7 @@ request got its slot, a sampled id is written by the sampler. So a decode row ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +61,7 @@ class BatchState:
         )
         self.token_ids, self.block_tables = self.tables.token_ids, self.tables.block_tables
         self.admitted: list[Admitted | None] = [None] * slots
+        self.adapters: Any = {"": 0}  # SamplingParams.lora -> Int.LORA; or the AdapterPool
         self.host_floats = np.zeros((slots, len(Float)), np.float32)
         self.host_ints = np.zeros((slots, len(Int)), np.int64)
         self.host_floats[:, Float.TOP_P] = self.host_floats[:, Float.REPETITION_PENALTY] = 1.0
@@ -87,7 +88,7 @@ class BatchState:
         slot, p = new.slot, new.params
         self.admitted[slot] = new
         self.host_floats[slot] = [getattr(p, column.name.lower()) for column in Float]
-        self.host_ints[slot] = (as_int64(new.seed), p.top_k or 0, p.sample_index, new.num_prompt)
+        self.host_ints[slot] = (as_int64(new.seed), p.top_k or 0, p.sample_index, new.num_prompt, self.adapters[p.lora])
         return (
             TableWrite(TOKEN_IDS, slot, 0, new.token_ids),
             TableWrite(BLOCKS, slot, 0, new.block_ids),
@@ -157,6 +158,7 @@ class BatchState:
             query_lens=counts.tolist(),
             context_lens=bounds.tolist(),
             exact=exact,
+            adapted=bool(self.host_ints[layout.numbers[0, of_seqs], Int.LORA].any()),
         )
 
 

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,8 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.prepare import Rows, prepare_rows, publish
+from headrace.kernels.prepare import SLOT, Rows, prepare_rows, publish
+from headrace.kernels.tables import Int
 from headrace.model.batch import ForwardBatch
 from headrace.model.ranks import VocabPart
 from headrace.worker.batch_state import BatchState
@@ -52,6 +54,7 @@ class Key(NamedTuple):
     context: int  # bucket
     tail: Tail
     related: bool  # as ForwardBatch.related
+    adapted: bool = False  # likewise
 
 
 @dataclass(slots=True)
@@ -126,6 +129,8 @@ class DecodeGraphs:
     """Captures and replays decode steps; everything happens on the current stream's thread. `part`: what the logits of one of
     several ranks are."""
 
+    kinds: tuple[bool, ...] = (False,)  # of steps: those with adapters are True
+
     def __init__(
         self, forward: DecodeForward, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int,
         max_draft_rows: int = 0, max_graphs: int = MAX_GRAPHS, part: VocabPart | None = None,
@@ -146,7 +151,7 @@ class DecodeGraphs:
         self._prepared: float | None = None  # time.monotonic() when what covers all had been captured
         self._missed: Counter[Key] = Counter()  # replays for which another step stood in
         self._stand_ins: dict[Key, Key] = {}  # that one, until another is captured
-        self._wanted: set[tuple[int, Tail, bool]] = set()  # a context bucket for many rows, and the rest of a Key
+        self._wanted: set[tuple[int, Tail, bool, bool]] = set()  # a context bucket for many rows, and the rest of a Key
 
     def size_for(self, rows: int) -> int:
         return self.sizes[bisect_left(self.sizes, rows)]
@@ -162,7 +167,8 @@ class DecodeGraphs:
         """
         count = numbers.shape[1]
         size = self.size_for(count)
-        wanted = Key(size, self.bucket_for(context, size), tail, related)
+        adapted = True in self.kinds and bool(self.state.host_ints[numbers[SLOT], Int.LORA].any())
+        wanted = Key(size, self.bucket_for(context, size), tail, related, adapted)
         key = wanted if wanted in self._graphs else self._cover(wanted)
         captured = self._graphs.pop(key, None) or self.capture(key)
         self._graphs[key] = captured
@@ -172,7 +178,7 @@ class DecodeGraphs:
         except BaseException:
             self._mailbox.resume()
             raise
-        of_context = (self.bucket_for(context, self.sizes[-1]), tail, related)
+        of_context = (self.bucket_for(context, self.sizes[-1]), tail, related, adapted)
         if of_context not in self._wanted:
             self._wanted.add(of_context)
             below = [s for s in reversed(self.sizes) if s < size]
@@ -180,7 +186,7 @@ class DecodeGraphs:
             others = below + [s for s in self.sizes if size < s <= most]
             likely = [(s, self.bucket_for(context, s)) for s in others]
             likely += [(s, bucket) for bucket in self.few_buckets for s in (size, *others) if s <= FEW_ROWS]
-            self._todo += [Key(s, bucket, tail, related) for s, bucket in likely]
+            self._todo += [Key(s, bucket, tail, related, adapted) for s, bucket in likely]
         return Replayed(captured.logits, self._rows, sent)
 
     def prepare(self) -> None:
@@ -189,8 +195,8 @@ class DecodeGraphs:
         fewer, most = self.buckets[0], self.buckets[-1]
         rows = [s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1]]
         for context in dict.fromkeys((most, fewer)):
-            for size in reversed(rows):  # a smaller one fits into the memory of a larger
-                key = Key(size, self.bucket_for(context, size), Tail.FILTERED, False)
+            for size, adapted in product(reversed(rows), self.kinds):  # a smaller one fits into the memory of a larger
+                key = Key(size, self.bucket_for(context, size), Tail.FILTERED, False, adapted)
                 if key not in self._graphs and len(self._graphs) < self.max_graphs:
                     self.capture(key)
         self._todo += [
@@ -221,7 +227,7 @@ class DecodeGraphs:
     def _covers(key: Key, wanted: Key) -> bool:
         if key.related or key.tail is Tail.LOGITS or COVERING[key.tail] < COVERING[wanted.tail]:
             return False
-        return key.rows >= wanted.rows and key.context >= wanted.context
+        return key.adapted == wanted.adapted and key.rows >= wanted.rows and key.context >= wanted.context
 
     def next_planned(self) -> Key | None:
         """A graph that is likely to be needed and is not there; None if there is none left, or no room."""
@@ -277,12 +283,13 @@ class DecodeGraphs:
         return total - free - torch.cuda.memory_reserved(self.state.device)
 
     def _step(self, key: Key) -> Tensor | None:
-        size, bucket, tail, related = key
+        size, bucket, tail, related, adapted = key
         state, rows, mail = self.state, self._rows.part(0, size), self._mailbox
         prepare_rows(mail.inbox, mail.turn, state.tables, rows)
         batch = ForwardBatch(
             rows.token_ids, rows.positions, rows.slot_mapping, state.block_tables, rows.seq_slots,
-            self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size, related=related,
+            self._query_start[: size + 1], rows.seq_lens, size, [1] * size, [bucket] * size, adapted=adapted,
+            related=related,
         )  # fmt: skip
         logits = self.forward(batch, self.kv)
         if tail is Tail.LOGITS:

@@ -1,0 +1,201 @@
+"""Low-rank additions to a product: y[row] += (x[row] A^T) B^T * scale, by each row's adapter; rows without one are left alone.
+
+Two kernels: *shrink* makes the few numbers x A^T of a row, its sum cut into parts along x where rows are few; *expand* adds the
+parts up in their order and adds what B makes of them to y, in float32 and rounded once. Both go by `Groups`: the rows of each
+adapter, so that a matrix is read once for all its rows. A row's numbers depend on no other row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+
+MIN_RANK = 16  # that matrix units take; smaller ranks are filled up with zeros
+FEW_ROWS = 64  # of a step: sums are cut into more parts, as there are too few programs without
+GROUP_BLOCK = 1024
+
+
+@dataclass(slots=True)
+class Pair:
+    """A and B of one product for each slot of adapters. Its outputs are cut into slices (queries, keys, values), each with an A
+    of its own; where an adapter has none, zeros are."""
+
+    a: Tensor  # [slots, slices * rank, in]
+    b: Tensor  # [slots, out, rank]
+    scales: Tensor  # [slots, slices] float32
+    tiles: Tensor  # [any, 3] int32: slice, first output, and the one behind the last; none wider than `width`
+    ends: tuple[int, ...]  # of the slices, along the outputs
+    width: int
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[2]
+
+
+def new_pair(slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Pair:
+    """Zeros, for slices of so many outputs; `rank` is filled up to what kernels take."""
+    rank = max(MIN_RANK, next_power_of_2(rank))
+    width = 128 if sum(sizes) < 16384 else 256
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    tiles = [
+        (index, first, min(first + width, end))
+        for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        for first in range(end - size, end, width)
+    ]
+    return Pair(
+        torch.zeros((slots, len(sizes) * rank, columns), dtype=dtype, device=device),
+        torch.zeros((slots, sum(sizes), rank), dtype=dtype, device=device),
+        torch.zeros((slots, len(sizes)), dtype=torch.float32, device=device),
+        torch.tensor(tiles, dtype=torch.int32).to(device), tuple(ends), width,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Groups:
+    """The rows of each slot: order[slot, : counts[slot]], ascending."""
+
+    order: Tensor  # [slots, T] int32
+    counts: Tensor  # [slots] int32
+
+
+def group_rows(adapters: Tensor, slots: int) -> Groups:
+    """adapters [T] int64: 0, or one more than the row's slot."""
+    rows = len(adapters)
+    order = torch.empty((slots, rows), dtype=torch.int32, device=adapters.device)
+    counts = torch.empty(slots, dtype=torch.int32, device=adapters.device)
+    block = min(GROUP_BLOCK, next_power_of_2(max(rows, 16)))
+    _group[(slots,)](adapters, order, counts, rows, BLOCK=block, num_warps=4)
+    return Groups(order, counts)
+
+
+def add_lora_reference(y: Tensor, x: Tensor, pair: Pair, adapters: Tensor) -> None:
+    """y [T, out] += what the rows' adapters [T] (see `group_rows`) make of x [T, in]."""
+    rank = pair.rank
+    for one in adapters.unique().tolist():
+        if not one:
+            continue
+        rows, slot = (adapters == one).nonzero()[:, 0], one - 1
+        shrunk = (x[rows] @ pair.a[slot].T).float()
+        added, first = [], 0
+        for index, end in enumerate(pair.ends):
+            part = (shrunk[:, index * rank : (index + 1) * rank] * pair.scales[slot, index]).to(x.dtype)
+            added.append(part @ pair.b[slot, first:end].T)
+            first = end
+        y.index_add_(0, rows, torch.cat(added, 1))
+
+
+def num_parts(rows: int, columns: int) -> int:
+    """Into how many parts sums over x are cut."""
+    most = 16 if rows <= FEW_ROWS else 4 if rows <= 512 else 1
+    return max(1, min(most, columns // 256))
+
+
+def add_lora(y: Tensor, x: Tensor, pair: Pair, groups: Groups) -> None:
+    """As `add_lora_reference`, on a card."""
+    expand(y, shrink(x, pair, groups), pair, groups)
+
+
+def shrink(x: Tensor, pair: Pair, groups: Groups) -> Tensor:
+    """x [T, in] -> x A^T, to be added up: [parts, T, slices * rank] float32; only the rows of adapters are written."""
+    (slots, width, columns), rows = pair.a.shape, len(x)
+    parts = num_parts(rows, columns)
+    out = torch.empty((parts, rows, width), dtype=torch.float32, device=x.device)
+    few = rows <= FEW_ROWS
+    block_m, block_k = (16, 256) if few else (64, 64)
+    block_r = min(64, next_power_of_2(width))
+    each = -(-columns // (parts * block_k)) * block_k
+    groups_of_rows = min(-(-rows // block_m), 64)
+    _shrink[(parts * -(-width // block_r), slots, groups_of_rows)](
+        x, pair.a, groups.order, groups.counts, out, rows, x.stride(0), columns, width, each, PARTS=parts, BLOCK_M=block_m,
+        BLOCK_R=block_r, BLOCK_K=block_k, num_warps=4, num_stages=1 if few else 3, **pdl(x),
+    )  # fmt: skip
+    return out
+
+
+def expand(y: Tensor, shrunk: Tensor, pair: Pair, groups: Groups) -> None:
+    """y [T, out] += the sum of `shrunk` over its parts, times the scales and B^T."""
+    parts, rows, width = shrunk.shape
+    slots = len(pair.b)
+    block_m = 16 if rows <= FEW_ROWS else 64
+    block_r = min(64, pair.rank)
+    _expand[(len(pair.tiles), slots, min(-(-rows // block_m), 64))](
+        y, shrunk, pair.b, pair.scales, pair.tiles, groups.order, groups.counts, rows, y.stride(0), y.shape[1], width,
+        SLICES=pair.scales.shape[1], PARTS=parts, RANK=pair.rank, BLOCK_M=block_m, BLOCK_N=pair.width, BLOCK_R=block_r,
+        num_warps=4, **pdl(y),
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["rows"])
+def _group(adapters, order, counts, rows, BLOCK: tl.constexpr):
+    slot = tl.program_id(0)
+    seen = 0
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        here = (tl.load(adapters + row, row < rows, 0) == slot + 1).to(tl.int32)
+        place = seen + tl.cumsum(here, 0) - here
+        tl.store(order + slot.to(tl.int64) * rows + place, row, here != 0)
+        seen += tl.sum(here, 0)
+    tl.store(counts + slot, seen)
+
+
+@jit(do_not_specialize=["rows"])
+def _shrink(
+    x, a, order, counts, out, rows, x_stride, columns, width, each, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(0) % PARTS
+    r = tl.program_id(0) // PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
+    count = tl.load(counts + slot)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    matrix = a + (slot * width + r.to(tl.int64)[None, :]) * columns
+    for first in range(tl.program_id(2) * BLOCK_M, count, tl.num_programs(2) * BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        row = tl.load(order + slot * rows + m, m < count, 0).to(tl.int64)
+        total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        for begin in range(part * each, min(part * each + each, columns), BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)
+            inside = k < columns
+            left = tl.load(x + row[:, None] * x_stride + k[None, :], (m < count)[:, None] & inside[None, :], 0.0)
+            right = tl.load(matrix + k[:, None], inside[:, None] & (r < width)[None, :], 0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        place = out + (part * rows + row[:, None]) * width + r[None, :]
+        tl.store(place, total, (m < count)[:, None] & (r < width)[None, :])
+
+
+@jit(do_not_specialize=["rows"])
+def _expand(
+    y, shrunk, b, scales, tiles, order, counts, rows, y_stride, outputs, width, SLICES: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(1).to(tl.int64)
+    tile = tiles + tl.program_id(0) * 3
+    index, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    n = begin + tl.arange(0, BLOCK_N)
+    count = tl.load(counts + slot)
+    scale = tl.load(scales + slot * SLICES + index)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    for first in range(tl.program_id(2) * BLOCK_M, count, tl.num_programs(2) * BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        row = tl.load(order + slot * rows + m, m < count, 0).to(tl.int64)
+        place = y + row[:, None] * y_stride + n[None, :]
+        there = (m < count)[:, None] & (n < end)[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for low in range(0, RANK, BLOCK_R):
+            r = low + tl.arange(0, BLOCK_R)
+            right = tl.load(b + (slot * outputs + n[None, :]) * RANK + r[:, None], (n < end)[None, :], 0.0)
+            left = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for part in range(PARTS):
+                source = shrunk + (part * rows + row[:, None]) * width + index * RANK + r[None, :]
+                left += tl.load(source, (m < count)[:, None], 0.0)
+            total = tl.dot((left * scale).to(right.dtype), right, total, input_precision="ieee")
+        total += tl.load(place, there, 0.0).to(tl.float32)
+        tl.store(place, total.to(y.dtype.element_ty), there)

@@ -1,0 +1,207 @@
+"""The adapters that a device holds, each in a slot, and which of them the rows of the step at hand have.
+
+    load     an adapter's files -> its slot of every product's A and B: zeros where it has nothing
+    make     how a decoder's products are made, so that they add what adapters do (linear.py)
+    begin    called by the decoder before its layers: the rows of a batch, and of those that are left behind the last attention
+
+Of several ranks each holds its part: where a product's outputs are split A is whole and B split, where its inputs are split
+A is split and B whole, and the partial additions are summed up with the partial products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load as tensors_of
+from torch import Tensor
+
+from headrace.errors import CheckpointError
+from headrace.kernels.launch import on_gpu
+from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, group_rows, new_pair
+from headrace.kernels.tables import Int
+from headrace.lora.format import Matrices, Version, check, parsed, read_files
+from headrace.lora.linear import LoraLinear
+from headrace.lora.targets import modules_of, plain, product_of
+from headrace.model.batch import ForwardBatch, WantedRows
+from headrace.model.config import ModelConfig
+from headrace.model.decoder import MakeLinear
+from headrace.model.decoder_weights import DecoderWeights
+from headrace.model.families import weight_plan
+from headrace.model.linear import Linear, Reduce
+from headrace.model.parts import parts_of
+from headrace.model.rope_layout import order_of
+from headrace.model.shard import Shard
+from headrace.model.weight import Weight
+
+
+class Part(NamedTuple):
+    """Some outputs of a module, here: a slice of a product."""
+
+    name: str  # the tensor in the base model's checkpoint
+    rows: range
+    columns: range  # of its inputs
+
+
+@dataclass(slots=True)
+class Product:
+    """One of the decoder's products."""
+
+    layer: int
+    parts: list[Part]
+    pair: Pair
+    behind: bool  # the last attention: it has the wanted rows only
+    made: bool = False  # the decoder has it
+
+
+class AdapterRead(NamedTuple):
+    """An adapter's tensors on the host, and which module has which of them."""
+
+    tensors: dict[str, Tensor]
+    matrices: dict[str, Matrices]
+
+
+class AdapterPool:
+    """Indexed by an adapter's digest: what it is called in the slots' table (Int.LORA), one more than its slot; 0 of none."""
+
+    def __init__(
+        self, model: ModelConfig, shard: Shard, slots: int, max_rank: int, max_rows: int, dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
+        """Of the whole `model` the part of a rank. `max_rows` of a step."""
+        self.model, self.slots, self.max_rank, self.max_rows, self.device = model, slots, max_rank, max_rows, device
+        self.modules = modules_of(model)
+        self._numbers = {"": 0}
+        self.table: Tensor | None = None  # SlotTables.ints
+        self._products: dict[str, Product] = {}
+        for spec in parts_of([spec for spec in weight_plan(model) if product_of(spec.target)], model, shard):
+            _, layer, name = spec.target.split(".")
+            parts = [Part(name, rows, columns or range(spec.shape[1])) for name, rows, columns in spec.reads]
+            pair = new_pair(slots, tuple(len(part.rows) for part in parts), spec.shape[1], max_rank, dtype, device)
+            behind = int(layer) == model.num_layers - 1 and name != "qkv"
+            self._products[spec.target] = Product(int(layer), parts, pair, behind)
+        self._rows: _StepRows | None = None
+        self._last: _StepRows | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots, and of what the largest step needs beside them."""
+        pairs = [product.pair for product in self._products.values()]
+        held = sum(t.numel() * t.itemsize for pair in pairs for t in (pair.a, pair.b, pair.scales, pair.tiles))
+        return held + 4 * self.max_rows * (self.slots + max(pair.a.shape[1] for pair in pairs))
+
+    # ---------------------------------------------------------------- products
+
+    def make(self, weights: DecoderWeights, make: MakeLinear) -> MakeLinear:
+        """As `make`, but that the products of `weights` know of adapters."""
+        products = {
+            id(getattr(layer, target.rpartition(".")[2])): product
+            for target, product in self._products.items() for layer in [weights.layers[product.layer]]
+        }  # fmt: skip
+
+        def made(weight: Weight, bias: Tensor | None, reduce: Reduce | None) -> Linear:
+            product = products.get(id(weight))
+            if product is None:
+                return make(weight, bias, reduce)
+            product.made = True
+            return LoraLinear(make(weight, bias, reduce), partial(self.add, product))
+
+        return made
+
+    def check_made(self) -> None:
+        """Raises CheckpointError for a model that runs some of its products in another way."""
+        for target, product in self._products.items():
+            if not product.made:
+                raise CheckpointError(f"adapters: {target} of a {self.model.family} takes none")
+
+    # ---------------------------------------------------------------- rows
+
+    def begin(self, batch: ForwardBatch, wanted: WantedRows | None) -> None:
+        """The decoder's next layers have these rows."""
+        self._rows = self._last = None
+        if batch.adapted:
+            self._rows = self._last = self._of(batch)
+            if wanted is not None:
+                self._last = self._of(wanted.batch)
+
+    def _of(self, batch: ForwardBatch) -> _StepRows:
+        assert self.table is not None
+        numbers = self.table[:, Int.LORA].index_select(0, batch.seq_slots)
+        if batch.num_rows != batch.num_seqs:
+            numbers = numbers.repeat_interleave(batch.query_start.diff(), output_size=batch.num_rows)
+        return _StepRows(numbers, self.slots)
+
+    def add(self, product: Product, y: Tensor, x: Tensor) -> None:
+        """y [T, out] += what the adapters of the rows x [T, in] make of them; rows of a product that come in several parts come
+        in order."""
+        rows = self._last if product.behind else self._rows
+        if rows is None:
+            return
+        numbers, groups = rows.next(id(product), len(x))
+        if on_gpu(x):
+            add_lora(y, x, product.pair, groups())
+        else:
+            add_lora_reference(y, x, product.pair, numbers)
+
+    # ---------------------------------------------------------------- slots
+
+    def __getitem__(self, digest: str) -> int:
+        return self._numbers[digest]
+
+    def read(self, version: Version) -> AdapterRead:
+        """Raises CheckpointError, also when its files have changed since they were named."""
+        where, files = Path(version.path), read_files(Path(version.path))
+        if files.digest != version.digest:
+            raise CheckpointError(f"{where}: its files have changed since they were examined")
+        tensors = tensors_of(files.tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return AdapterRead(tensors, check(parsed(files.config, where), shapes, self.modules, self.max_rank, where))
+
+    def load(self, version: Version, slot: int) -> None:
+        """An adapter into a slot that no request has. Raises CheckpointError."""
+        tensors, found = self.read(version)
+        for product in self._products.values():
+            pair, first = product.pair, 0
+            for whole in (pair.a, pair.b, pair.scales):
+                whole[slot].zero_()
+            for index, part in enumerate(product.parts):
+                end = first + len(part.rows)
+                if (matrices := found.get(plain(part.name))) is not None:
+                    rank, begin = matrices.rank, index * pair.rank
+                    a, b = tensors[matrices.a], tensors[matrices.b]
+                    if (order := order_of(part.name, self.model)) is not None:
+                        b = b.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+                    pair.a[slot, begin : begin + rank] = a[:, part.columns.start : part.columns.stop].to(self.device)
+                    pair.b[slot, first:end, :rank] = b[part.rows.start : part.rows.stop].to(self.device)
+                    pair.scales[slot, index] = matrices.scale
+                first = end
+        self._numbers[version.digest] = slot + 1
+
+    def unload(self, digest: str) -> None:
+        """Its slot is free; launched steps may still read it, and end before it is written again."""
+        self._numbers.pop(digest, None)
+
+
+class _StepRows:
+    """The adapters of a step's rows, whole or in the parts in which a product takes them."""
+
+    def __init__(self, numbers: Tensor, slots: int):
+        self._numbers, self._slots = numbers, slots
+        self._groups: dict[tuple[int, int], Groups] = {}
+        self._done: dict[int, int] = {}  # by product: rows that it has had
+
+    def next(self, product: int, count: int):
+        """The numbers of the product's next rows, and a function for their groups."""
+        begin = self._done.get(product, 0)
+        self._done[product] = (begin + count) % len(self._numbers)
+        numbers = self._numbers[begin : begin + count]
+
+        def groups() -> Groups:
+            if (begin, count) not in self._groups:
+                self._groups[begin, count] = group_rows(numbers, self._slots)
+            return self._groups[begin, count]
+
+        return numbers, groups

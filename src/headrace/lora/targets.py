@@ -1,0 +1,29 @@
+"""Which modules of a model take adapters: those that its checkpoint names and that the decoder's fused products are made of."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.model.config import ModelConfig
+from headrace.model.families import weight_plan
+
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
+_TARGET = re.compile(rf"layers\.\d+\.({'|'.join(PRODUCTS)})")
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # of layers, in text models and in wrappers of them
+
+
+def product_of(target: str) -> bool:
+    """Whether a WeightSpec's target is a product that takes adapters."""
+    return _TARGET.fullmatch(target) is not None
+
+
+def plain(name: str) -> str:
+    """layers.3.self_attn.q_proj of a module's or tensor's name, whatever stands before its layers."""
+    name = name.removesuffix(".weight")
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
+def modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name (see `plain`) -> (outputs, inputs), of the whole model."""
+    specs = [spec for spec in weight_plan(config) if product_of(spec.target)]
+    return {plain(name): (rows, spec.shape[1]) for spec in specs for name, rows in spec.sources}

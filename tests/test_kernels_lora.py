@@ -1,0 +1,66 @@
+"""Low-rank additions by kernels, in Triton's interpreter or on the card, against float64; rows know nothing of each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.kernels.lora import Pair, add_lora, add_lora_reference, group_rows, new_pair
+from test_kernels_fused_decode import DEVICE, random
+
+pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
+DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
+SIZES, COLUMNS, SLOTS = (40, 24, 24), 528, 3
+
+
+def pair_of(rank: int, dtype: torch.dtype) -> Pair:
+    """Adapters of ranks below what is allocated."""
+    pair = new_pair(SLOTS, SIZES, COLUMNS, rank, dtype, torch.device(DEVICE))
+    for slot in range(SLOTS):
+        for index, end in enumerate(pair.ends):
+            own, first = rank - slot, end - SIZES[index]
+            begin = index * pair.rank
+            pair.a[slot, begin : begin + own] = random(own, COLUMNS, dtype=dtype, seed=slot + 10 * index) / COLUMNS**0.5
+            pair.b[slot, first:end, :own] = random(SIZES[index], own, dtype=dtype, seed=slot + 100 * index)
+            pair.scales[slot, index] = 0.5 + slot + index
+    return pair
+
+
+def exact(y: torch.Tensor, x: torch.Tensor, pair: Pair, adapters: list[int]) -> torch.Tensor:
+    out = y.double().clone()
+    for row, one in enumerate(adapters):
+        for index, end in enumerate(pair.ends if one else ()):
+            first, r = end - SIZES[index], slice(index * pair.rank, (index + 1) * pair.rank)
+            h = pair.a[one - 1, r].double() @ x[row].double() * pair.scales[one - 1, index].double()
+            out[row, first:end] += pair.b[one - 1, first:end].double() @ h
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "rank"), [(1, 4), (20, 16), (70, 40)])
+def test_against_float64(rows: int, rank: int, dtype: torch.dtype) -> None:
+    pair, x = pair_of(rank, dtype), random(rows, COLUMNS, dtype=dtype, seed=5)
+    adapters = [(7 * row) % 4 if rows > 1 else 2 for row in range(rows)]
+    y = random(rows, sum(SIZES), dtype=dtype, seed=6)
+    wanted, found, reference = exact(y, x, pair, adapters), y.clone(), y.clone()
+    of_rows = torch.tensor(adapters, device=DEVICE)
+    add_lora(found, x, pair, group_rows(of_rows, SLOTS))
+    add_lora_reference(reference, x, pair, of_rows)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(reference.double(), wanted, atol=tolerance, rtol=tolerance)
+    without = of_rows == 0
+    assert torch.equal(found[without], y[without])
+
+
+def test_a_row_is_the_same_bits_beside_others() -> None:
+    pair, x = pair_of(16, DTYPES[-1]), random(20, COLUMNS, dtype=DTYPES[-1], seed=5)
+    y = random(20, sum(SIZES), dtype=DTYPES[-1], seed=6)
+    adapters = torch.tensor([(7 * row) % 4 for row in range(20)], device=DEVICE)
+    together, alone = y.clone(), y.clone()
+    add_lora(together, x, pair, group_rows(adapters, SLOTS))
+    for rows in (slice(3, 4), slice(4, 9)):
+        part = alone[rows]
+        add_lora(part, x[rows], pair, group_rows(adapters[rows], SLOTS))
+        assert torch.equal(part, together[rows])
