@@ -28,10 +28,9 @@ from headrace.lora.linear import LoraLinear
 from headrace.lora.targets import modules_of, plain, product_of
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import MakeLinear
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import weight_plan
-from headrace.model.linear import Linear, Reduce
+from headrace.model.linear import Linear, MakeLinear, Reduce
 from headrace.model.parts import parts_of
 from headrace.model.rope_layout import order_of
 from headrace.model.shard import Shard
@@ -97,13 +96,13 @@ class AdapterPool:
 
     def make(self, weights: DecoderWeights, make: MakeLinear) -> MakeLinear:
         """As `make`, but that the products of `weights` know of adapters."""
-        products = {
-            id(getattr(layer, target.rpartition(".")[2])): product
-            for target, product in self._products.items() for layer in [weights.layers[product.layer]]
-        }  # fmt: skip
+        products = {}  # with the weight itself, whose id is then no other's
+        for target, product in self._products.items():
+            weight = getattr(weights.layers[product.layer], target.rpartition(".")[2])
+            products[id(weight)] = weight, product
 
-        def made(weight: Weight, bias: Tensor | None, reduce: Reduce | None) -> Linear:
-            product = products.get(id(weight))
+        def made(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
+            _, product = products.get(id(weight), (None, None))
             if product is None:
                 return make(weight, bias, reduce)
             product.made = True

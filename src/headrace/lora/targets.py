@@ -23,6 +23,13 @@ def plain(name: str) -> str:
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
+def why_not(config: ModelConfig) -> str | None:
+    """Why a model takes no adapters, as the end of a sentence; None: it does."""
+    if config.latent is not None:
+        return "latent attention runs without the products that they belong to"
+    return "its linear attention runs several products as one" if config.delta is not None else None
+
+
 def modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Name (see `plain`) -> (outputs, inputs), of the whole model."""
     specs = [spec for spec in weight_plan(config) if product_of(spec.target)]
