@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ from headrace.model.loader import load_model
 from headrace.model.weight import Weight
 from tiny_models import write_tiny
 
-NAMES = {"olmo3": "olmo2", "ministral3": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r"}  # others' are theirs
-INTERLEAVED = {"llama", "granite", "smollm3", "ministral3"}
+NAMES = {
+    "olmo3": "olmo2", "ministral3": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r",
+    "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
+    "hunyuan_v1_moe": "hunyuan-moe", "ernie4_5_moe": "ernie4_5-moe",
+}  # others' are theirs
+INTERLEAVED = {"llama", "mixtral", "granite", "smollm3", "ministral3"}
 PLUS_ONE = {"gemma2", "gemma3", "nemotron"}
 WINDOWED = {"gemma2", "gemma3", "olmo3", "exaone4", "cohere2"}
 LAYER_NORM = {"starcoder2": "norm_epsilon", "nemotron": "norm_eps", "cohere": "layer_norm_eps", "cohere2": "layer_norm_eps"}
@@ -38,8 +43,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def convert(family: str, source: Path, path: Path) -> Path:
-    """The GGUF of a Hugging Face checkpoint, with the package's own table of tensor names."""
+def convert(
+    family: str, source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
+    describe: Callable[[gguf.GGUFWriter, Any], None] | None = None, pack: Callable[[str, Any], tuple[Any, Any]] | None = None,
+) -> Path:  # fmt: skip
+    """The GGUF of a Hugging Face checkpoint, with the package's own table of tensor names.
+
+    `change` makes the file's tensors of the checkpoint's, `describe` writes more of the config, `pack` quantizes.
+    """
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(source)
@@ -63,7 +74,7 @@ def convert(family: str, source: Path, path: Path) -> Path:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
-    elif family == "hunyuan_v1_dense":
+    elif family.startswith("hunyuan"):
         writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
     else:
         rope = rope.get("full_attention", rope)
@@ -101,13 +112,18 @@ def convert(family: str, source: Path, path: Path) -> Path:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     arch = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == NAMES.get(family, family))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    for name, tensor in load_file(source / "model.safetensors").items():
+    if describe is not None:
+        describe(writer, config)
+    for name, tensor in change(load_file(source / "model.safetensors")).items():
         data = tensor.numpy()
         if family in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             data = files.interleave(data, head_dim)
         if family in PLUS_ONE and name.endswith("norm.weight"):
             data = data + 1
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data)
+        found, kind = names.get_name(name, try_suffixes=(".weight", ".bias")), None
+        if pack is not None:
+            data, kind = pack(found, data)
+        writer.add_tensor(found, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,7 +134,11 @@ def convert(family: str, source: Path, path: Path) -> Path:
 @pytest.mark.parametrize("family", SETTINGS)
 def test_a_gguf_is_the_checkpoint_that_it_was_made_from(family: str, tmp_path: Path):
     source = write_tiny(family, tmp_path / "hf", **SETTINGS[family])
-    path = convert(family, source, tmp_path / "model.gguf")
+    assert_same_model(source, convert(family, source, tmp_path / "model.gguf"))
+
+
+def assert_same_model(source: Path, path: Path) -> None:
+    """Its config and its weights."""
     configs, weights = [], []
     for model in (source, path):
         checkpoint = resolve_checkpoint(EngineConfig(model=str(model)))
@@ -149,6 +169,10 @@ def compare(ours: Any, expected: Any) -> None:
             a, b = getattr(layer, field.name), getattr(wanted, field.name)
             if b is None:
                 assert a is None, field.name
+            elif field.name == "more":
+                assert a.keys() == b.keys()
+                for name, value in b.items():
+                    torch.testing.assert_close(getattr(a[name], "data", a[name]), getattr(value, "data", value), atol=0, rtol=0)
             else:
                 a, b = (x.data if isinstance(x, Weight) else x for x in (a, b))
                 torch.testing.assert_close(a, b, atol=1e-6 if "norm" in field.name else 0, rtol=0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from headrace.model.formats import gguf_experts as experts
 from headrace.model.formats.gguf_metadata import Metadata
 
 Parts = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
@@ -154,7 +155,7 @@ _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_att
 _STARCODER = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
-    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True),
+    "llama": Architecture("LlamaForCausalLM", "llama", experts.llama, interleaved=True, names=experts.MIXTRAL_NAMES),
     "granite": Architecture("GraniteForCausalLM", "granite", _granite, interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
@@ -172,6 +173,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "nemotron": Architecture("NemotronForCausalLM", "nemotron", _nemotron, norms_plus_one=True),
     "command-r": Architecture("CohereForCausalLM", "cohere", _cohere),
     "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", _cohere2),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", experts.qwen2_moe, names=experts.QWEN_NAMES),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", experts.qwen3_moe, names=experts.QWEN_NAMES),
+    "olmoe": Architecture("OlmoeForCausalLM", "olmoe", experts.olmoe, names=experts.QWEN_NAMES),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", "glm4_moe", experts.glm4_moe, names=experts.GLM_NAMES),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", "minimax_m2", experts.minimax_m2, names=experts.MINIMAX_NAMES),
+    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", experts.hunyuan_moe, names=experts.HUNYUAN_NAMES),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", experts.ernie_moe, names=experts.ERNIE_NAMES),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _phi3, names={"ffn_up": "mlp.gate_up_proj"}),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, norms_plus_one=True, names=_SANDWICH),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, norms_plus_one=True, names=_SANDWICH),

@@ -15,6 +15,7 @@ from typing import Any
 from headrace.errors import CheckpointError
 from headrace.model.formats.gguf import GgufFile
 from headrace.model.formats.gguf_architectures import ARCHITECTURES, Architecture
+from headrace.model.formats.gguf_experts import by_expert
 from headrace.model.formats.gguf_metadata import Metadata
 from headrace.model.formats.tensor_file import TensorEntry
 
@@ -46,26 +47,36 @@ def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
     arch = _architecture(gguf)
     head_dim = _hf_head_dim(gguf)
     layer_names = {**_LAYER_NAMES, **arch.names}
+    unused = _unused(Metadata(gguf))
     entries: dict[str, TensorEntry] = {}
     for name, entry in gguf.tensors.items():
         if name in _ROPE_TENSORS:
             continue
         part = ""
         if (target := _TOP_NAMES.get(name)) is None:
+            if any(name.startswith(prefix) for prefix in unused):
+                continue
             match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
             part = match[2] if match else ""
             if match is None or part not in layer_names:
                 raise CheckpointError(f"{gguf.path}: unexpected tensor {name!r} for architecture {gguf.architecture!r}")
             target = f"model.layers.{int(match[1])}.{layer_names[part]}.{match[3]}"
-        changes: dict[str, Any] = {"name": target}
+        changes: dict[str, Any] = {}
         if arch.interleaved and part in ("attn_q", "attn_k"):
             if entry.num_rows % head_dim:
                 raise CheckpointError(f"{gguf.path}: {name!r} has {entry.num_rows} rows, not whole heads of {head_dim}")
             changes["head_dim"] = head_dim
         if arch.norms_plus_one and "norm" in name and name.endswith(".weight"):
             changes["shift"] = -1.0
-        entries[target] = dataclasses.replace(entry, **changes)
+        entries |= {part.name: part for part in by_expert(dataclasses.replace(entry, **changes), target)}
     return entries
+
+
+def _unused(meta: Metadata) -> list[str]:
+    """Layers behind the last, which guess several tokens ahead."""
+    count = meta.get("nextn_predict_layers")
+    last = meta.integer("block_count")
+    return [f"blk.{layer}." for layer in range(last - min(meta.integer("nextn_predict_layers"), last), last)] if count else []
 
 
 def hf_config(gguf: GgufFile) -> dict[str, Any]:

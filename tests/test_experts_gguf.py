@@ -1,0 +1,122 @@
+"""Families with mixtures of experts in GGUF files, as llama.cpp's converter writes them, load as their Hugging Face checkpoints do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from headrace.config import EngineConfig
+from headrace.errors import CheckpointError
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
+from headrace.model.weight import Weight, dequantized
+from test_loader_gguf_families import assert_same_model, convert
+from tiny_models import write_tiny
+
+SIGMOID = gguf.ExpertGatingFuncType.SIGMOID
+# family -> settings of the tiny checkpoint that its GGUF can express
+SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": []}, "qwen2_moe": {"decoder_sparse_step": 1}, "mixtral": {"sliding_window": None},
+    "olmoe": {}, "glm4_moe": {}, "minimax_m2": {}, "hunyuan_v1_moe": {}, "ernie4_5_moe": {},
+}  # fmt: skip
+
+
+def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts of a layer in one tensor, and names as the converter looks them up."""
+    found, experts = {}, defaultdict(dict)
+    for name, tensor in tensors.items():
+        before, mark, after = name.partition(".experts.")
+        number, _, part = after.partition(".")
+        if mark:
+            experts[f"{before}.experts.{part}"][int(number)] = tensor
+        elif name.endswith("e_score_correction_bias"):
+            found[name.removesuffix("_bias") + ".bias"] = tensor.flatten()
+        elif name.endswith("shared_expert_gate.weight"):
+            found[name] = tensor.flatten()
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([of[i] for i in range(len(of))]) for name, of in experts.items()}
+
+
+def describe(writer: gguf.GGUFWriter, config: Any, gating: Any = SIGMOID) -> None:
+    count = getattr(config, "num_local_experts", None) or config.num_experts
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    kind = config.model_type
+    if kind not in ("mixtral", "olmoe"):
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+    if kind == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gating)
+        writer.add_expert_weights_norm(True)
+    if kind == "glm4_moe":
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if kind == "ernie4_5_moe":
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_a_gguf_is_the_checkpoint_that_it_was_made_from(family: str, tmp_path: Path):
+    source = write_tiny(family, tmp_path / "hf", **SETTINGS[family])
+    assert_same_model(source, convert(family, source, tmp_path / "model.gguf", together, describe))
+
+
+def loaded(path: Path, **options: Any):
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(path)))
+    config = model_config_from_hf(checkpoint.config)
+    return load_model(checkpoint, config, torch.float32, torch.device("cpu"), **options)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_quantized_experts_are_each_their_own_numbers(kind: str, tmp_path: Path):
+    """Of three dimensions in the file; kept narrow, too. The router stays what it is."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    source = write_tiny("qwen3_moe", tmp_path / "hf", **SETTINGS["qwen3_moe"], **sizes, num_hidden_layers=1)
+    plain = loaded(source).layers[0].more
+    packed: dict[str, np.ndarray] = {}
+    type_ = gguf.GGMLQuantizationType[kind]
+
+    def pack(name: str, data: np.ndarray) -> tuple[np.ndarray, Any]:
+        if "_exps" not in name:
+            return data, None
+        packed[name] = gguf.quantize(data, type_)
+        return packed[name], type_
+
+    path = convert("qwen3_moe", source, tmp_path / "model.gguf", together, describe, pack)
+    floats = {name: torch.from_numpy(gguf.dequantize(data, type_)) for name, data in packed.items()}
+    both = torch.cat([floats["blk.0.ffn_gate_exps.weight"], floats["blk.0.ffn_up_exps.weight"]], 1)
+    for narrow in (False, True):
+        more = loaded(path, narrow=narrow).layers[0].more
+        assert torch.equal(dequantized(more["experts_gate_up"], torch.float32), both.flatten(0, 1))
+        assert torch.equal(dequantized(more["experts_down"], torch.float32), floats["blk.0.ffn_down_exps.weight"].flatten(0, 1))
+        assert torch.equal(more["router"].data, plain["router"].data)
+        assert isinstance(more["experts_down"], Weight) and (more["experts_down"].kind != "float") == narrow
+
+
+def test_other_routers_and_lone_experts_are_refused(tmp_path: Path):
+    source = write_tiny("glm4_moe", tmp_path / "hf")
+
+    softmax = partial(describe, gating=gguf.ExpertGatingFuncType.SOFTMAX)
+    with pytest.raises(CheckpointError, match="expert_gating_func is 1, supported: 2"):
+        loaded(convert("glm4_moe", source, tmp_path / "a.gguf", together, softmax))
+
+    def flat(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: t[0] if t.ndim == 3 else t for name, t in together(tensors).items()}
+
+    with pytest.raises(CheckpointError, match=r"ffn_down_exps.* has shape .*of each expert"):
+        loaded(convert("glm4_moe", source, tmp_path / "b.gguf", flat, describe))
