@@ -7,6 +7,7 @@ from typing import Literal
 
 # softmax: over all experts, before the choice; sigmoid: of each; chosen: softmax over the chosen ones' logits
 Score = Literal["softmax", "sigmoid", "chosen"]
+MOST_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.experts_config import ExpertsConfig
+from headrace.model.experts_config import MOST_EXPERTS, ExpertsConfig
 from headrace.model.family import Family, every_layer, granite, hunyuan, typed_windows
 from headrace.model.hf_config import HfConfig
 from headrace.model.weight_names import HUNYUAN_NAMES, PRE_NORM_NAMES
@@ -50,7 +50,6 @@ HUNYUAN_MOE_NAMES = {
     "shared_down": ("mlp.shared_mlp.down_proj.weight",),
 }
 
-MOST_EXPERTS = 4096
 _COUNTS = ("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")  # names of one thing
 _CHOSEN = ("moe_k", "moe_topk", "num_experts_per_tok")
 

@@ -143,16 +143,17 @@ class _Weights:
 
     def __init__(self, plan: Sequence[WeightSpec], pieces: Sequence[Piece], dtype: torch.dtype, keep: bool):
         self.made: dict[str, Weight] = {}
-        self._dtype, self._keep, self._lock = dtype, keep, threading.Lock()
+        self._dtypes = {spec.target: torch.float32 if spec.exact else dtype for spec in plan}
+        self._keep, self._lock = keep, threading.Lock()
         self._shapes = {spec.target: spec.shape for spec in plan}
-        self._wide = {"embedding", *(spec.target for spec in plan if spec.wide)}
+        self._wide = {"embedding", *(spec.target for spec in plan if spec.wide or spec.exact)}
         self._parts: dict[str, list[Weight | None]] = {spec.target: [] for spec in plan}
         for piece in pieces:
             self._parts[piece.target].append(None)
 
     def add(self, piece: Piece, weight: Weight) -> None:
         if not self._keep or piece.target in self._wide:
-            weight = Weight(dequantized(weight, self._dtype)[:, : self._shapes[piece.target][1]])
+            weight = Weight(dequantized(weight, self._dtypes[piece.target])[:, : self._shapes[piece.target][1]])
         with self._lock:
             parts = self._parts[piece.target]
             parts[piece.number] = weight
@@ -160,7 +161,7 @@ class _Weights:
             if len(whole) < len(parts):
                 return
             del self._parts[piece.target]
-        made = compact(stacked(whole, self._dtype), self._shapes[piece.target][0])
+        made = compact(stacked(whole, self._dtypes[piece.target]), self._shapes[piece.target][0])
         with self._lock:
             self.made[piece.target] = made
 

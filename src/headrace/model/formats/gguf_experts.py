@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import CheckpointError
+from headrace.model.experts_config import MOST_EXPERTS
 from headrace.model.formats.gguf_metadata import Metadata
 from headrace.model.formats.tensor_file import TensorEntry
 
@@ -53,7 +54,7 @@ def by_expert(entry: TensorEntry, target: str) -> Iterator[TensorEntry]:
         vector = target.endswith("shared_expert_gate.weight") and len(entry.shape) == 1
         yield replace(entry, name=name, shape=(1, *entry.shape) if vector else entry.shape)
         return
-    if len(entry.shape) != 3:
+    if len(entry.shape) != 3 or entry.num_rows > MOST_EXPERTS:
         raise CheckpointError(
             f"{entry.file}: the tensor {entry.name!r} has shape {entry.shape}, wanted a matrix of each expert"
         )

@@ -1,0 +1,109 @@
+"""Experts in the quantized formats that people download, and quantized when they are loaded: the numbers are the format's, and
+the router's stay float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.config import EngineConfig
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf, weight_plan
+from headrace.model.loader import load_model
+from headrace.model.narrow import quantized
+from headrace.model.shard import WHOLE, Shard
+from headrace.model.weight import Weight, dequantized
+from model_harness import Sequences
+from quantized_checkpoints import FORMATS, Tiny, write_quantized
+from test_model_families import assert_close, reference, tokens
+from tiny_models import write_tiny
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 128,
+    "mlp_only_layers": [], "num_experts": 4,
+}  # fmt: skip
+LISTED = {"fp8-block": "modules_to_not_convert", "awq": "modules_to_not_convert", "ct-pack4-asym": "ignore"}
+NAMES = ("experts_gate_up", "experts_down")
+
+
+def more(path: Path, shard: Shard = WHOLE, **options: Any) -> dict[str, Any]:
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(path)))
+    config = model_config_from_hf(checkpoint.config)
+    return load_model(checkpoint, config, torch.bfloat16, CPU, shard=shard, **options).layers[0].more
+
+
+def expected_of(tiny: Tiny) -> dict[str, Tensor]:
+    specs = {spec.target: spec for spec in weight_plan(model_config_from_hf(tiny.config))}
+    return {name: torch.cat([tiny.matrices[source] for source, _ in specs[f"layers.0.{name}"].sources]) for name in NAMES}
+
+
+@pytest.mark.parametrize("inner", [128, 80])
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "ct-int8", "ct-pack4-asym", "ct-nvfp4", "awq", "gptq"])
+def test_experts_are_the_formula_and_ranks_have_their_own(name: str, inner: int, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], "qwen3_moe", **SIZES | {"moe_intermediate_size": inner})
+    if name in LISTED:  # as in the published files
+        tiny.configure(FORMATS[name].config | {LISTED[name]: ["lm_head", "model.layers.0.mlp.gate"]})
+    expected = expected_of(tiny)
+    for narrow in (False, True):
+        dtype = torch.float32 if narrow else torch.bfloat16
+        found = more(tiny.path, narrow=narrow)
+        for part in NAMES:
+            assert torch.equal(dequantized(found[part], dtype), expected[part].to(dtype)), part
+            assert (found[part].kind != "float") == narrow
+        assert found["router"].data.dtype == torch.float32
+        assert torch.equal(found["router"].data, tiny.matrices["model.layers.0.mlp.gate.weight"])
+    for rank in range(2):
+        own = more(tiny.path, Shard(rank, 2), narrow=True)
+        for part in NAMES:
+            assert torch.equal(dequantized(own[part], torch.float32), expected[part].chunk(2)[rank]), part
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_experts_are_quantized_when_they_are_loaded(kind: str, load_format: str, tmp_path: Path):
+    path = write_tiny("qwen3_moe", tmp_path / "model", **SIZES, num_hidden_layers=1)
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(path), load_format=load_format))
+    config = model_config_from_hf(checkpoint.config)
+    plain = load_model(checkpoint, config, torch.float32, CPU).layers[0].more
+    for shard in (WHOLE, Shard(1, 2)):
+        found = load_model(checkpoint, config, torch.float32, CPU, shard=shard, quantization=kind, narrow=True).layers[0].more
+        for part in NAMES:
+            wanted = dequantized(quantized(plain[part].data, kind), torch.float32)
+            assert found[part].kind == kind
+            assert torch.equal(dequantized(found[part], torch.float32), wanted if shard is WHOLE else wanted.chunk(2)[1]), part
+        assert torch.equal(found["router"].data, plain["router"].data)
+
+
+def test_a_router_that_a_file_holds_narrow_becomes_float32(tmp_path: Path):
+    router = "model.layers.0.mlp.gate"
+    tiny = write_quantized(tmp_path / "model", FORMATS["fp8-tensor-1"], "qwen3_moe", **SIZES)
+    scale, data = torch.tensor(0.013), torch.randn(4, 128).to(torch.float8_e4m3fn)
+    tiny.change(lambda tensors: tensors.update({f"{router}.weight": data, f"{router}.weight_scale": scale}))
+    for narrow in (False, True):
+        found = more(tiny.path, narrow=narrow)["router"]
+        assert isinstance(found, Weight) and torch.equal(found.data, data.float() * scale)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq"])
+def test_logits_are_those_of_the_floats(name: str, tmp_path: Path):
+    import transformers
+
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], "qwen3_moe", **SIZES, num_hidden_layers=2)
+    floats = tmp_path / "floats"
+    floats.mkdir()
+    (floats / "config.json").write_text(json.dumps(tiny.config))
+    save_file({n: t.contiguous() for n, t in tiny.matrices.items()}, floats / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(floats, attn_implementation="eager").eval()
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(tiny.path)))
+    config, ids = model_config_from_hf(tiny.config), tokens(40)
+    for narrow in (False, True):
+        weights = load_model(checkpoint, config, torch.float32, CPU, narrow=narrow)
+        (logits,) = Sequences(config, weights, max_len=64).step([(0, ids)])
+        assert_close(logits, reference(theirs, ids))
