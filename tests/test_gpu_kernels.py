@@ -18,7 +18,17 @@ from headrace.kernels.qkv import qkv_rope_write
 from headrace.kernels.split import split_space
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.vocabulary import embed
-from kernel_cases import PagedCase, attention_reference, batch_of, cache_of, check_qkv, paged_case, run_split, run_varlen
+from kernel_cases import (
+    PagedCase,
+    attention_reference,
+    batch_of,
+    cache_of,
+    check_qkv,
+    in_fp8,
+    paged_case,
+    run_split,
+    run_varlen,
+)
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -278,3 +288,17 @@ def test_backends(name: str, query_lens: list[int], context_lens: list[int]) -> 
         assert not backend.broken
         assert bool(backend.dense) == any(n >= flash.CUDNN_MULTIPLE for n in query_lens)
     assert default_tile(128, 2, 64, True).tma
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_attention_sinks(window: int, narrow: bool) -> None:
+    """Of gpt-oss's heads: some sinks that count for nothing, some for nearly all; 0 for a row that is not there."""
+    options = {"window": window, "sinks": torch.linspace(-9.0, 9.0, 64, device=DEVICE)}
+    for lens, contexts, attend in (
+        ([1] * 7, [1, 64, 65, 1000, 5000, 0, 333], run_split), ([1, 500, 130, 1, 77], [900, 500, 700, 0, 78], run_varlen),
+    ):  # fmt: skip
+        case = wide = paged_case(lens, contexts, 64, 8, 64, 64, dtype=BF16, device="cuda")
+        if narrow:
+            case, wide = in_fp8(case)
+        close(attend(case, **options), attention_reference(wide, 64**-0.5, **options))
