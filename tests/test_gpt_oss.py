@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ from headrace.model.tokenizer import Tokenizer
 from headrace.model.weight import dequantized
 from quantized_checkpoints import E2M1
 from rank_threads import ranked_core
+from test_loader_gguf_families import assert_same_model, convert
 from test_tool_formats import GPT_OSS
 from tiny_models import VOCAB, write_tiny
 
@@ -137,6 +140,50 @@ def test_a_folder_speaks_harmony_by_its_template(pair, tmp_path):
     tokenizer = Tokenizer.from_checkpoint(resolve_checkpoint(EngineConfig(model=str(tmp_path), load_format="dummy")))
     spoken = spoken_format(ChatTemplate.from_tokenizer(tokenizer))
     assert AnswerFormat.choose(tokenizer.chat_template, "auto", spoken) == AnswerFormat("openai_gptoss", "openai")
+
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the converter has them: gate and up in tensors of their own, all as [experts, out, in]."""
+    found = {}
+    for name, tensor in tensors.items():
+        name, suffix = (name.removesuffix("_bias"), ".bias") if name.endswith("_bias") else (name, ".weight")
+        tensor = tensor.mT if ".experts." in name and suffix == ".weight" else tensor
+        if name.endswith("gate_up_proj"):
+            for part, of in enumerate(("gate_proj", "up_proj")):
+                halves = tensor[:, part::2]
+                found[name.replace("gate_up_proj", of) + suffix] = halves.contiguous()
+        else:
+            found[name + suffix * (".experts." in name or name.endswith("sinks"))] = tensor.contiguous()
+    return found
+
+
+def describe(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(config.rope_parameters["beta_slow"])
+
+
+def in_mxfp4(name: str, data: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType | None]:
+    kind = gguf.GGMLQuantizationType.MXFP4
+    return (gguf.quants.quantize(data, kind), kind) if name.endswith("exps.weight") else (data, None)
+
+
+def test_a_gguf_is_the_checkpoint_that_it_was_made_from(tmp_path):
+    source = write_tiny("gpt_oss", tmp_path / "hf", swiglu_limit=7.0, num_hidden_layers=2)
+    assert_same_model(source, convert("gpt_oss", source, tmp_path / "m.gguf", apart, describe), family="gpt_oss_apart")
+
+
+def test_a_gguf_of_mxfp4_holds_what_the_file_does(pair, tmp_path):
+    path = convert("gpt_oss", pair[1], tmp_path / "m.gguf", apart, describe, in_mxfp4)
+    narrow, floats, want = load(path, narrow=True), load(path), load(pair[1])
+    for mine, theirs, expected in zip(narrow.layers, floats.layers, want.layers, strict=True):
+        for name, columns in zip(MATRICES, (160, 64), strict=True):
+            assert mine.more[name].kind == "fp4"
+            assert torch.equal(dequantized(mine.more[name], torch.float32)[:, :columns], expected.more[name].data)
+            assert torch.equal(theirs.more[name].data, expected.more[name].data)
 
 
 BLOCKS, SCALES = (f"model.layers.1.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales"))

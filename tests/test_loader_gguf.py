@@ -26,7 +26,7 @@ from headrace.model.formats.gguf_model import hf_config, hf_tensors
 from headrace.model.loader import load_model
 
 ENCODINGS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K",
-             "IQ4_NL", "IQ4_XS"]  # fmt: skip
+             "IQ4_NL", "IQ4_XS", "MXFP4"]  # fmt: skip
 CPU = torch.device("cpu")
 
 

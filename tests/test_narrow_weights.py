@@ -227,6 +227,9 @@ def blocks(name: str, rows: int, columns: int, seed: int = 3) -> np.ndarray:
     """Random bytes with scales that a file may have."""
     size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     raw = np.random.default_rng(seed).integers(0, 256, (rows * columns // size, num_bytes), dtype=np.uint8)
+    if name == "MXFP4":  # a byte that is an exponent
+        raw[:, 0] = 112 + raw[:, 0] % 14
+        return raw.reshape(rows, -1)
     halves = {"Q6_K": [208]}.get(name, [0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0])
     for place in halves:
         values = np.random.default_rng(seed + place).uniform(-0.02, 0.02, len(raw)).astype(np.float16)
@@ -238,7 +241,7 @@ def blocks(name: str, rows: int, columns: int, seed: int = 3) -> np.ndarray:
 @pytest.mark.parametrize("head_dim", [0, 8])
 @pytest.mark.parametrize(("name", "kind", "group"), [
     ("Q4_0", "int4", 32), ("Q4_1", "int4", 32), ("Q5_0", "int8", 32), ("Q5_1", "int8", 32), ("Q8_0", "int8", 32), ("IQ4_NL", "int8", 32),
-    ("Q4_K", "int4", 32), ("Q5_K", "int8", 32), ("Q6_K", "int8", 16),
+    ("Q4_K", "int4", 32), ("Q5_K", "int8", 32), ("Q6_K", "int8", 16), ("MXFP4", "fp4", 32),
 ])  # fmt: skip
 def test_blocks_of_gguf_stay_narrow(name: str, kind: str, group: int, head_dim: int, tmp_path: Path, monkeypatch):
     """In pieces, from the third head on; as the package decodes them: to the bit where there is no minimum, which is rounded."""
@@ -257,7 +260,7 @@ def test_blocks_of_gguf_stay_narrow(name: str, kind: str, group: int, head_dim: 
     assert (weight.kind, weight.group) == (kind, group) and weight.scales is not None
     assert weight.scales.dtype == (torch.float32 if name.endswith("K") else torch.float16)
     check_form(weight)
-    if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL"):
+    if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "MXFP4"):
         assert torch.equal(floats(weight), expected)
     torch.testing.assert_close(floats(weight), expected, rtol=0, atol=4e-7 * float(expected.abs().max()))
 

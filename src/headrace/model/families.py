@@ -293,7 +293,7 @@ def weight_plan(config: ModelConfig) -> list[WeightSpec]:
     names = FAMILIES[config.family].weight_names
     plan = plan_weights(config, names)
     plan = plan if config.experts is None else experts_plan(plan, config, names)
-    plan = sinks_plan(plan, config) if config.sinks else plan
+    plan = sinks_plan(plan, config, names) if config.sinks else plan
     return plan if config.delta is None else delta_plan(plan, config)
 
 

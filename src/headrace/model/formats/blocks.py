@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.model.formats.tensor_file import TensorEntry, head_order
+from headrace.model.weight import e2m1_values
 
 Decoder = Callable[[Tensor], Tensor]
 
@@ -145,6 +146,19 @@ def _q6_k(raw: Tensor) -> Tensor:
     return q6_k_numbers(blocks).float().sub_(32).mul_(q6_k_scales(blocks).unsqueeze(-1))
 
 
+def mxfp4_codes(blocks: Tensor) -> Tensor:
+    """[n, 17] bytes -> [n, 32] uint8, codes of e2m1."""
+    return _nibbles(blocks[:, 1:], blocks.new_empty((blocks.shape[0], 32)))
+
+
+def _mxfp4(raw: Tensor) -> Tensor:
+    """Of twice the numbers and half the scale, as ggml does: zeros have no sign, and no scale is infinite."""
+    blocks = raw.view(-1, 17)
+    exponent = blocks[:, :1].int()
+    half = torch.where(exponent < 2, (1 << 21) << exponent, (exponent - 1) << 23).int().view(torch.float32)
+    return e2m1_values(mxfp4_codes(blocks)).mul_(2).add_(0.0).mul_(half)
+
+
 def _by_package(name: str) -> Decoder:
     """Decoding with the `gguf` package, on the host."""
 
@@ -178,6 +192,7 @@ _DECODERS: dict[str, Decoder] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
     "Q2_K": _by_package("Q2_K"),
     "Q3_K": _by_package("Q3_K"),
     "IQ4_NL": _by_package("IQ4_NL"),

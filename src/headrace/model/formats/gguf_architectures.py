@@ -144,6 +144,17 @@ def _cohere2(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return {**_cohere(meta, config), **_windows(meta, config), **_partial_rotary(meta, config)}
 
 
+def _gpt_oss(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Nothing in the file says that yarn's edges are not rounded, nor which layers have windows."""
+    return {
+        "intermediate_size": meta.integer("expert_feed_forward_length", config["intermediate_size"]),
+        "num_local_experts": meta.integer("expert_count"),
+        "num_experts_per_tok": meta.integer("expert_used_count"),
+        "sliding_window": meta.integer("attention.sliding_window"),
+        "rope_scaling": config["rope_scaling"] and {**config["rope_scaling"], "truncate": False},
+    }
+
+
 _POST = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _SANDWICH = {**_POST, "ffn_norm": "pre_feedforward_layernorm"}
 _GLM = {
@@ -152,6 +163,14 @@ _GLM = {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
 _STARCODER = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
@@ -171,6 +190,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", names=_HUNYUAN),
     "starcoder2": Architecture("Starcoder2ForCausalLM", "starcoder2", _starcoder2, names=_STARCODER),
     "nemotron": Architecture("NemotronForCausalLM", "nemotron", _nemotron, norms_plus_one=True),
+    "gpt-oss": Architecture("GptOssForCausalLM of GGUF", "gpt_oss", _gpt_oss, names=_GPT_OSS),
     "command-r": Architecture("CohereForCausalLM", "cohere", _cohere),
     "cohere2": Architecture("Cohere2ForCausalLM", "cohere2", _cohere2),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", experts.qwen2_moe, names=experts.QWEN_NAMES),

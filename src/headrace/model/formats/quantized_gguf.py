@@ -12,10 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.model.formats.blocks import fifth_bits, half, k_scales, q5_k_numbers, q6_k_numbers, q6_k_scales
+from headrace.model.formats.blocks import (
+    fifth_bits,
+    half,
+    k_scales,
+    mxfp4_codes,
+    powers_of_two,
+    q5_k_numbers,
+    q6_k_numbers,
+    q6_k_scales,
+)
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows
 from headrace.model.formats.tensor_file import TensorEntry
-from headrace.model.narrow import of_integers
+from headrace.model.narrow import of_e2m1, of_filled_e2m1, of_integers
 from headrace.model.weight import Weight
 
 _IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -89,13 +98,15 @@ _DECODERS: Mapping[str, tuple[Callable[[Tensor], _Blocks], int]] = MappingProxyT
 
 def gguf_source(entry: TensorEntry) -> MatrixSource | None:
     """Of a matrix whose blocks can stay as narrow as they are."""
-    if entry.encoding.name not in _DECODERS or len(entry.shape) != 2:
+    if entry.encoding.name not in (*_DECODERS, "MXFP4") or len(entry.shape) != 2:
         return None
     return MatrixSource(entry.name, entry.shape, {"data": Part(entry)}, _read)
 
 
 def _read(parts: Mapping[str, Rows], count: int) -> Weight:
     entry, raw, _ = parts["data"]
+    if entry.encoding.name == "MXFP4":
+        return _read_mxfp4(entry, raw.view(-1, 17), count)
     decode, bits = _DECODERS[entry.encoding.name]
     found = decode(raw.view(-1, entry.encoding.block_bytes))
     group = entry.encoding.block_size // found.scales.shape[1]
@@ -104,6 +115,13 @@ def _read(parts: Mapping[str, Rows], count: int) -> Weight:
     if bits == 4:
         return of_integers(numbers, scales, zeros, group)
     return Weight(numbers.view(torch.int8), scales, zeros, "int8", group)
+
+
+def _read_mxfp4(entry: TensorEntry, blocks: Tensor, count: int) -> Weight:
+    codes, scales = (
+        _usual_order(t.reshape(count, -1), entry.head_dim) for t in (mxfp4_codes(blocks), powers_of_two(blocks[:, :1]))
+    )
+    return (of_filled_e2m1 if ".experts." in entry.name else of_e2m1)(codes, scales, 32)
 
 
 def _usual_order(rows: Tensor, head_dim: int) -> Tensor:
