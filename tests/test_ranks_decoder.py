@@ -23,6 +23,7 @@ from model_harness import Sequences
 from quantized_checkpoints import FORMATS, write_quantized
 from rank_threads import ThreadGroup, run_ranks
 from test_model_families import tokens
+from tiny_gemma4 import EXPERTS, SMALL
 from tiny_models import TINY, write_tiny
 
 CPU = torch.device("cpu")
@@ -34,6 +35,8 @@ VARIANTS = {  # several ranks have the same key-value head where there are fewer
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmo2-whole-keys": ("olmo2", HEADS),
     "qwen3_5": ("qwen3_5", {"linear_num_key_heads": 4}),
+    "gemma4-experts": ("gemma4", EXPERTS),
+    "gemma4-small": ("gemma4", SMALL),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 

@@ -28,10 +28,15 @@ _TEXT: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+_OWN: dict[str, dict[str, Any]] = {"Gemma4": {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+}}  # fmt: skip
 WRAPPED = {
     "Mistral3": ("ministral3", "pixtral", {}),
     "Llava": ("mistral", "clip_vision_model", {}),
     "Gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4}),
+    "Gemma4": ("gemma4_text", "gemma4_vision", {}),
 }
 
 
@@ -41,7 +46,7 @@ def wrapped(request, tmp_path_factory):
     import transformers
 
     text, vision, more = WRAPPED[request.param]
-    parts = {"text_config": {"model_type": text, **_TEXT}, "vision_config": {"model_type": vision, **_VISION}}
+    parts = {"text_config": {"model_type": text, **_TEXT, **_OWN.get(request.param, {})}, "vision_config": {"model_type": vision, **_VISION}}
     config = getattr(transformers, f"{request.param}Config")(**parts, image_token_index=5, **more)
     torch.manual_seed(3)
     model = getattr(transformers, f"{request.param}ForConditionalGeneration")(config).float().eval()
@@ -55,6 +60,7 @@ def _published(path: Path, to: Path) -> Path:
     """The same with the names of Transformers 5 in the place of those of Transformers 4, or the other way round."""
     names = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
     names |= {"vision_tower.": "model.vision_tower.", "multi_modal_projector.": "model.multi_modal_projector."}
+    names |= {"embed_vision.": "model.embed_vision."}
     tensors = load_file(path / "model.safetensors")
     if not any(name.startswith("language_model.") for name in tensors):
         names = {theirs: ours for ours, theirs in names.items()}
@@ -82,6 +88,18 @@ def test_the_text_part_says_what_transformers_says(wrapped, tmp_path, caplog):
     one, other = (resolve_checkpoint(EngineConfig(model=str(p))) for p in (path, _published(path, tmp_path / "other")))
     assert one.config == other.config
     assert one.tensors().keys() == other.tensors().keys()
+
+
+def test_keys_of_layers_that_read_those_of_others_are_left_in_the_file(wrapped, tmp_path):
+    path, _ = wrapped
+    if path.name.startswith("Gemma4"):  # published files have them
+        odd = _published(path, tmp_path / "odd")
+        unread = {f"language_model.model.layers.3.self_attn.{name}.weight": torch.ones(2) for name in ("k_proj", "v_proj", "k_norm")}
+        save_file({**load_file(odd / "model.safetensors"), **unread}, odd / "model.safetensors")
+        checkpoint = resolve_checkpoint(EngineConfig(model=str(odd)))
+        config = model_config_from_hf(checkpoint.config)
+        weights = load_model(checkpoint, config, torch.float32, torch.device("cpu"))
+        assert weights.layers[3].qkv.data.shape[0] == config.at(3).q_size and weights.layers[3].k_norm is None
 
 
 def test_what_is_not_vision_and_not_known_is_still_refused(wrapped, tmp_path):

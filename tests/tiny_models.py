@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_experts import TINY_EXPERTS
+from tiny_gemma4 import TINY_GEMMA4
 from tiny_latent import TINY_LATENT
 
 VOCAB = 512
@@ -118,10 +119,14 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     **TINY_EXPERTS,
     **TINY_HYBRID,
     **TINY_LATENT,
+    **TINY_GEMMA4,
 }  # fmt: skip
 
 LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
-RARE = ("ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS, *TINY_HYBRID, *TINY_LATENT)  # of which only the common decoder knows how
+RARE = (  # of which only the common decoder knows how
+    "ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS, *TINY_HYBRID, *TINY_LATENT,
+    *TINY_GEMMA4,
+)  # fmt: skip
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. A headrace leads the water onto the wheel of the mill. "
@@ -148,7 +153,8 @@ def write_tiny(family: str, path: str | Path, *, seed: int = 0, **overrides: Any
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        scalars = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("layer_scalar")]
+        for key, parameter in [*model.named_parameters(), *scalars]:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:
                 parameter.copy_(noise * config.initializer_range)

@@ -66,6 +66,8 @@ def qkv_rope_write_reference(
         k = rms_norm_reference(qkv[:, num_heads * head_dim : num_qk * head_dim], k_norm, eps, norm_offset)
         qk = torch.cat((q, k), 1).view(rows, num_qk, head_dim)
     qk = _rotate(qk, cos, sin)
+    if not num_kv_heads:
+        return Rotated(qk)
     kv.write(layer, qk[:, num_heads:], heads[:, num_qk:], slot_mapping)
     return Rotated(qk[:, :num_heads])
 
@@ -84,6 +86,7 @@ def _qkv_rope_write(
     """
     Q_GROUPS: tl.constexpr = (HEADS + PACK - 1) // PACK
     KV_GROUPS: tl.constexpr = (KV_HEADS + PACK - 1) // PACK
+    ANY: tl.constexpr = max(KV_GROUPS, 1)
     REST: tl.constexpr = HEAD_DIM - 2 * HALF
     row = (tl.program_id(0) // (Q_GROUPS + 2 * KV_GROUPS)).to(tl.int64)
     group = tl.program_id(0) % (Q_GROUPS + 2 * KV_GROUPS)
@@ -95,7 +98,7 @@ def _qkv_rope_write(
     first, heads, src, norm_ptr = group * PACK, HEADS, q_ptr + row * q_stride, q_norm_ptr
     cache, scales = k_cache_ptr + slot * token_stride, k_scales_ptr
     if not is_q:
-        first, heads, src, norm_ptr = (group - Q_GROUPS) % KV_GROUPS * PACK, KV_HEADS, k_ptr + row * k_stride, k_norm_ptr
+        first, heads, src, norm_ptr = (group - Q_GROUPS) % ANY * PACK, KV_HEADS, k_ptr + row * k_stride, k_norm_ptr
     if is_v:
         src = v_ptr + row * v_stride
         cache, scales = v_cache_ptr + slot * token_stride, v_scales_ptr
@@ -216,6 +219,7 @@ def qkv_rope_write(
     """Split, norm, rotate; write keys and values to the cache.
 
     qkv [T, (num_heads + 2 num_kv_heads) * head_dim]; positions [T] int32 index the rows of cos, sin [P, rot/2] float32.
+    Without key-value heads queries are all there is, and nothing is written.
     On the CPU positions may be None: cos and sin are then what `rotation_rows` made of them, once for all layers.
     q_norm, k_norm: RMSNorm weights, [head_dim] (per head) or [num_heads * head_dim], [num_kv_heads * head_dim] (whole
     projection), or None. Only the first rot dimensions of a head are rotated (halves paired). slot_mapping [T] int64:

@@ -12,20 +12,21 @@ from headrace.cache.kv_cache import LayerShape
 from headrace.model.delta_config import DeltaConfig
 from headrace.model.experts_config import ExpertsConfig
 from headrace.model.latent_config import LatentConfig
+from headrace.model.layer_sizes import PerLayer, shape_of
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding: kind, base and the parameters of its scaling.
 
-    `kind` is the scaling (default, linear, dynamic, llama3, yarn, longrope), or none: nothing is rotated; `dim` the number of
+    `kind` is the scaling (see rope.py), or none: nothing is rotated; `dim` the number of
     rotated dimensions of a head (head_dim times the partial rotary factor); `params` the raw `rope_scaling` entries that the
     kind needs.
     """
 
     theta: float
     dim: int
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "none"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "none"] = "default"
     max_position: int = 2048
     params: tuple[tuple[str, object], ...] = ()  # sorted items of rope_scaling: hashable
 
@@ -49,6 +50,7 @@ class ModelConfig:
     rope: RopeConfig
     rope_local: RopeConfig | None = None  # of layers with a window, where it differs (Gemma-3)
     rope_layers: tuple[bool, ...] = ()  # per layer, whether it has any; () = all (SmolLM3, EXAONE-4)
+    per_layer: PerLayer | None = None  # what is not the same in all layers: use `at` (Gemma 4)
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to every norm weight (Gemma: 1)
     norm: Literal["rms", "layer", "centred"] = "rms"  # centred: LayerNorm without bias (Cohere)
@@ -79,6 +81,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    def at(self, layer: int) -> ModelConfig:
+        """With the sizes of this layer."""
+        return self if self.per_layer is None else replace(self, **self.per_layer.fields(layer))
+
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 
@@ -89,10 +95,7 @@ class ModelConfig:
     @property
     def kv_shapes(self) -> tuple[LayerShape, ...]:
         """What the KV cache keeps of a token, by layer."""
-        shape = LayerShape(self.num_kv_heads, self.head_dim, self.head_dim if self.latent is None else 0)
-        if self.delta is not None:
-            return tuple(LayerShape(0, 0, 0) if there else shape for there in self.delta.layers)
-        return (shape,) * self.num_layers
+        return tuple(shape_of(self.at(layer), layer) for layer in range(self.num_layers))
 
     @property
     def q_size(self) -> int:

@@ -14,19 +14,17 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights, LayerWeights
-from headrace.model.delta_net import hybrid_mixer
 from headrace.model.delta_weights import join_gates
 from headrace.model.experts import mlp_of
 from headrace.model.forward import HiddenStateHook
-from headrace.model.latent import LatentAttention
+from headrace.model.layer_forms import formed
 from headrace.model.linear import Linear, MakeLinear, make_linear
-from headrace.model.mixer import Mixer, Pass, SelfAttention
+from headrace.model.mixer import Pass, SelfAttention
 from headrace.model.mlp import Mlp
-from headrace.model.ranks import NormedQkv, VocabPart
+from headrace.model.ranks import VocabPart, normed_together
 from headrace.model.rare import add_norm, norm, scaled_logits, scaling_queries
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
-from headrace.model.side_by_side import Nothing, SideBySide
 from headrace.model.vocabulary import TokenlessIds, embed
 from headrace.sampling.sampler import Choose
 
@@ -34,7 +32,7 @@ from headrace.sampling.sampler import Choose
 def row_elements(model: ModelConfig) -> int:
     """Numbers per row at the widest moment of a layer: residual, normed input, qkv, attention output, gate_up, its product."""
     inner = max(3 * model.intermediate_size, 0 if model.experts is None else model.experts.row_elements)
-    mixed = 0 if model.delta is None else model.delta.row_elements
+    mixed = sum(of.row_elements for of in (model.delta, model.per_layer) if of is not None)
     return 2 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + inner + mixed
 
 
@@ -46,17 +44,11 @@ class _Layer:
         if config.delta is not None:
             join_gates(w)
         qkv, o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
-        q_norm, k_norm = w.q_norm, w.k_norm
-        if group is not None and q_norm is not None and k_norm is not None and config.qk_norm == "full":
-            qkv, q_norm, k_norm = NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
-        attention = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
-        self.mixer: Mixer = attention if config.latent is None else LatentAttention(qkv, o, w.more, config, index, make)
-        self.mlp: Mlp = mlp_of(w, config, index, make, reduce)
-        self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, self.mlp))
-        if config.delta is not None:
-            self.mixer = hybrid_mixer(attention, make, config, w)
-        if config.parallel:
-            self.mixer, self.mlp = SideBySide(self.mixer, self.mlp), Nothing()
+        qkv, q_norm, k_norm = normed_together(qkv, w.q_norm, w.k_norm, config, group, offset)
+        mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
+        mlp = mlp_of(w, config, index, make, reduce)
+        self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, mlp))
+        self.mixer, self.mlp = formed(mixer, mlp, w, config, index, make, group)
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
 
@@ -79,7 +71,7 @@ class Decoder:
         self.config, self.vocab_size = config, config.vocab_size
         self.dtype = self.cache_dtype = weights.embedding.dtype
         self.embedding, self.final_norm, self.norm_offset = weights.embedding, weights.final_norm, weights.norm_offset
-        self.layers = [_Layer(w, config, i, make, group, weights.norm_offset) for i, w in enumerate(weights.layers)]
+        self.layers = [_Layer(w, config.at(i), i, make, group, weights.norm_offset) for i, w in enumerate(weights.layers)]
         self.lm_head = make(weights.lm_head, None, None)
         # rounded to the weights' dtype, as the models were trained
         self.embed_scale = torch.tensor(config.embed_scale, dtype=self.embedding.dtype).item()

@@ -19,7 +19,7 @@ from headrace.model.weight import Weight, dequantized
 
 def mlp_of(w: LayerWeights, config: ModelConfig, layer: int, make: MakeLinear, reduce: Reduce | None) -> Mlp:
     """A layer's feed-forward part: dense where it has no experts."""
-    if config.experts is not None and config.experts.at(layer):
+    if config.experts is not None and config.experts.at(layer) and config.per_layer is None:
         return ExpertsMlp(w.more, config, make, reduce)
     gate_up, down = make(w.gate_up, w.gate_up_bias, None), make(w.down, w.down_bias, reduce)
     return DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)

@@ -17,6 +17,7 @@ from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.delta_weights import delta_plan
 from headrace.model.experts_weights import experts_plan
 from headrace.model.families_experts import EXPERTS_FAMILIES
+from headrace.model.families_gemma4 import GEMMA4_FAMILIES, gemma4_plan
 from headrace.model.families_hybrid import HYBRID_FAMILIES
 from headrace.model.families_latent import LATENT_FAMILIES
 from headrace.model.family import Family, biases, every_layer, granite, hunyuan, qwen_windows, rope_local, typed_windows
@@ -246,6 +247,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     **HYBRID_FAMILIES,
     **GPT_OSS_FAMILY,
     **LATENT_FAMILIES,
+    **GEMMA4_FAMILIES,
 })  # fmt: skip
 
 
@@ -292,6 +294,8 @@ def weight_plan(config: ModelConfig) -> list[WeightSpec]:
     """The weights that a checkpoint of `config` must hold; see WeightSpec."""
     names = FAMILIES[config.family].weight_names
     plan = plan_weights(config, names)
+    if config.per_layer is not None:
+        return gemma4_plan(plan, config, names)
     plan = plan if config.experts is None else experts_plan(plan, config, names)
     plan = sinks_plan(plan, config, names) if config.sinks else plan
     return plan if config.delta is None else delta_plan(plan, config)

@@ -19,7 +19,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
 }
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # Which entries of rope_parameters / rope_scaling each kind reads: required, then optional.
 _ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -34,6 +34,7 @@ _ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("short_factor", "long_factor", "original_max_position_embeddings"),
         ("factor", "attention_factor"),
     ),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
 }
 
 
@@ -101,6 +102,8 @@ class HfConfig:
         max_position = self.count("max_position_embeddings", 2048)
         head_dim = self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads"))
         partial = entries.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+        if kind == "proportional":  # all of a head is in its table
+            partial = None
         dim = int(head_dim * (1.0 if partial is None else _positive("partial_rotary_factor", partial)))
         if dim % 2 or not 2 <= dim <= head_dim:
             raise CheckpointError(f"config.json: rotary dimension {dim}, wanted an even number up to head_dim {head_dim}")

@@ -19,6 +19,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.experts_weights import with_parts
 from headrace.model.families import family_of, weight_plan
+from headrace.model.families_gemma4 import without_shared
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.gpt_oss_experts import gpt_oss_sources, is_random_mxfp4, random_mxfp4
 from headrace.model.formats.quantized import quantization_of
@@ -58,7 +59,8 @@ def load_model(
     if source.format == "dummy":
         random = random_weights(source, config, plan, dtype, device, shard, made, keep)
         return DecoderWeights.from_tensors(dict(random), config)
-    entries = {name: in_halves(entry, name, config) for name, entry in with_quantized(source, plan).items()}
+    found = without_shared(with_quantized(source, plan), config)
+    entries = {name: in_halves(entry, name, config) for name, entry in found.items()}
     plan = parts_of(checked_plan(source, plan, entries), config, shard)
     tensors = load_weights(plan, narrow_sources(plan, entries, made, keep), dtype, device, keep, progress)
     head, embedding = tensors.get("lm_head"), tensors["embedding"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ class Pass:
     attention: AttentionBackend
     positions: Tensor | None  # None: `tables` has the rows' own rotations already
     tables: dict[RopeConfig, tuple[Tensor, Tensor]]
+    more: Any = None  # what a wing's mixers tell each other
 
 
 class Mixer(Protocol):

@@ -23,7 +23,7 @@ def parts_of(plan: list[WeightSpec], config: ModelConfig, shard: Shard) -> list[
     """The plan of the whole model `config`, cut for a rank; what it has nothing of is left out."""
     if shard.size == 1:
         return plan
-    parts = (_part(spec, spec.target.rpartition(".")[2], config, shard) for spec in plan)
+    parts = (_part(spec, spec.target.rpartition(".")[2], _config_of(spec, config), shard) for spec in plan)
     return [part for part in parts if part is not None]
 
 
@@ -47,6 +47,11 @@ def taken(whole: Tensor, spec: WeightSpec, part: WeightSpec) -> Tensor:
     return out
 
 
+def _config_of(spec: WeightSpec, config: ModelConfig) -> ModelConfig:
+    layer = spec.target.removeprefix("layers.").partition(".")[0]
+    return config.at(int(layer)) if layer.isdigit() else config
+
+
 def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> WeightSpec | None:
     if config.experts is not None and name.startswith(("experts_", "shared_")):
         return experts_part(spec, name, config.experts, shard)
@@ -61,8 +66,10 @@ def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> Wei
     match name:
         case "embedding" | "lm_head":
             return _rows(spec, [shard.vocab(config.vocab_size)], shard.vocab_rows(config.vocab_size))
+        case "layer_embedding":
+            return _rows(spec, [shard.vocab(spec.shape[0])], shard.vocab_rows(spec.shape[0]))
         case "qkv" | "qkv_bias":
-            return _rows(spec, heads)
+            return _rows(spec, [rows for rows in heads if rows.start < spec.shape[0]])  # all but what a layer has not
         case "q_norm" | "k_norm" if config.qk_norm == "full":
             first = config.q_size if name == "k_norm" else 0
             of = heads[1] if name == "k_norm" else heads[0]
@@ -84,7 +91,7 @@ def _part(spec: WeightSpec, name: str, config: ModelConfig, shard: Shard) -> Wei
 def _of_heads(config: ModelConfig, shard: Shard) -> list[range]:
     """Rows of the fused projection: of queries, keys and values."""
     size, q, kv = config.head_dim, config.q_size, config.kv_size
-    own, kept = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
+    own, kept = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads or 1)
     begins = ((0, own), (q, kept), (q + kv, kept))
     return [range(first + size * heads.start, first + size * heads.stop) for first, heads in begins]
 

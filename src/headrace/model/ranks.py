@@ -43,6 +43,15 @@ class VocabPart:
         return self.group.gather(logits).transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
 
+def normed_together(
+    qkv: Linear, q_norm: Tensor | None, k_norm: Tensor | None, config: ModelConfig, group: Group | None, offset: float
+) -> tuple[Linear, Tensor | None, Tensor | None]:  # fmt: skip
+    """A layer's fused projection and its norms; those that need all ranks' heads are part of the projection."""
+    if group is None or q_norm is None or k_norm is None or config.qk_norm != "full":
+        return qkv, q_norm, k_norm
+    return NormedQkv(qkv, q_norm, k_norm, config, group, offset), None, None
+
+
 class NormedQkv(Linear):
     """A part of a fused projection, and then an RMSNorm over all ranks' queries, and one over all their keys (OLMo-2)."""
 

@@ -36,6 +36,7 @@ def rare_parts(config: ModelConfig) -> list[str]:
         "an MLP without gate": not config.gated,
         "a norm after the rotation": config.qk_norm == "rotated",
         "queries scaled by position": config.query_scale is not None,
+        "layers of different sizes": config.per_layer is not None,
         "attention sinks": config.sinks,
         "multi-head latent attention": config.latent is not None,
     }

@@ -112,6 +112,14 @@ def _longrope(rope: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * _wavelengths(rope, rope.theta)), attention
 
 
+def _proportional(rope: RopeConfig, max_len: int) -> tuple[Tensor, float]:
+    """Of the pairs of a whole head the first ones are rotated, with the angles that they would have if all were (Gemma 4)."""
+    rotated = int(rope.param("partial_rotary_factor", 1.0) * rope.dim // 2)
+    inv_freq = 1.0 / _wavelengths(rope, rope.theta)
+    inv_freq[rotated:] = 0.0
+    return inv_freq / rope.param("factor", 1.0), 1.0
+
+
 def _none(rope: RopeConfig, max_len: int) -> tuple[Tensor, float]:
     """No angle at any position: what runs layers with rotation runs those without."""
     return torch.zeros(rope.dim // 2), 1.0
@@ -124,5 +132,6 @@ _KINDS = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "none": _none,
 }

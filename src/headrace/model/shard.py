@@ -7,12 +7,14 @@ rank gives after o and down is a part of a sum. Loaded without torch: options ar
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.errors import ParameterError
 from headrace.model.config import ModelConfig
 from headrace.model.experts_config import ExpertsConfig
+from headrace.model.layer_sizes import PerLayer
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +66,16 @@ class Shard:
             intermediate_size=len(self.part(whole.intermediate_size)),
             experts=whole.experts and self.experts(whole.experts),
             delta=None if whole.delta is None else whole.delta.part(self.size),
+            per_layer=whole.per_layer and self.per_layer(whole.per_layer),
         )
+
+    def per_layer(self, whole: PerLayer) -> PerLayer:
+        """As of `config`, layer by layer."""
+        parts = (
+            of._replace(kv_heads=len(self.kv_heads(of.kv_heads)) if of.kv_heads else 0, inner=len(self.part(of.inner)))
+            for of in whole.sizes
+        )
+        return dataclasses.replace(whole, sizes=tuple(parts))
 
     def experts(self, whole: ExpertsConfig) -> ExpertsConfig:
         """Whole experts, and a part of the shared one."""
@@ -104,21 +115,26 @@ class Group(Protocol):
 
 def sizes_of(model: ModelConfig) -> list[int]:
     """The numbers of ranks that the model can be split into."""
-    heads, kv_heads = model.num_heads, model.num_kv_heads
+    heads, kv_heads = model.num_heads, {of.heads for of in model.kv_shapes if of.heads}
     return [
         size
         for size in range(1, heads + 1)
-        if not (heads % size or (kv_heads % size and size % kv_heads) or any(count % size for count, _ in _of_layers(model)))
+        if not (
+            heads % size
+            or any(count % size and size % count for count in kv_heads)
+            or any(count % size for count, _ in _of_layers(model))
+        )
     ]
 
 
 def _of_layers(model: ModelConfig) -> list[tuple[int, str]]:
     """What of the layers is divided besides heads of attention: how many, of what."""
-    experts, inner = model.experts, (model.intermediate_size, "inner columns")
+    inners = {model.at(layer).intermediate_size for layer in range(model.num_layers)}
+    experts, inner = model.experts, (math.gcd(*inners), "inner columns")
     delta = [] if model.delta is None else [(model.delta.key_heads, "key heads of delta nets")]
     if experts is None:
         return [inner, *delta]
-    dense = not all(experts.at(layer) for layer in range(model.num_layers))
+    dense = model.per_layer is not None or not all(experts.at(layer) for layer in range(model.num_layers))
     shared = (experts.shared_inner, "inner columns of the shared expert")
     return [(experts.count, "experts")] + [inner] * dense + [shared] * bool(experts.shared_inner) + delta
 

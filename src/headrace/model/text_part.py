@@ -16,12 +16,16 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "Gemma3ForConditionalGeneration": {
         "model_type": "gemma3_text", "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,
     },
+    "Gemma4ForConditionalGeneration": {"model_type": "gemma4_text", "vocab_size": 262_144, "num_attention_heads": 8},
 })  # fmt: skip
 # Where these lie: in the files of Transformers 4 and of others, in those of Transformers 5.
 _TEXT = {
     "language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head.",
 }  # fmt: skip
-_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.")
+_IMAGES = (  # and sounds
+    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+    "embed_vision.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
+)  # fmt: skip
 _OF_ALL = (
     "quantization_config", "compression_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
 )  # fmt: skip

@@ -93,7 +93,7 @@ def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> l
         names = {**names, "qkv": ("self_attn.q_proj", *names["qkv"][1:])}
     plan = [WeightSpec("embedding", (vocab, hidden), (("model.embed_tokens.weight", vocab),))]
     for layer in range(config.num_layers):
-        for name, (rows, columns) in _layer_shapes(config).items():
+        for name, (rows, columns) in _layer_shapes(config.at(layer)).items():
             if name in _NORMS:
                 plan.append(_norm(f"layers.{layer}.{name}", f"model.layers.{layer}.{names[name][0]}", config))
                 continue

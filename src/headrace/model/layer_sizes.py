@@ -1,0 +1,45 @@
+"""Sizes of layers that are not alike (Gemma 4), and what the cache keeps for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headrace.cache.kv_cache import LayerShape
+
+if TYPE_CHECKING:
+    from headrace.model.config import ModelConfig
+
+
+class LayerSizes(NamedTuple):
+    head_dim: int
+    kv_heads: int  # 0: it reads the keys and values of another layer
+    inner: int  # columns of its MLP
+    source: int  # the layer whose keys and values it reads: itself, if it has some
+    values: bool = True  # they are a projection of their own; else of the keys, before these are normed and rotated
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayer:
+    """What ModelConfig says of all layers, and is different in some; there it has the largest of each."""
+
+    sizes: tuple[LayerSizes, ...]
+    inputs: int = 0  # numbers of a token's embedding for each layer, beside that for all; 0: there is none
+    input_rows: int = 0  # of its table
+
+    @property
+    def row_elements(self) -> int:
+        """Numbers of a row while all layers' inputs are made: of the table, of the first embedding, scaled, normed, both."""
+        return 5 * len(self.sizes) * self.inputs
+
+    def fields(self, layer: int) -> dict[str, Any]:
+        """Of ModelConfig."""
+        of = self.sizes[layer]
+        return {"head_dim": of.head_dim, "num_kv_heads": of.kv_heads, "intermediate_size": of.inner}
+
+
+def shape_of(config: ModelConfig, layer: int) -> LayerShape:
+    """What the cache keeps of a token for this layer; `config` is the layer's."""
+    if config.delta is not None and config.delta.layers[layer]:
+        return LayerShape(0, 0, 0)
+    return LayerShape(config.num_kv_heads, config.head_dim, config.head_dim if config.latent is None else 0)
