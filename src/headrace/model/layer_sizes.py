@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from headrace.cache.kv_cache import LayerShape
-
-if TYPE_CHECKING:
-    from headrace.model.config import ModelConfig
+from headrace.model.delta_config import DeltaConfig
+from headrace.model.latent_config import LatentConfig
 
 
 class LayerSizes(NamedTuple):
@@ -38,7 +37,20 @@ class PerLayer:
         return {"head_dim": of.head_dim, "num_kv_heads": of.kv_heads, "intermediate_size": of.inner}
 
 
-def shape_of(config: ModelConfig, layer: int) -> LayerShape:
+class OfLayer(Protocol):
+    """Of ModelConfig."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def delta(self) -> DeltaConfig | None: ...
+    @property
+    def latent(self) -> LatentConfig | None: ...
+
+
+def shape_of(config: OfLayer, layer: int) -> LayerShape:
     """What the cache keeps of a token for this layer; `config` is the layer's."""
     if config.delta is not None and config.delta.layers[layer]:
         return LayerShape(0, 0, 0)
