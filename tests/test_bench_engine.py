@@ -14,7 +14,7 @@ from headrace import LLM, SamplingParams
 from headrace.cli import main
 from headrace_bench import roofline
 from headrace_bench.engine import Bench
-from headrace_bench.roofline import Limits, Machine, best_and_spread, measure_limits
+from headrace_bench.roofline import Limits, Machine, Parameters, best_and_spread, measure_limits
 from model_harness import load_tiny
 from tiny_models import write_shape, write_tiny
 
@@ -139,18 +139,37 @@ def test_limits_count_bytes_and_operations(tmp_path):
     config, weights = load_tiny(write_tiny("llama", tmp_path))
     limits = Limits(config, torch.float32, Machine("m", 1e9, 1e12))
     matrices = [t for layer in weights.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    assert limits.dense == sum(t.data.numel() for t in matrices)
-    assert limits.read == limits.dense + weights.lm_head.data.numel()
+    dense, head = sum(t.data.numel() for t in matrices), weights.lm_head.data.numel()
+    assert limits.parameters == Parameters(dense, 0, 0, 0.0)
     assert limits.kv_bytes == 2 * config.num_layers * config.kv_size * 4
-    assert limits.decode_bytes(10) == 4 * limits.read + 10 * limits.kv_bytes
+    assert limits.decode_bytes(10) == 4 * (dense + head) + 10 * limits.kv_bytes
     assert math.isclose(limits.decode_seconds(1, 10), limits.decode_bytes(10) / 1e9)
     slow = Limits(config, torch.float32, Machine("m", 1e15, 1e6))
-    assert math.isclose(slow.decode_seconds(7, 0), 2 * slow.read * 7 / 1e6), "then the products are what takes the time"
-    assert limits.prefill_flops(8) == 2 * limits.dense * 8 + 2 * 64 * config.q_size * config.num_layers
-    assert limits.prefill_seconds(8) == limits.prefill_flops(8) / 1e12
+    assert math.isclose(slow.decode_seconds(7, 0), 2 * (dense + head) * 7 / 1e6), "then the products are what takes the time"
+    assert limits.prefill_flops(8) == 2 * dense * 8 + 2 * 64 * config.q_size * config.num_layers
+    assert slow.prefill_seconds(8) == slow.prefill_flops(8) / 1e6
+    assert limits.prefill_seconds(8) == 4 * dense / 1e9, "few rows wait for the weights"
     step = [limits.decode_seconds(2, 5 + 1 + 9 + 1), limits.decode_seconds(1, 9 + 2)]
-    assert math.isclose(limits.offline([5, 9], [2, 3]), limits.prefill_seconds(5) + limits.prefill_seconds(9) + sum(step))
+    assert math.isclose(limits.offline([5, 9], [2, 3]), limits.prompts_seconds([5, 9]) + sum(step))
     assert limits.offline([5], [1]) == limits.prefill_seconds(5)
+
+
+def test_limits_of_experts_count_those_that_are_touched(tmp_path):
+    """And the router's float32."""
+    config, weights = load_tiny(write_tiny("qwen3_moe", tmp_path))
+    limits = Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12))
+    experts = [layer.more for layer in weights.layers if layer.more]
+    held = sum(layer[name].data.numel() for layer in experts for name in ("experts_gate_up", "experts_down"))
+    router = sum(layer["router"].data.numel() for layer in experts)
+    assert (limits.parameters.experts, limits.parameters.exact) == (held, router)
+    once, all_of_them = limits.decode_bytes(0), limits.weight_bytes(10_000)
+    assert math.isclose(all_of_them - once, 2 * held * 5 / 8), "of 8 experts a row has 3"
+    picks = [torch.rand(4, 8).argsort(1)[:, :3].unique().numel() / 8 for _ in range(2000)]
+    assert abs(limits.parameters.touched(4) / held - statistics.mean(picks)) < 0.01
+    narrow = Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12), "fp8")
+    layers = limits.parameters.plain - router + held
+    assert math.isclose(limits.weight_bytes(10_000) - narrow.weight_bytes(10_000), layers)
+    assert limits.prefill_flops(1) - 2 * config.q_size * config.num_layers == 2 * (limits.parameters.plain + held * 3 / 8)
 
 
 def test_limits_of_several_cards(tmp_path):

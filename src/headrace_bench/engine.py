@@ -135,7 +135,7 @@ class Bench:
         seconds = self._median(once, repeat)
         context = inputs + outputs // 2
         limit = self.limits.decode_seconds(batch, batch * context)
-        moved = self.limits.decode_bytes(batch * context)
+        moved = self.limits.decode_bytes(batch * context, batch)
         return self._result(
             f"batch {batch}", temperature, 1e3 * seconds, 1e3 * limit, "ms", input_len=inputs, output_len=outputs,
             gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host_milliseconds(),
@@ -143,7 +143,7 @@ class Bench:
 
     def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
         seconds = min(self._timed(self._prompts(count, length), [1] * count, 0.0) for _ in range(repeat))
-        limit = count * self.limits.prefill_seconds(length)
+        limit = self.limits.prompts_seconds([length] * count)
         flops = count * self.limits.prefill_flops(length)
         return self._result(
             f"prefill {count} x {length}", 0.0, count * length / seconds, count * length / limit, "tok/s",

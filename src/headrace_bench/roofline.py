@@ -1,7 +1,10 @@
 """The limit of a workload on a machine: bytes over the measured copy bandwidth, operations over the measured matmul rate.
 
 A decode step reads the weights once and the keys and values of all contexts; prefill computes every matrix product and the
-lower triangle of attention. Embedding rows, norms and logits of single rows are left out: the limit is a little too good.
+lower triangle of attention, and reads the weights once for all prompts together. Embedding rows, norms and logits of
+single rows are left out: the limit is a little too good.
+Of experts those are read that some row chose: with k of E for each of n rows a share of 1 - (1 - k / E)^n is expected, if every
+expert is as likely as any other. A row is multiplied by its own k.
 With `--quantization` the layers' matrices are read in that many bytes; products count at the rate of the model's dtype, so
 prompts in FP8 may pass the limit.
 
@@ -12,6 +15,7 @@ time however small it is, is left out too.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +24,7 @@ import torch
 
 from headrace.cache.kv_cache import KVCache
 from headrace.model.config import ModelConfig
+from headrace.model.families import weight_plan
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
 DISAGREE = 0.03  # rounds that differ by more than this share measured something else as well
@@ -95,6 +100,41 @@ def _seconds(f: Callable[[], object], device: torch.device) -> float:
 NARROW_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}  # of a weight; of int4 with scale and zero point of its group
 
 
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Of the layers' matrices, of all layers."""
+
+    plain: int  # that every row meets
+    exact: int  # of these, held in float32
+    experts: int  # of all experts
+    share: float  # of the experts that a row has
+
+    @property
+    def of_row(self) -> float:
+        """That a row is multiplied by."""
+        return self.plain + self.share * self.experts
+
+    def touched(self, rows: int) -> float:
+        """Of the experts, those that some of so many rows chose; see above."""
+        return self.experts * (1 - (1 - self.share) ** rows)
+
+    def layer_bytes(self, rows: int, item: float) -> float:
+        """That so many rows read."""
+        return (self.plain - self.exact + self.touched(rows)) * item + 4 * self.exact
+
+
+def parameters_of(model: ModelConfig) -> Parameters:
+    """As the loader's plan has them."""
+    plain = exact = experts = 0
+    for spec in weight_plan(model):
+        if len(spec.shape) == 2 and spec.target.startswith("layers."):
+            count, held = math.prod(spec.shape), ".experts_" in spec.target
+            plain, experts = plain + count * (not held), experts + count * held
+            exact += count * spec.exact
+    share = 0.0 if model.experts is None else model.experts.chosen / model.experts.count
+    return Parameters(plain, exact, experts, share)
+
+
 class Limits:
     """Limits of one model on one machine; `quantization` of its layers' matrices, keys and values in FP8."""
 
@@ -103,23 +143,25 @@ class Limits:
         fp8_cache: bool = False,
     ):  # fmt: skip
         self.machine, self.model, self.item = machine, model, dtype.itemsize
-        layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
-        self.dense = model.num_layers * layer  # parameters in matrices, without embedding and head
-        self.read = self.dense + model.vocab_size * model.hidden_size  # parameters that a decode step reads
-        head = self.item * model.vocab_size * model.hidden_size
-        self.weight_bytes = head + self.dense * NARROW_BYTES.get(quantization or "", self.item)  # that a decode step reads
+        self.parameters = parameters_of(model)
+        self.head = model.vocab_size * model.hidden_size  # parameters of it
+        self.layer_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of the layers' matrices
         self.kv_bytes = KVCache.bytes_per_block(model, 1, torch.float8_e4m3fn if fp8_cache else dtype)  # of one token
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
-    def decode_bytes(self, context_tokens: int) -> float:
+    def weight_bytes(self, rows: int) -> float:
+        """That a step of so many rows reads, of all cards."""
+        return self.item * self.head + self.parameters.layer_bytes(rows, self.layer_item)
+
+    def decode_bytes(self, context_tokens: int, batch: int = 1) -> float:
         """Of one card."""
-        return self.weight_bytes / self.cards + context_tokens * self.kv_bytes * self.kv_part
+        return self.weight_bytes(batch) / self.cards + context_tokens * self.kv_bytes * self.kv_part
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
         """One step of `batch` sequences with `context_tokens` tokens in all."""
-        part = self.read / self.cards
-        weights = max(self.weight_bytes / self.cards / self.machine.bandwidth, 2 * part * batch / self.machine.flops)
+        part = (self.parameters.of_row + self.head) / self.cards
+        weights = max(self.weight_bytes(batch) / self.cards / self.machine.bandwidth, 2 * part * batch / self.machine.flops)
         cache = context_tokens * self.kv_bytes * self.kv_part / self.machine.bandwidth
         return weights + cache + self.sum_seconds(batch)
 
@@ -132,14 +174,20 @@ class Limits:
         return sums * moved / self.machine.link
 
     def prefill_flops(self, length: int) -> float:
-        return 2 * self.dense * length + 2 * length**2 * self.model.q_size * self.model.num_layers
+        return 2 * self.parameters.of_row * length + 2 * length**2 * self.model.q_size * self.model.num_layers
 
     def prefill_seconds(self, length: int) -> float:
-        return self.prefill_flops(length) / self.cards / self.machine.flops + self.sum_seconds(length)
+        return self.prompts_seconds([length])
+
+    def prompts_seconds(self, lengths: list[int]) -> float:
+        """Of prompts that come together."""
+        rows, flops = sum(lengths), sum(map(self.prefill_flops, lengths))
+        read = self.parameters.layer_bytes(rows, self.layer_item) / self.machine.bandwidth
+        return max(flops / self.machine.flops, read) / self.cards + self.sum_seconds(rows)
 
     def offline(self, inputs: list[int], outputs: list[int]) -> float:
         """All prompts at once, every step with all that still run."""
-        total = sum(self.prefill_seconds(n) for n in inputs)
+        total = self.prompts_seconds(inputs)
         for step in range(1, max(outputs)):
             running = [n + step for n, out in zip(inputs, outputs, strict=True) if out > step]
             total += self.decode_seconds(len(running), sum(running))

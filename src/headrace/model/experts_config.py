@@ -40,8 +40,8 @@ class ExpertsConfig:
     def here(self) -> range:
         return range(self.first, self.first + (self.held or self.count))
 
-    @property
-    def row_elements(self) -> int:
-        """Numbers of a row between the router and the residual stream, but for the sum itself: logits, both products of each
-        chosen expert with what lies between them, and the shared expert's."""
-        return self.count + self.chosen * 3 * self.inner + 3 * self.shared_inner
+    def row_elements(self, hidden: int) -> int:
+        """Numbers of a row between the router and the residual stream: logits; of each that is chosen, what lies between its
+        products, and its result in float32; while one is computed, a copy of the row and the products."""
+        once = hidden + 3 * max(self.inner, self.shared_inner)
+        return 2 * self.count + self.chosen * (self.inner + 2 * hidden) + once

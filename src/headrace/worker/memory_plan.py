@@ -28,7 +28,7 @@ GIB = 1 << 30
 MAX_GRAPHS = 256  # captured decode steps that are kept; a draft model has half as many of its own
 # of the driver, for a kernel in a graph; measured on an H200: 120 graphs of 28 layers took 0.7 MiB each, of 36 layers less
 KERNEL_BYTES = 4096  # (`--log-level debug` shows what each capture took)
-LAYER_KERNELS = 10  # of one layer of a captured step, at most
+LAYER_KERNELS, EXPERTS_KERNELS = 10, 8  # of one layer of a captured step, at most; more where it has experts
 DRAFT_GRAPH_ROWS = 64  # requests that a captured step of a draft model serves at most
 
 
@@ -66,7 +66,7 @@ def graph_bytes(model: ModelConfig, rows: int, item: int, count: int) -> int:
 
     That is counted twice: what a size has left there may be too small for the next one.
     """
-    kernels = LAYER_KERNELS * (model.num_layers + 1)
+    kernels = (LAYER_KERNELS + EXPERTS_KERNELS * (model.experts is not None)) * (model.num_layers + 1)
     return count * kernels * KERNEL_BYTES + rows * (2 * row_elements(model) + model.vocab_size) * item
 
 

@@ -73,12 +73,15 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
     check_ranks(model, ranks)
     machine = Machine("", card.bandwidth * REACHED[0], card.flops * REACHED[1])
     limits = Limits(model, dtype, machine)
-    weights = dtype.itemsize * limits.read / ranks
-    nearest = min(SHARES, key=lambda size: abs(math.log(size / weights)))
+    experts = dtype.itemsize * limits.parameters.experts / ranks
+    weights = limits.weight_bytes(0) / ranks
+    nearest = min(SHARES, key=lambda size: abs(math.log(size / (weights + limits.parameters.share * experts))))
     return Roofline(
         weight_bytes=weights,
+        expert_bytes=experts,
+        chosen=limits.parameters.share,
         kv_bytes=kv_bytes(model, dtype, ranks),
-        row_flops=2 * limits.dense / ranks,
+        row_flops=2 * limits.parameters.of_row / ranks,
         head_flops=2 * model.vocab_size * model.hidden_size / ranks,
         pair_flops=4 * model.q_size * model.num_layers / ranks,
         bandwidth=machine.bandwidth,
@@ -94,9 +97,11 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
 
 def check_ranks(model: ModelConfig, ranks: int) -> None:
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    experts = model.experts.count if model.experts is not None else 0
+    fits = [n for n in range(1, heads + 1) if not (heads % n or experts % n or (kv_heads % n and n % kv_heads))]
     if ranks not in fits:
-        allowed = f"one of {', '.join(map(str, fits))}: {heads} heads and {kv_heads} key-value heads must divide"
+        of_experts = f" and {experts} experts" if experts else ""
+        allowed = f"one of {', '.join(map(str, fits))}: {heads} heads, {kv_heads} key-value heads{of_experts} must divide"
         raise ParameterError("--tensor-parallel-size", ranks, allowed)
 
 
@@ -125,7 +130,7 @@ def num_blocks(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int, t
     from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes
 
     limits, item = Limits(model, dtype, Machine("", 1.0, 1.0)), dtype.itemsize
-    weights = item * (limits.read + (0 if tied else model.vocab_size * model.hidden_size)) / ranks
+    weights = item * (limits.head * (1 if tied else 2) + limits.parameters.plain + limits.parameters.experts) / ranks
     largest = item * row_elements(model) * sizes.max_num_batched_tokens / ranks
     largest += logits_bytes(sizes.max_num_seqs, sizes.max_num_batched_tokens, model.vocab_size, item) / ranks
     largest += graph_bytes(model, sizes.max_num_seqs, item, MAX_GRAPHS) / ranks

@@ -51,6 +51,8 @@ class Roofline:
     flops: float
     shares: tuple[tuple[int, float], ...]  # (rows, share of the limit), by rows; in between linear over log(rows)
     host: float
+    expert_bytes: float = 0.0  # of all experts, of which a step reads those that some row chose
+    chosen: float = 0.0  # share of them that one row has
     reduces: int = 0  # all-reduces in a step
     reduce_bytes: float = 0.0  # of one row in one of them
     reduce_times: tuple[tuple[float, float], ...] = ()  # (bytes, seconds), by bytes
@@ -60,11 +62,14 @@ class Roofline:
 
     def seconds(self, work: Work, step: int) -> float:
         share, reducing = self._of_rows(work.tokens)
-        products = max(
-            self.weight_bytes / self.bandwidth, (self.row_flops * work.tokens + self.head_flops * work.sampled) / self.flops
-        )
+        operations = self.row_flops * work.tokens + self.head_flops * work.sampled
+        products = max(self._weights(work.tokens) / self.bandwidth, operations / self.flops)
         attention = work.pairs * self.pair_flops / self.flops
         return (products + attention) / share + reducing + work.context * (self.kv_bytes / self.bandwidth / share)
+
+    def _weights(self, rows: int) -> float:
+        """Bytes that a step of so many rows reads; see headrace_bench/roofline.py."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.chosen) ** rows)
 
     def many_seconds(self, work: Work, step: int, count: int) -> np.ndarray:
         fixed = self.seconds(work._replace(context=0), step)
