@@ -53,11 +53,10 @@ def quantized(tensors: dict[str, Tensor], seed: int = 0) -> tuple[dict[str, Tens
     return narrow, wide
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory) -> tuple[Path, Path]:
-    """A checkpoint in MXFP4 and the same in floats. 160 and 64 inputs: neither is a multiple of what is packed together."""
-    floats = write_tiny("gpt_oss", tmp_path_factory.mktemp("floats"), hidden_size=160, num_hidden_layers=2)
-    narrow = tmp_path_factory.mktemp("mxfp4")
+def write_pair(root: Path, **overrides: Any) -> tuple[Path, Path]:
+    """A checkpoint in MXFP4 and the same in floats."""
+    floats, narrow = write_tiny("gpt_oss", root / "floats", **overrides), root / "mxfp4"
+    narrow.mkdir()
     for file in floats.iterdir():
         (narrow / file.name).write_bytes(file.read_bytes())
     tensors = quantized(load_file(floats / "model.safetensors"))
@@ -66,6 +65,12 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     config = json.loads((floats / "config.json").read_text())
     (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
     return narrow, floats
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> tuple[Path, Path]:
+    """160 and 64 inputs: neither is a multiple of what is packed together."""
+    return write_pair(tmp_path_factory.mktemp("pair"), hidden_size=160, num_hidden_layers=2)
 
 
 def load(path: Path, shard: Shard = WHOLE, **options) -> DecoderWeights:
