@@ -69,11 +69,8 @@ def _made(spec: WeightSpec, kind: str) -> Weight:
     rows, columns = spec.shape
     if kind == "int4" and columns % TOGETHER == 0:
         scales = torch.empty(rows, columns // TOGETHER, dtype=torch.float16, device=META)
-        data, zeros = (
-            torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META),
-            torch.empty_like(scales, dtype=torch.uint8),
-        )
-        return Weight(data, scales, zeros, "int4", TOGETHER)
+        data = torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META)
+        return Weight(data, scales, torch.empty_like(scales, dtype=torch.uint8), "int4", TOGETHER)
     groups = -(-columns // TOGETHER) if kind == "int4" else 1
     scales = torch.empty(rows, groups, dtype=torch.float16 if kind == "int4" else torch.float32, device=META)
     zeros, held = (scales, "int8") if kind == "int4" else (None, kind)
