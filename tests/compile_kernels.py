@@ -28,7 +28,7 @@ from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.products import glu, project
-from headrace.kernels import prepare, tables
+from headrace.kernels import experts_triton, prepare, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
 from headrace.kernels.attention_decode import split_attention
@@ -214,6 +214,33 @@ def large_products(rows: int) -> None:
     project(x, Weight(meta(config.vocab_size, config.hidden_size)), meta(1, rows, config.vocab_size), tiles.lm_head)
 
 
+def experts(
+    rows: int, form: str = "float", hidden: int = 2048, inner: int = 768, count: int = 128, chosen: int = 8
+) -> Callable[[], None]:
+    """A layer of experts with `rows` rows, from the router on."""
+
+    def matrix(number: int, width: int) -> Weight:
+        if form == "float":
+            return Weight(meta(number, width))
+        if form == "fp4":
+            width = -(-width // 128) * 128
+            return Weight(ints(number, width // 2, dtype=torch.uint8), meta(number, width // 32), None, "fp4", 32)
+        return Weight(meta(number, width, dtype=fp8.DTYPE), meta(number // 128, width // 128), None, "fp8", 128, 128)
+
+    def run() -> None:
+        x = meta(rows, hidden)
+        routing = SimpleNamespace(chosen=chosen, score="softmax", renormalize=True, scale=1.0, groups=1, groups_chosen=1)
+        ids, shares = experts_triton.choose(x, meta(count, hidden, dtype=torch.float32), None, None, routing)
+        gpt = {"clamp": 7.0, "gate_up_bias": meta(count * 2 * inner), "down_bias": meta(count * hidden)} if form == "fp4" else {}
+        gate_up, down = matrix(count * 2 * inner, hidden), matrix(count * hidden, inner)
+        experts_triton.run_experts(x, gate_up, down, ids, shares, count=count, **gpt)
+
+    return run
+
+
+GPT_OSS = {"form": "fp4", "hidden": 2880, "inner": 2880, "count": 32, "chosen": 4}
+
+
 def in_two(config) -> decode_tiles.TileTable:
     tiles = decode_tiles.default_table(config)[256]
     return {256: decode_tiles.with_attention_in_two(tiles)}
@@ -251,6 +278,9 @@ CASES: dict[str, Callable[[], None]] = {
     "ranks' decode of 8 rows": decode(8, decode_tiles.default_table, "8b", 8),
     "decode of 4 rows 8B": decode(4, decode_tiles.default_table, "8b"),
     "products of 64 rows": partial(large_products, 64),
+    **{f"experts of {n} rows": experts(n) for n in (1, 32, 256, 1024, 4096)},
+    **{f"experts of {n} rows in FP8": experts(n, "fp8") for n in (1, 32, 1024)},
+    **{f"experts of {n} rows in FP4": experts(n, **GPT_OSS) for n in (1, 32, 1024)},
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90

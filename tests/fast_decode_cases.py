@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
+from headrace.model.experts_config import ExpertsConfig
 from headrace.model.weight import Weight
 from narrow_cases import narrow
 
@@ -28,7 +30,11 @@ CONFIGS = {
     "other activation, offset, partial rotation": replace(
         PLAIN, activation="gelu_tanh", norm_offset=1.0, rope=RopeConfig(1e4, 8), logit_softcap=4.0, num_kv_heads=4
     ),
-}
+    "experts in one layer": replace(
+        PLAIN, residual_scale=0.5, norm_offset=1.0,
+        experts=ExpertsConfig(6, 2, 24, renormalize=True, correction=True, router_bias=True, biases=True, layers=(True, False)),
+    ),
+}  # fmt: skip
 
 
 def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> DecoderWeights:
@@ -43,7 +49,18 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
     def norm(width: int) -> Tensor:
         return draw(width, scale=0.2, mean=1.0 - config.norm_offset)
 
-    def layer() -> LayerWeights:
+    def more(of: ExpertsConfig) -> dict[str, Any]:
+        return {
+            "router": Weight(draw(of.count, hidden).float()), "router_bias": draw(of.count).float(),
+            "correction": draw(of.count, scale=0.1).float(),
+            "experts_gate_up": Weight(draw(of.count * 2 * of.inner, hidden)),
+            "experts_down": Weight(draw(of.count * hidden, of.inner)),
+            "experts_gate_up_bias": draw(of.count * 2 * of.inner, scale=0.1),
+            "experts_down_bias": draw(of.count * hidden, scale=0.1),
+        }  # fmt: skip
+
+    def layer(index: int) -> LayerWeights:
+        experts = config.experts if config.experts is not None and config.experts.at(index) else None
         return LayerWeights(
             qkv=Weight(draw(q + 2 * kv, hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
             down=Weight(draw(hidden, inner)),
@@ -51,11 +68,11 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
             q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             qkv_bias=draw(q + 2 * kv, scale=0.1) if config.qkv_bias else None,
-            o_bias=draw(hidden, scale=0.1) if config.o_bias else None,
+            o_bias=draw(hidden, scale=0.1) if config.o_bias else None, more={} if experts is None else more(experts),
         )  # fmt: skip
 
     return DecoderWeights(
-        embedding=draw(config.vocab_size, hidden, scale=1.0), layers=[layer() for _ in range(config.num_layers)],
+        embedding=draw(config.vocab_size, hidden, scale=1.0), layers=[layer(i) for i in range(config.num_layers)],
         final_norm=norm(hidden), lm_head=Weight(draw(config.vocab_size, hidden)), norm_offset=config.norm_offset,
     )  # fmt: skip
 

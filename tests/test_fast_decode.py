@@ -21,6 +21,7 @@ from headrace.fast_decode.tiles import PRODUCTS, SHIPPED, StepTiles, default_tab
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.decoder import Decoder
+from headrace.model.experts_config import ExpertsConfig
 from tile_search import candidates, to_json, tune
 
 CPU = torch.device("cpu")
@@ -106,6 +107,14 @@ def test_many_rows_equal_the_decoder(name: str, rows: int, tiles: StepTiles) -> 
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
         assert_close(ours, theirs)
     assert not fast.space.tickets.any()
+
+
+def test_experts_of_more_than_a_few_rows() -> None:
+    config = replace(CONFIGS["experts in one layer"], num_layers=1)
+    weights, lengths = random_weights(config), [3, 1, 20, 7, 2, 9]
+    (batch, kv), (_, kv_expected) = (decode_batch(config, lengths, 16) for _ in range(2))
+    expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
+    assert_close(FastDecode(config, weights, 6, CPU, {16: GEMM}).forward(batch, kv), expected)
 
 
 @pytest.mark.parametrize("lengths", [[33], [20, 1, 33]], ids=["one row", "few rows"])
@@ -197,6 +206,10 @@ def test_who_has_a_copy_engine(monkeypatch, card, dtype, change, expected) -> No
 def test_what_is_not_supported() -> None:
     for change in ({"norm_place": "post"}, {"norm_place": "sandwich"}, {"qk_norm": "full"}, {"mlp_bias": True}):
         assert not FastDecode.supports(replace(PLAIN, **change))
+    experts = ExpertsConfig(6, 2, 24)
+    assert FastDecode.supports(replace(PLAIN, experts=experts))
+    for beside in ({"shared_inner": 16}, {"held": 3}):
+        assert not FastDecode.supports(replace(PLAIN, experts=replace(experts, **beside)))
     assert not FastDecode.supports(PLAIN, torch.float16)
     fast = FastDecode(PLAIN, random_weights(PLAIN), 2, CPU)
     batch, kv = decode_batch(PLAIN, LENGTHS, 16)

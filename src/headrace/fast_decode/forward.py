@@ -4,7 +4,7 @@
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
 kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
-of rows is its tile's type (see products.py, tiles.py). Everything is allocated beforehand and nothing is read by
+of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py). Nothing is read by
 the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
@@ -20,6 +20,7 @@ from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
@@ -102,7 +103,8 @@ class FastDecode:
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-        """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP, nothing rare.
+        """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP, nothing rare
+        but experts (see experts.py).
 
         Not float16: x * norm weight is stored before it is divided by the norm, and may exceed 65504.
         """
@@ -110,7 +112,8 @@ class FastDecode:
             config.norm_place == "pre"
             and config.qk_norm in ("none", "head")
             and not config.mlp_bias
-            and not rare_parts(config)
+            and set(rare_parts(config)) <= {"a mixture of experts"}
+            and takes_experts(config)
             and config.head_dim <= 256
             and config.num_heads % config.num_kv_heads == 0
             and config.num_heads // config.num_kv_heads <= 64
@@ -217,6 +220,10 @@ class FastDecode:
             self._attend(qkv, batch, kv, index, layer, splits, attention)
             after, following = norms[2 * index + 1 : 2 * index + 3]
             self._add(self.attended[:rows], layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias)
+            if config.experts is not None and config.experts.at(index):
+                offset = weights.norm_offset
+                sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset)
+                continue
             squares = sumsq_o if self.ranks is None else None
             glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=config.activation)
             sumsq_down = self._squares(self.sumsq_down, rows, step.down)

@@ -4,7 +4,7 @@ At this size a step is the time to stream the weights. A program owns BLOCK_N ou
 split between programs: replays are bit-identical, and the residual is updated in place by its only owner. The weight tiles are
 loaded into registers before the wait for the previous kernel (programmatic dependent launch): they stream while it drains.
 With rows of 512 bytes in a tile every warp has columns of its own (a sum is shuffles only); with 512 * num_warps the warps
-share columns. products.py says what is computed, narrow_row.py how narrow weights are.
+share columns. products.py says what is computed, kernels/one_row.py how a step's weights are loaded and multiplied.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.narrow_row import load_scales, multiply_add_narrow
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.all_reduce import PushSpace, as_sent, empty_mark
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, tl
 from headrace.kernels.narrow import arguments, step_columns
+from headrace.kernels.one_row import add_step, load_step
 from headrace.model.weight import Weight
 
 MAX_ROWS = 1  # with a few more, tensor cores are faster, and tiles would spill registers
@@ -35,54 +35,6 @@ class GemvTile:
     block_k: int
     num_warps: int
     prefetch: int
-
-
-@jit
-def _load_weights(pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr):
-    if EVEN_N and k + BLOCK_K <= K:
-        return tl.load(pointers + k)
-    return tl.load(pointers + k, mask=rows_ok[:, None] & (k + rk < K)[None, :], other=0)
-
-
-@jit
-def _multiply_add(acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """acc [BLOCK_N, BLOCK_K / 8] += weights * x, eight neighbours summed within the thread that loaded them."""
-    if k + BLOCK_K <= K:
-        x = tl.load(x_ptr + k + rk).to(tl.float32)
-    else:
-        x = tl.load(x_ptr + k + rk, mask=k + rk < K, other=0.0).to(tl.float32)
-    return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
-
-
-@jit
-def _add_step(
-    acc, step, x_ptr, rk, k: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    weights, scales, zeros = step
-    if KIND == "float":
-        acc = _multiply_add(acc, weights.to(tl.float32), x_ptr, rk, k, WIDTH, BLOCK_N, BLOCK)
-    else:
-        acc = multiply_add_narrow(acc, weights, scales, zeros, x_ptr, k, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
-    return acc
-
-
-@jit
-def _load_step(
-    pointers, scales_ptr, zeros_ptr, rk, k: tl.constexpr, rn, first, last, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
-):  # fmt: skip
-    """A step's weights of rows `first` to `last`, and of narrow ones scales and zeros for both halves of the bytes."""
-    FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
-    weights = _load_weights(pointers, rk, k, rn < last, WIDTH, BLOCK, EVEN_N)
-    scales = (1.0, 1.0)
-    zeros = (8.0, 8.0)
-    if GROUP > 0:
-        scales = load_scales(scales_ptr, first, last, k, WIDTH, BLOCK_N, BLOCK, GROUP, GROUPS, SCALE_ROWS, FOUR, EVEN_N)
-    if ZEROS:
-        zeros = load_scales(zeros_ptr, first, last, k, WIDTH, BLOCK_N, BLOCK, GROUP, GROUPS, SCALE_ROWS, FOUR, EVEN_N)
-    return weights, scales, zeros
 
 
 @jit(do_not_specialize=["sumsq_tiles", "rank"])
@@ -113,14 +65,14 @@ def _gemv_kernel(
     early_up = ()
     for i in tl.static_range(PREFETCH):
         early = early + (
-            _load_step(
+            load_step(
                 pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
                 GROUPS, SCALE_ROWS, ZEROS,
             ),
         )
         if MODE == "glu":
             early_up = early_up + (
-                _load_step(
+                load_step(
                     up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
                     KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
                 ),
@@ -149,20 +101,20 @@ def _gemv_kernel(
         if i < PREFETCH:
             step = early[i]
         else:
-            step = _load_step(
+            step = load_step(
                 pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
                 GROUPS, SCALE_ROWS, ZEROS,
             )
-        acc = _add_step(acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+        acc = add_step(acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
         if MODE == "glu":
             if i < PREFETCH:
                 step = early_up[i]
             else:
-                step = _load_step(
+                step = load_step(
                     up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
                     KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
                 )
-            up_acc = _add_step(up_acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+            up_acc = add_step(up_acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
     factor = 1.0
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 0) / K + eps)

@@ -42,6 +42,18 @@ def activate(x, KIND: tl.constexpr):
 
 
 @jit
+def gated(gate, up, clamp, KIND: tl.constexpr):
+    """activation(gate) * up of float32 tensors; "clamped": gpt-oss's, with gate at most `clamp` and up within it."""
+    if KIND == "clamped":
+        gate = tl.where(gate > clamp, clamp, gate)  # what is no number stays so
+        up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+        y = (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+    else:
+        y = activate(gate, KIND) * up
+    return y
+
+
+@jit
 def soft_cap(x, cap):
     """cap * tanh(x / cap)"""
     return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x * (1.0 / cap))))

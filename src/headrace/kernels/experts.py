@@ -5,33 +5,17 @@ No capacity, no dropping: what becomes of a token depends on nothing but itself.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels import experts_triton
 from headrace.kernels.activation import Activation, act_mul_reference
+from headrace.kernels.experts_route import Routing
+from headrace.kernels.launch import on_gpu
 from headrace.kernels.narrow import NarrowMatrix
 
 CLAMPED_SLOPE = 1.702  # of the sigmoid in the clamped activation
-
-
-class Routing(Protocol):
-    """How a token chooses; an ExpertsConfig has it."""
-
-    @property
-    def chosen(self) -> int: ...
-    @property
-    def score(self) -> Literal["softmax", "sigmoid", "chosen"]: ...
-    @property
-    def renormalize(self) -> bool: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def groups_chosen(self) -> int: ...
 
 
 def route_reference(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -95,7 +79,7 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> tuple[
     logits: [T, E] float32; correction: [E] float32, added to the scores for the choice alone. Of equals the one of the lower id
     is chosen. Returns ids [T, k] int32 and shares [T, k] float32.
     """
-    return route_reference(logits, correction, routing)
+    return (experts_triton.route if on_gpu(logits) else route_reference)(logits, correction, routing)
 
 
 def choose(
@@ -105,6 +89,8 @@ def choose(
 
     Logits are float32 products, whatever x is in.
     """
+    if on_gpu(x):
+        return experts_triton.choose(x, router, router_bias, correction, routing)
     return route_reference(F.linear(x.float(), router, router_bias), correction, routing)
 
 
@@ -119,7 +105,7 @@ def run_experts(
     and [count * H]. clamp: as in ExpertsConfig. Returns [T, H] in x's dtype, of a sum in float32 that is rounded once. No row
     depends on another.
     """
-    return run_experts_reference(
+    return (experts_triton.run_experts if on_gpu(x) else run_experts_reference)(
         x, gate_up, down, ids, shares, count=count, first=first, activation=activation, clamp=clamp,
         gate_up_bias=gate_up_bias, down_bias=down_bias,
     )  # fmt: skip

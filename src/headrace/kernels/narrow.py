@@ -49,6 +49,11 @@ def packed(kind: str) -> int:
     return 2 if kind in ("int4", "fp4") else 1
 
 
+def held_width(weight: NarrowMatrix) -> int:
+    """Columns of a row as it is held: of packed numbers whole runs, those past the last column included."""
+    return weight.data.shape[1] * packed(weight.kind)
+
+
 def span_bytes(weight: NarrowMatrix, block_k: int) -> int:
     """Bytes of a row in a span, of a step of `block_k` columns."""
     if packed(weight.kind) == 2:

@@ -17,28 +17,24 @@ from headrace.kernels.narrow import (
 )
 
 
-@jit(do_not_specialize=["M"])
-def _narrow_gemm(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, M, N, K,
+@jit
+def narrow_sums(
+    w_ptr, scales_ptr, zeros_ptr, rows, of_row, K,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     ASM: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """[BLOCK_N, BLOCK_M] float32: rows `of_row` [BLOCK_N] of the weights times the rows of x that `rows` [WIDTH, BLOCK_M] point
+    to. With PDL the wait for the kernel before is in here, behind the first scales."""
     FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
     PACK: tl.constexpr = 2 if FOUR else 1
     PARTS: tl.constexpr = BLOCK_K // PACK // WIDTH
     IN_RUN: tl.constexpr = 64 // WIDTH if FOUR else 1
     HALVES: tl.constexpr = 2 if FOUR and GROUP > 0 and GROUP < 128 else 1  # with scales of their own
     APART: tl.constexpr = HALVES if GROUP > 0 else 0  # scales of one span
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    # tiles of rows are neighbours: they read the same weights at about the same time
-    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    DTYPE: tl.constexpr = rows.dtype.element_ty
     rb = tl.arange(0, WIDTH)
-    of_row = tl.minimum(rn, N - 1).to(tl.int64)
     weights = w_ptr + of_row[:, None] * (K // PACK) + rb[None, :]
-    rows = x_ptr + tl.minimum(rm, M - 1)[None, :].to(tl.int64) * K + rb[:, None]  # rows past M repeat the last one, unstored
     scales = scales_ptr + of_row // SCALE_ROWS * GROUPS
     if GROUP == 0:
         s = (tl.load(scales).to(tl.float32),)
@@ -83,6 +79,27 @@ def _narrow_gemm(
             z = next_z
     if GROUP == 0:
         acc = acc * s[0][:, None]
+    return acc
+
+
+@jit(do_not_specialize=["M"])
+def _narrow_gemm(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, M, N, K,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    ASM: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # tiles of rows are neighbours: they read the same weights at about the same time
+    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rb = tl.arange(0, WIDTH)
+    of_row = tl.minimum(rn, N - 1).to(tl.int64)
+    rows = x_ptr + tl.minimum(rm, M - 1)[None, :].to(tl.int64) * K + rb[:, None]  # rows past M repeat the last one, unstored
+    acc = narrow_sums(
+        w_ptr, scales_ptr, zeros_ptr, rows, of_row, K, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, ASM, BYTES, WIDTH, BLOCK_M,
+        BLOCK_N, BLOCK_K, EVEN, PDL,
+    )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + of_row).to(tl.float32)[:, None]
     place = rm[None, :].to(tl.int64) * N + rn[:, None]

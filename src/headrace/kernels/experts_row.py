@@ -1,0 +1,229 @@
+"""The experts of one row, or of a few, on the CUDA cores: nothing is sorted, and one kernel adds up all experts of a token.
+
+A program of the first kernel has a pair of a token and an expert and some columns of its gated product. One of the second has
+a token and some columns of the result: it goes through the token's experts in the order of ids, the weights of the next ones
+already on their way, the first ones' before the wait for the first kernel. What is loaded and how it is summed: one_row.py.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# (kernels grow tuples of tiles in loops that the compiler unrolls)
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.activation import gated
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, num_multiprocessors, pdl, tl
+from headrace.kernels.narrow import NarrowMatrix, arguments, held_width, packed, step_columns
+from headrace.kernels.one_row import add_step, load_step
+
+
+@jit(do_not_specialize=["first_expert", "clamp"])
+def _row_glu(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, factors_ptr, out_ptr, N, out_width, first_expert, count, clamp,
+    CHOSEN: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    ASM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PACK: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    WIDTH: tl.constexpr = K // PACK  # of a row as it is held
+    BLOCK: tl.constexpr = BLOCK_K // PACK
+    STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    SUMS: tl.constexpr = BLOCK // 8 if KIND == "float" else BLOCK // 16
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    pair = tl.program_id(1)
+    rk = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(ids_ptr + pair) - first_expert
+    if (expert < 0) | (expert >= count):
+        return
+    row = pair // CHOSEN
+    factor = 1.0
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + row)
+    x_ptr += row.to(tl.int64) * K
+    base = expert * (2 * N)
+    gate, up = base + tl.program_id(0) * BLOCK_N, base + N + tl.program_id(0) * BLOCK_N
+    ends = base + N, base + 2 * N
+    gate_rows, up_rows = gate + tl.arange(0, BLOCK_N), up + tl.arange(0, BLOCK_N)
+    gate_pointers = w_ptr + gate_rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
+    up_pointers = w_ptr + up_rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
+    steps = ()
+    acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    up_acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    for i in tl.static_range(STEPS + AHEAD):
+        if i < STEPS:
+            one = load_step(
+                gate_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, gate_rows, gate, ends[0], WIDTH, BLOCK_N, BLOCK, False,
+                KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+            )  # fmt: skip
+            two = load_step(
+                up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, up_rows, up, ends[1], WIDTH, BLOCK_N, BLOCK, False, KIND,
+                GROUP, GROUPS, SCALE_ROWS, ZEROS,
+            )  # fmt: skip
+            steps = steps + ((one, two),)
+        if i >= AHEAD:
+            one, two = steps[i - AHEAD]
+            acc = add_step(acc, one, x_ptr, rk, (i - AHEAD) * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+            up_acc = add_step(up_acc, two, x_ptr, rk, (i - AHEAD) * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+    g, u = tl.sum(acc, 1) * factor, tl.sum(up_acc, 1) * factor
+    if KIND != "float" and GROUP == 0:
+        g *= tl.load(scales_ptr + gate_rows // SCALE_ROWS, mask=gate_rows < ends[0], other=0.0).to(tl.float32)
+        u *= tl.load(scales_ptr + up_rows // SCALE_ROWS, mask=up_rows < ends[1], other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        g += tl.load(bias_ptr + gate_rows, mask=gate_rows < ends[0], other=0.0).to(tl.float32)
+        u += tl.load(bias_ptr + up_rows, mask=up_rows < ends[1], other=0.0).to(tl.float32)
+    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)  # past its end a row is 0
+    tl.store(out_ptr + pair.to(tl.int64) * out_width + column, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
+
+
+@jit
+def finish_row(y, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, row, column, N, scale, norm_offset):
+    """Columns of a row's result to where they belong; with a residual they join it, and out gets it times the next norm's
+    weight, sumsq [T, programs along the columns] its part of the sum of squares."""
+    at = row.to(tl.int64) * N + column
+    if residual_ptr is not None:
+        y = tl.load(residual_ptr + at, mask=column < N, other=0.0) + scale * y
+        tl.store(residual_ptr + at, y, mask=column < N)
+        tl.store(sumsq_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(column < N, y * y, 0.0), 0))
+        y = y * (tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32) + norm_offset)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=column < N)
+
+
+@jit(do_not_specialize=["first_expert"])
+def _row_down(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, shares_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, N,
+    first_expert, count, scale, norm_offset,
+    CHOSEN: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PACK: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
+    WIDTH: tl.constexpr = K // PACK
+    BLOCK: tl.constexpr = BLOCK_K // PACK
+    STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    SUMS: tl.constexpr = BLOCK // 8 if KIND == "float" else BLOCK // 16
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1)
+    rk = tl.arange(0, BLOCK)
+    # The choice was made by a kernel that had ended when the first one let this one start: it may be read before the wait.
+    experts = ()
+    for j in tl.static_range(CHOSEN):
+        expert = tl.load(ids_ptr + row * CHOSEN + j) - first_expert
+        held = (expert >= 0) & (expert < count)
+        experts = experts + ((tl.where(held, expert, 0), held, tl.where(held, tl.load(shares_ptr + row * CHOSEN + j), 0.0)),)
+    steps = ()
+    total = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    biases = tl.zeros([BLOCK_N], tl.float32)
+    for i in tl.static_range(CHOSEN * STEPS + AHEAD):
+        if i < CHOSEN * STEPS:
+            expert, held, share = experts[i // STEPS]
+            base = expert * N
+            rows = base + column
+            end = tl.where(held, base + N, 0)
+            pointers = w_ptr + rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
+            step = load_step(
+                pointers, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, rows, base + tl.program_id(0) * BLOCK_N, end, WIDTH,
+                BLOCK_N, BLOCK, False, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+            )  # fmt: skip
+            steps = steps + (step,)
+        if PDL and i + 1 == AHEAD:
+            gdc_wait()
+            gdc_launch_dependents()
+        if i >= AHEAD:
+            expert, held, share = experts[(i - AHEAD) // STEPS]
+            rows = expert * N + column
+            known = held & (column < N)
+            from_row = x_ptr + (row * CHOSEN + (i - AHEAD) // STEPS).to(tl.int64) * K
+            acc = add_step(
+                acc, steps[i - AHEAD], from_row, rk, (i - AHEAD) % STEPS * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM
+            )  # fmt: skip
+            if (i - AHEAD) % STEPS == STEPS - 1:
+                factor = tl.zeros([BLOCK_N], tl.float32) + share
+                if KIND != "float" and GROUP == 0:
+                    factor *= tl.load(scales_ptr + rows // SCALE_ROWS, mask=known, other=0.0).to(tl.float32)
+                if bias_ptr is not None:
+                    biases += share * tl.load(bias_ptr + rows, mask=known, other=0.0).to(tl.float32)
+                total += tl.where(held, acc * factor[:, None], 0.0)  # rows of experts elsewhere were not written
+                acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+    y = tl.sum(total, 1) + biases
+    finish_row(y, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, row, column, N, scale, norm_offset)
+
+
+REGISTERS = 64  # of a thread, for weights that are on their way
+
+
+def _constants(weight: NarrowMatrix, block_n: int, warps: int, of_row: int, matrices: int) -> dict[str, int]:
+    """`of_row`: warps side by side along a row, each with 512 bytes of it."""
+    per_byte, size = packed(weight.kind), weight.data.element_size()
+    block_k = step_columns(weight.kind, 512 // size * per_byte * of_row)
+    steps = -(-held_width(weight) // block_k)
+    a_step = matrices * block_n * block_k * size // per_byte // (4 * 32 * warps)
+    if weight.kind != "float":
+        a_step *= 2  # and their scales
+    ahead = max(1, REGISTERS // max(1, a_step))
+    return {"K": held_width(weight), "BLOCK_N": block_n, "BLOCK_K": block_k, "AHEAD": ahead, "steps": steps}
+
+
+def row_glu(
+    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, ids: Tensor, out: Tensor, columns: int, *, first: int, count: int,
+    activation: str, clamp: float, factors: Tensor | None = None,
+) -> None:  # fmt: skip
+    """x [T, K], ids [T, k] -> out [T * k, W] = gated products of the held experts, 0 past `columns`; `factors` [T]: of x."""
+    width = weight.data.shape[1] * weight.data.element_size()
+    warps = 4 if width >= 2048 else 2 if width >= 1024 else 1
+    own = _constants(weight, 4, warps, warps, 2)
+    own["AHEAD"] = min(own["AHEAD"], own.pop("steps"))
+    _row_glu[-(-out.shape[1] // own["BLOCK_N"]), ids.numel()](
+        x, bias_ptr=bias, ids_ptr=ids, factors_ptr=factors, out_ptr=out, N=columns, out_width=out.shape[1], first_expert=first,
+        count=count, clamp=clamp, CHOSEN=ids.shape[1], ACTIVATION="clamped" if clamp else activation, num_warps=warps, **own,
+        **arguments(weight, x), **pdl(x),
+    )  # fmt: skip
+
+
+class Joining(NamedTuple):
+    """A residual stream that the result joins: total [T, H] float32 += scale * result; normed [T, H] becomes total * (norm +
+    offset), and the returned sums of squares are as `Squares` has them."""
+
+    total: Tensor
+    normed: Tensor
+    norm: Tensor
+    scale: float
+    norm_offset: float
+
+    def arguments(self, tiles: int) -> dict:
+        sums = torch.empty((len(self.total), tiles), dtype=torch.float32, device=self.total.device)
+        return {
+            "out_ptr": self.normed, "residual_ptr": self.total, "norm_ptr": self.norm, "sumsq_ptr": sums, "scale": self.scale,
+            "norm_offset": self.norm_offset,
+        }  # fmt: skip
+
+
+def alone(out: Tensor) -> dict:
+    """The arguments of a result that joins nothing."""
+    none = dict.fromkeys(("residual_ptr", "norm_ptr", "sumsq_ptr"))
+    return {"out_ptr": out, "scale": 1.0, "norm_offset": 0.0, **none}
+
+
+def row_down(
+    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, ids: Tensor, shares: Tensor, out: Tensor | Joining, *, first: int,
+    count: int,
+) -> Tensor | None:  # fmt: skip
+    """x [T * k, K], ids, shares [T, k] -> out [T, N]: the sums over held experts; of a residual the sums of squares."""
+    rows, columns = (out if isinstance(out, Tensor) else out.total).shape
+    block_n = 8 if columns * rows >= 16 * num_multiprocessors(x.device) else 4
+    own = _constants(weight, block_n, 4, 1, 1)
+    own["AHEAD"] = min(own["AHEAD"], own.pop("steps") * ids.shape[1])
+    tiles = -(-columns // block_n)
+    target = alone(out) if isinstance(out, Tensor) else out.arguments(tiles)
+    _row_down[tiles, rows](
+        x, bias_ptr=bias, ids_ptr=ids, shares_ptr=shares, N=columns, first_expert=first, count=count, CHOSEN=ids.shape[1],
+        num_warps=4, **target, **own, **arguments(weight, x), **pdl(x),
+    )  # fmt: skip
+    return target["sumsq_ptr"]

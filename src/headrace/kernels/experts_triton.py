@@ -1,0 +1,113 @@
+"""A mixture of experts on a card: `route` chooses (experts_route.py), `run_experts` computes, by one of two forms.
+
+Up to ROW_FORM rows each pair of a token and an expert is a product of one row (experts_row.py). Of more rows the pairs are
+sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py), whose size follows the rows that an expert has on
+average. A row's result is the same beside any others as long as the form and the tiles' size are the same; between forms sums
+round differently. Nothing is read on the host and no grid depends on the choice, so all of it can be captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace.kernels.activation import Activation
+from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts
+from headrace.kernels.experts_row import Joining, row_down, row_glu
+from headrace.kernels.experts_sort import sort_pairs
+from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
+from headrace.kernels.narrow import NarrowMatrix, held_width
+
+__all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "run_experts"]
+
+ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
+MOST_BYTES = 512 << 20  # of what lies between the kernels; more rows are computed in parts
+
+MOST_ROWS = 1 << 15
+
+
+def run_experts(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, *, count: int, first: int = 0,
+    activation: Activation = "silu", clamp: float = 0.0, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See headrace.kernels.experts."""
+    rows, hidden = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not rows:
+        return out
+    how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
+    step = most_rows(ids.shape[1], held_width(down), hidden, x.dtype)
+    for at in range(0, rows, step):
+        part = slice(at, at + step)
+        form = _rows if rows <= ROW_FORM else _tiles
+        form(_whole(x[part], gate_up), gate_up, down, ids[part], shares[part], None, out[part], how)
+    return out
+
+
+def add_experts(
+    x: Tensor, squares: Squares, router: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, routing: Routing, joining: Joining,
+    *, count: int, first: int = 0, activation: Activation = "silu", clamp: float = 0.0, router_bias: Tensor | None = None,
+    correction: Tensor | None = None, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What the experts give joins a residual stream, and with it the norms on both sides of them: x [T, H] are rows that still
+    have to be divided by their norm. Returns the sums of squares that the next product needs."""
+    ids, shares, factors = route_parts(router_parts(x, router), router_bias, correction, routing, squares)
+    how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
+    form = _rows if len(x) <= ROW_FORM else _tiles
+    sums = form(_whole(x, gate_up), gate_up, down, ids, shares, factors, joining, how)
+    assert sums is not None
+    return sums
+
+
+def _whole(x: Tensor, weight: NarrowMatrix) -> Tensor:
+    """Packed numbers come in whole runs of columns: what a row lacks is 0."""
+    missing = held_width(weight) - x.shape[1]
+    return F.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    count: int  # of experts that are here, from `first` on
+    first: int
+    inner: int
+    activation: Activation
+    clamp: float
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+def _rows(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None,
+    out: Tensor | Joining, how: _How,
+) -> Tensor | None:  # fmt: skip
+    between = x.new_empty(ids.numel(), held_width(down))
+    row_glu(
+        x, gate_up, how.gate_up_bias, ids, between, how.inner, first=how.first, count=how.count, activation=how.activation,
+        clamp=how.clamp, factors=factors,
+    )  # fmt: skip
+    return row_down(between, down, how.down_bias, ids, shares, out, first=how.first, count=how.count)
+
+
+def _tiles(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None,
+    out: Tensor | Joining, how: _How,
+) -> Tensor | None:  # fmt: skip
+    pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
+    block_m = tile_rows(pairs, how.count, x.itemsize)
+    in_order = sort_pairs(ids, how.count, how.first, block_m)
+    between = x.new_empty(pairs, held_width(down))
+    launch(
+        x, gate_up, how.gate_up_bias, in_order, chosen, between, how.inner, tile_for(gate_up, x, block_m),
+        activation=how.activation, clamp=how.clamp, factors=factors,
+    )  # fmt: skip
+    parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
+    launch(between, down, how.down_bias, in_order, chosen, parts, hidden, tile_for(down, x, block_m), shares=shares)
+    return sum_pairs(parts, ids, out, how.count, how.first)
+
+
+def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
+    """That are computed at once: a power of two."""
+    return min(MOST_ROWS, 1 << (MOST_BYTES // (chosen * (inner * dtype.itemsize + hidden * 4))).bit_length() - 1)
