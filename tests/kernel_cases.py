@@ -13,10 +13,13 @@ from torch import Tensor
 from headrace.cache import fp8
 from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import varlen_attention
+from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.qkv import qkv_rope_write_reference
 from headrace.kernels.split import SplitSpace, split_space
 from headrace.kernels.widen_kv import BLOCK, Widened, widen
 from headrace.model.batch import ForwardBatch
+
+LATENT_SCALE = 0.13
 
 
 @dataclass
@@ -259,3 +262,34 @@ def check_qkv_fp8(
             untouched = torch.ones(3 * block, dtype=torch.bool, device=device)
             untouched[at] = False
             assert (found[untouched] == 7.0).all() and not data.flatten(0, 1)[untouched].float().any()
+
+
+def latent_case(query_lens: list[int], context_lens: list[int], heads: int, rank: int, rope: int, block: int, **options) -> PagedCase:
+    """As `paged_case`, with a row [rank + rope] a token, of which all heads read the first `rank` columns as a value."""
+    case = paged_case(query_lens, context_lens, heads, 1, rank + rope, block, **options)
+    return replace(case, q=case.q.contiguous(), v_cache=case.k_cache)
+
+
+def latent_reference(case: PagedCase, rank: int) -> Tensor:
+    """[T, heads * rank], as `attention_reference`."""
+    return attention_reference(case, LATENT_SCALE).unflatten(1, (case.q.shape[1], -1))[:, :, :rank].flatten(1)
+
+
+def run_latent(
+    case: PagedCase, rank: int, *, split: bool, tokens: int = 1, max_context: int | None = None, space: PartSpace | None = None,
+    **options,
+) -> Tensor:  # fmt: skip
+    """Latent attention of all sequences; with `split`, of up to `tokens` rows each."""
+    rows, heads, _ = case.q.shape
+    out = torch.full((rows, heads * rank), float("nan"), dtype=case.q.dtype, device=case.q.device)
+    seqs = len(case.query_lens)
+    if split and space is None:
+        space = PartSpace.of(seqs, heads, rank, case.q.device)
+        space.partials.fill_(float("nan"))
+        space.lse.fill_(float("nan"))
+    latent_attention(
+        case.q, case.k_cache, out, *case.tensors(), space if split else None, rank=rank, first_seq=0, num_seqs=seqs,
+        num_rows=rows, max_tokens=tokens if split else max(case.query_lens), max_context=max_context or max(case.context_lens),
+        scale=LATENT_SCALE, **options,
+    )  # fmt: skip
+    return out

@@ -135,6 +135,13 @@ def parameters_of(model: ModelConfig) -> Parameters:
     return Parameters(plain, exact, experts, share)
 
 
+def score_columns(model: ModelConfig) -> int:
+    """Columns of all heads that a query meets in a key, and in its value, on average: of latent attention those of heads, which
+    need not be made, but are fewer than a latent's."""
+    latent = model.latent
+    return model.q_size if latent is None else model.num_heads * (latent.query + latent.value) // 2
+
+
 class Limits:
     """Limits of one model on one machine; `quantization` of its layers' matrices, keys and values in FP8."""
 
@@ -174,7 +181,7 @@ class Limits:
         return sums * moved / self.machine.link
 
     def prefill_flops(self, length: int) -> float:
-        return 2 * self.parameters.of_row * length + 2 * length**2 * self.model.q_size * self.model.num_layers
+        return 2 * self.parameters.of_row * length + 2 * length**2 * score_columns(self.model) * self.model.num_layers
 
     def prefill_seconds(self, length: int) -> float:
         return self.prompts_seconds([length])

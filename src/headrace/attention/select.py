@@ -47,6 +47,12 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
         raise ParameterError("attention_backend", name, "auto, triton, cudnn or fa3 on a GPU: torch runs on a CPU only")
     if model.delta is not None:
         raise ParameterError("device", device.type, "cpu: gated delta nets have no GPU kernel")
+    if model.latent is not None:
+        if name not in ("auto", "triton"):
+            raise ParameterError("attention_backend", name, "auto or triton for a model with latent attention")
+        from headrace.attention.latent_triton import TritonLatentAttention
+
+        return TritonLatentAttention(model, device), "Triton for everything: a kernel of latent attention"
     if model.head_dim > 256:
         raise ParameterError("device", device.type, f"cpu: no GPU kernel takes a head_dim of {model.head_dim}")
     from headrace.attention.triton_backend import TritonAttention

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.attention.latent_triton import AS_IF, TritonLatentAttention
 from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
 from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
@@ -26,6 +27,7 @@ from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.tables import Float, Int, SlotTables
+from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
@@ -66,7 +68,7 @@ class Stage:
         self.model, self.limits, self.eager = model, limits, played.eager
         self.dtype = weights.embedding.dtype
         narrow = played.cache_dtype == fp8.DTYPE
-        self.attention = (WidenedAttention if narrow else TritonAttention)(model, META)
+        self.attention = _backend(model, narrow)
         self.decoder = Decoder(
             model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=_linear
         )
@@ -103,7 +105,7 @@ class Stage:
 
     def prompts(self) -> None:
         most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
-        group = self.model.num_heads // self.model.num_kv_heads
+        group = AS_IF if self.model.latent is not None else self.model.num_heads // self.model.num_kv_heads
         for tokens in (*PROMPTS, FEW_ROWS_WIDENED + 1, 1024):
             if tokens <= most:
                 self.forward([tokens], [tokens])
@@ -112,7 +114,7 @@ class Stage:
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
         self.forward([300], [300], keep=True)  # for attention that takes the rows' own keys, or gathers others'
         out = empty(SPLIT_CONTEXT, self.model.num_kv_heads, self.model.head_dim, dtype=self.dtype)
-        if self.kv.k[0].dtype == self.dtype:
+        if self.kv.k[0].dtype == self.dtype and self.model.latent is None:
             gather_kv(
                 self.kv.k[0], self.kv.v[0], out, out, self.tables.block_tables, empty(2), empty(3), first_seq=0, num_seqs=2,
                 max_context=SPLIT_CONTEXT,
@@ -179,6 +181,13 @@ class Stage:
         rows = Rows.empty(ALIGN, META)
         for verify in (False, True):
             launch_publish(empty(ALIGN), empty(ALIGN).bool(), rows, self.tables, empty(3, ALIGN), None, verify)
+
+
+def _backend(model: ModelConfig, narrow: bool) -> AttentionBackend:
+    """Our own kernels for it."""
+    if model.latent is not None:
+        return TritonLatentAttention(model, META)
+    return (WidenedAttention if narrow else TritonAttention)(model, META)
 
 
 def _linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:

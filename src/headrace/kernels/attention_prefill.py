@@ -116,7 +116,7 @@ def _attend_tiles(
 
 
 @jit
-def _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.constexpr):
+def find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.constexpr):
     """The sequence that a tile belongs to, and the tile's number within it.
 
     With p rows before sequence s in the launch, its tiles begin at p // TOKENS + (s - first_seq): enough for each sequence to
@@ -145,7 +145,7 @@ def _varlen_attention(
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
     head = tl.program_id(1)
-    seq, local = _find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS)
+    seq, local = find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS)
     row0 = tl.load(query_start_ptr + seq)
     num_tokens = tl.load(query_start_ptr + seq + 1) - row0
     length = tl.load(lens_ptr + seq)
