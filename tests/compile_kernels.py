@@ -34,12 +34,15 @@ from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, 
 from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.gather_kv import gather_kv
+from headrace.kernels.latent_attention import PartSpace, latent_attention
+from headrace.kernels.latent_rows import latent_rope_write_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.sample_ranks import WORDS, sample_parts
 from headrace.kernels.split import split_space
 from headrace.kernels.widen_kv import Widened, widen
+from headrace.model.latent_config import LatentConfig
 from headrace.model.shard import Shard
 from headrace.model.weight import Weight
 
@@ -72,6 +75,27 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
             split_attention(*args, workspace, first_seq=0, num_seqs=32, tokens=tokens, max_context=4096, **options)
         else:
             varlen_attention(*args, first_seq=2, num_seqs=3, num_rows=512, max_tokens=512, tile=tile, **options)
+
+    return run
+
+
+def latent(heads: int) -> Callable[[], None]:
+    """Attention over latents of the published sizes, and what writes them."""
+
+    def run() -> None:
+        sizes = LatentConfig(512, 64, 128, 128)
+        q, cache, out = meta(64, heads, sizes.row), meta(1000, 64, 1, sizes.row), meta(64, heads * sizes.rank)
+        fused, f32 = meta(64, heads * sizes.query + sizes.row), torch.float32
+        latent_rope_write_triton(
+            q, fused[:, : -sizes.row], fused[:, -sizes.row :], ints(64), meta(4096, 32, dtype=f32), meta(4096, 32, dtype=f32),
+            meta(sizes.rank), cache, ints(64, dtype=torch.int64), sizes,
+        )  # fmt: skip
+        space = PartSpace.of(64, heads, sizes.rank, META)
+        for tokens, where in ((1, space), (8, space), (64, None)):
+            latent_attention(
+                q, cache, out, ints(65, 64), ints(8), ints(9), ints(8), where, rank=sizes.rank, first_seq=0, num_seqs=8,
+                num_rows=64, max_tokens=tokens, max_context=4096, scale=0.1,
+            )  # fmt: skip
 
     return run
 
@@ -260,6 +284,8 @@ CASES: dict[str, Callable[[], None]] = {
     "varlen float32": attention(9, 3, 64, kind="varlen", dtype=torch.float32),
     "split gpt-oss": attention(64, 8, 64, window=128, sinks=True),
     "varlen gpt-oss": attention(64, 8, 64, kind="varlen", window=128, sinks=True),
+    "latent 20 heads": latent(20),
+    "latent 128 heads": latent(128),
     "gather 8B": attention(32, 8, 128, kind="gather"),
     "rows of a decode step": rows(32),
     "slot tables": slot_tables,
