@@ -288,36 +288,37 @@ def latent_attention(
     which is written too, contexts are split; then with max_tokens == 1 sequence s has row s.
     """
     heads, row = q.shape[1:]
-    device = q.device
     if tile is None:
-        tile = default_tile(rank, q.element_size(), max_tokens * heads, capability(device) >= (9, 0), is_roomy(device))
-    together = max(1, tile.rows // (max_tokens if space is not None else 1))
+        hopper, roomy = capability(q.device) >= (9, 0), is_roomy(q.device)
+        tile = default_tile(rank, q.element_size(), max_tokens * heads, hopper, roomy)
+    together = max(1, tile.rows // (1 if space is None else max_tokens))
     pack = -(-heads // -(-heads // together))  # as many heads in each group, at most so many
-    tokens = max_tokens if space is not None else max(1, tile.rows // pack)
-    rows, groups = max(16, next_power_of_2(tokens * pack)), -(-heads // pack)
-    constants = {
-        "HEADS": heads, "RANK": rank, "RANK_PAD": max(16, next_power_of_2(rank)), "ROPE": row - rank,
-        "ROPE_PAD": max(16, next_power_of_2(row - rank)), "BLOCK": cache.shape[1], "TOKENS": tokens, "PACK": pack, "ROWS": rows,
-        "TILE": tile.keys, "MIN_PART": MIN_PART, "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "TMA": tile.tma, "num_warps": tile.num_warps, "num_stages": tile.num_stages,
-    }  # fmt: skip
+    tokens, groups = tile.rows // pack if space is None else max_tokens, -(-heads // pack)
+    grid: tuple[int, ...] = (num_rows // tokens + num_seqs, groups)
+    partials, lse = out, out
+    if space is not None:
+        partials, lse = space.partials, space.lse
+        if parts is None:
+            parts = choose_parts(num_seqs, tokens, groups, max_context, num_multiprocessors(q.device), space.slots)
+        if num_seqs * tokens * parts > space.slots:
+            raise ValueError(f"{parts} parts of {num_seqs} sequences do not fit {space.slots} slots")
+        grid = (groups, parts, num_seqs)
     latents, ropes = cache, cache
     if tile.tma:
         flat = cache.view(-1, row)
         latents, ropes = (TensorDescriptor.from_tensor(flat, [tile.keys, columns]) for columns in (rank, row - rank))
-    strides = cache.stride(0), cache.stride(1), block_tables.stride(0)
-    given = block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs, scale, *strides
-    if space is None:
-        _latent_attention[(num_rows // tokens + num_seqs, groups)](q, cache, latents, ropes, out, out, out, *given, SPLIT=False, **constants, **pdl(q))
-        return
-    if parts is None:
-        parts = choose_parts(num_seqs, tokens, groups, max_context, num_multiprocessors(device), space.slots)
-    if num_seqs * tokens * parts > space.slots:
-        raise ValueError(f"{parts} parts of {num_seqs} sequences do not fit {space.slots} slots")
-    _latent_attention[(groups, parts, num_seqs)](q, cache, latents, ropes, out, space.partials, space.lse, *given, SPLIT=True, **constants, **pdl(q))
-    if parts > 1:
+    _latent_attention[grid](
+        q, cache, latents, ropes, out, partials, lse, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs,
+        scale, cache.stride(0), cache.stride(1), block_tables.stride(0),
+        HEADS=heads, RANK=rank, RANK_PAD=max(16, next_power_of_2(rank)), ROPE=row - rank,
+        ROPE_PAD=max(16, next_power_of_2(row - rank)), BLOCK=cache.shape[1], TOKENS=tokens, PACK=pack,
+        ROWS=max(16, next_power_of_2(tokens * pack)), TILE=tile.keys, MIN_PART=MIN_PART, SPLIT=space is not None, TMA=tile.tma,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(q),
+    )  # fmt: skip
+    if parts is not None and parts > 1:
         columns = min(COLUMNS, next_power_of_2(rank))
         _merge_parts[(heads * tokens, -(-rank // columns), num_seqs)](
-            out, space.partials, space.lse, query_start, seq_lens, first_seq, parts, HEADS=heads, RANK=rank, TOKENS=tokens,
-            COLUMNS=columns, TOGETHER=32, TILE=tile.keys, MIN_PART=MIN_PART, num_warps=4, **pdl(q),
+            out, partials, lse, query_start, seq_lens, first_seq, parts, HEADS=heads, RANK=rank, TOKENS=tokens, COLUMNS=columns,
+            TOGETHER=32, TILE=tile.keys, MIN_PART=MIN_PART, num_warps=4, **pdl(q),
         )  # fmt: skip
