@@ -28,7 +28,7 @@ from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.products import glu, project
-from headrace.kernels import experts_triton, prepare, tables
+from headrace.kernels import experts_triton, prepare, prompt_rows, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
 from headrace.kernels.attention_decode import split_attention
@@ -147,6 +147,8 @@ def rows(count: int) -> Callable[[], None]:
             prepare.launch(numbers, turn, slots, out)
             for verify in (False, True):
                 prepare.launch_publish(ints(count), ints(count).bool(), out, slots, box, turn, verify)
+        of_step = prompt_rows.TokenRows.empty(128, count, META)
+        prompt_rows.launch_expand(ints(64, prompt_rows.NUMBERS, 2 * count), ints(1), slots, out, of_step)
 
     return run
 

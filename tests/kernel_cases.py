@@ -135,7 +135,7 @@ def cache_of(case: PagedCase) -> SimpleNamespace:
         rows.append(slots)
     index = torch.cat(rows)
     kept = (case.k_cache.flatten(0, 1)[index], case.v_cache.flatten(0, 1)[index])
-    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[case.scales], rows=kept)
+    return SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[case.scales], first=0, rows=kept)
 
 
 def run_split(

@@ -12,7 +12,7 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.cli import main
-from headrace_bench import roofline
+from headrace_bench import prompts, roofline
 from headrace_bench.engine import Bench
 from headrace_bench.roofline import Limits, Machine, Parameters, best_and_spread, measure_limits
 from model_harness import load_tiny
@@ -46,8 +46,10 @@ def bench(*arguments: str, out=None) -> dict:
     return {} if out is None else json.loads(out.read_text())
 
 
-def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys):
-    sizes = ["--batch", "1", "3", "--input-len", "9", "--output-len", "6", "--num-prompts", "2", "--prefill-prompts", "2"]
+def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys, monkeypatch):
+    monkeypatch.setattr(prompts, "MIXED", (3, 30))
+    monkeypatch.setattr(prompts, "STEPS", 4)
+    sizes = ["--batch", "1", "3", "--input-len", "9", "--output-len", "6", "--num-prompts", "2", "3", "--prefill-prompts", "2"]
     found = bench(
         "all", "--config", shape, *sizes, "--prefill-len", "40", "--temperature", "0", "0.8", "--max-num-seqs", "4",
         "--max-model-len", "2100", "--enforce-eager", out=tmp_path / "out.json",  # torch: steps that noise cannot hide
@@ -57,13 +59,15 @@ def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys):
     assert machine["bandwidth"] > 1e8 and machine["flops"] > 1e8
     assert machine["bandwidth_spread"] == machine["flops_spread"] == 0.0, "of a single round"
     names = [(r["workload"], r["temperature"]) for r in found["results"]]
-    each = ["offline-random", "batch 1", "batch 3"]
-    assert names == [(n, t) for t in (0.0, 0.8) for n in each] + [("prefill 2 x 40", 0.0)]
+    each = ["offline-random", "offline-random", "batch 1", "batch 3"]
+    last = ["prefill 2 x 40", "first token of 128", "first token of 1024", "mixed 3 + 30"]
+    assert names == [(n, t) for t in (0.0, 0.8) for n in each] + [(name, 0.0) for name in last]
+    assert [r["num_prompts"] for r in found["results"] if "num_prompts" in r] == [2, 3, 2, 3]
     for r in found["results"]:
         assert r["value"] > 0 and r["limit"] > 0 and r["percent_of_limit"] > 0
         share = r["limit"] / r["value"] if r["unit"] == "ms" else r["value"] / r["limit"]
         assert math.isclose(r["percent_of_limit"], 100 * share)
-    offline, latency = found["results"][0], found["results"][1]
+    offline, latency = found["results"][0], found["results"][2]
     assert offline["unit"] == "tok/s" and offline["num_prompts"] == 2 and offline["seconds"] > 0
     assert latency["unit"] == "ms" and (latency["input_len"], latency["output_len"]) == (9, 6)
     assert latency["host_ms_per_step"] > 0 and latency["gigabytes_per_second"] > 0
@@ -152,6 +156,11 @@ def test_limits_count_bytes_and_operations(tmp_path):
     step = [limits.decode_seconds(2, 5 + 1 + 9 + 1), limits.decode_seconds(1, 9 + 2)]
     assert math.isclose(limits.offline([5, 9], [2, 3]), limits.prompts_seconds([5, 9]) + sum(step))
     assert limits.offline([5], [1]) == limits.prefill_seconds(5)
+    mixed = 2 * dense * (3 + 50) + 2 * head * 4
+    assert math.isclose(
+        slow.mixed_seconds(3, 70, 50), (mixed + limits.prefill_flops(50) - 2 * dense * 50) / 1e6 + 70 * limits.kv_bytes / 1e15
+    )
+    assert math.isclose(limits.mixed_seconds(1, 0, 1), 4 * (dense + head) / 1e9, rel_tol=1e-3), "of few rows the weights are read"
 
 
 def test_limits_of_experts_count_those_that_are_touched(tmp_path):

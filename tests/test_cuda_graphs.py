@@ -10,18 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.worker import cuda_graphs
-from headrace.worker.cuda_graphs import (
-    COVERING,
-    FEW_ROWS,
-    MISSES,
-    SETTLED_SECONDS,
-    Captured,
-    DecodeGraphs,
-    Key,
-    context_buckets,
-    graph_sizes,
-)
+from headrace.worker import captured, cuda_graphs
+from headrace.worker.captured import COVERING, MISSES, SETTLED_SECONDS, Captured
+from headrace.worker.cuda_graphs import FEW_ROWS, DecodeGraphs, Key, context_buckets, graph_sizes
 from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
 
@@ -145,7 +136,8 @@ def test_logits_and_drafts_have_no_stand_in() -> None:
 def test_under_load_what_fits_better_comes_when_it_is_worth_it(monkeypatch) -> None:
     """Not in the first minute, where a capture would show; nor for a step that is rare."""
     graphs, now = Noted(32, 512), [0.0]
-    monkeypatch.setattr(cuda_graphs, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    monkeypatch.setattr(captured, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    monkeypatch.setattr(cuda_graphs, "time", captured.time)
     graphs.prepare()
     assert not any(graphs.waits(24, 100) for _ in range(MISSES + 5))
     now[0] = SETTLED_SECONDS + 1

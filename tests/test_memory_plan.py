@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,15 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import row_elements
 from headrace.model.shard import Shard
 from headrace.worker import memory_plan
-from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes, plan_memory
+from headrace.worker.memory_plan import (
+    GIB,
+    MAX_GRAPHS,
+    MAX_PROMPT_GRAPHS,
+    captured_tokens,
+    graph_bytes,
+    logits_bytes,
+    plan_memory,
+)
 from model_harness import load_tiny
 from tiny_models import write_tiny
 
@@ -131,10 +140,18 @@ def test_a_card_keeps_room_for_graphs_and_a_draft_model(model, card):
     card(free=70 * GIB, reserved=6 * GIB)
     eager = plan(model, CARD, torch.bfloat16, weights=5 * GIB, enforce_eager=True)
     captured = plan(model, CARD, torch.bfloat16, weights=5 * GIB)
-    assert eager.graphs == 0 and captured.graphs == graph_bytes(model, 256, 2, MAX_GRAPHS)
+    prompts = graph_bytes(model, 2048, 2, MAX_PROMPT_GRAPHS, 256)
+    assert eager.graphs == 0 and captured.graphs == graph_bytes(model, 256, 2, MAX_GRAPHS) + prompts
+    few = plan(model, CARD, torch.bfloat16, max_num_batched_tokens=300)
+    assert few.graphs - captured.graphs == 2 * (300 - 2048) * row_elements(model) * 2
+    more = plan(model, CARD, torch.bfloat16, max_num_batched_tokens=16384)
+    assert more.graphs - captured.graphs == 2 * (captured_tokens(model) - 2048) * row_elements(model) * 2
+    ranks = plan(model, CARD, torch.bfloat16, ranks=2)
+    assert ranks.graphs == captured.graphs - prompts, "steps with prompts of several ranks are not captured"
     drafting = plan(model, CARD, torch.bfloat16, weights=5 * GIB, draft=model, speculative_max_rows=64)
     assert drafting.graphs == captured.graphs + graph_bytes(model, 64, 2, MAX_GRAPHS // 2)
-    assert plan(model, CARD, torch.bfloat16, speculative_max_rows=1024).graphs == graph_bytes(model, 1024, 2, MAX_GRAPHS)
+    wide = plan(model, CARD, torch.bfloat16, speculative_max_rows=1024)
+    assert wide.graphs == graph_bytes(model, 1024, 2, MAX_GRAPHS) + prompts
     for p in (eager, captured, drafting):
         others = (80 - 70 - 6) * GIB
         taken = p.weights + p.workspaces + p.activations + p.logits + p.state + p.graphs + p.reserve + p.kv
@@ -142,6 +159,13 @@ def test_a_card_keeps_room_for_graphs_and_a_draft_model(model, card):
     card(free=GIB, reserved=6 * GIB)
     with pytest.raises(CapacityError, match=r"73.00 are taken by others.*graphs.*gpu_memory_utilization"):
         plan(model, CARD, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("hidden", "inner", "tokens"), [(1024, 3072, 4096), (2048, 6144, 2048), (4096, 12288, 1024), (8192, 28672, 1024)])
+def test_larger_layers_are_captured_for_fewer_tokens(model, hidden, inner, tokens):
+    """Qwen3's 0.6B to 8B, and a 70B: where a layer's work hides its launches nothing is gained."""
+    large = replace(model, hidden_size=hidden, intermediate_size=inner, num_heads=hidden // 64, num_kv_heads=8, head_dim=128)
+    assert captured_tokens(large) == tokens
 
 
 def test_a_wider_draft_model_is_what_the_largest_step_is_of(model, free, tmp_path):

@@ -1,4 +1,4 @@
-"""`headrace bench throughput | latency | prefill | startup | all`: the engine alone, each figure beside the machine's limit.
+"""`headrace bench throughput | latency | prefill | prompts | startup | all`: the engine alone, each figure beside its limit.
 
 The limit is computed from the copy bandwidth and the bf16 matmul rate that the same run measures (roofline.py).
 Each result is printed when it is there; with --out all are written as JSON with card, versions, commit and workload.
@@ -32,9 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes = [1, 8, 32, 64, 128, 256]
     parser.add_argument("--batch", type=int, metavar="N", nargs="+", default=sizes, help="latency: batch sizes")
+    parser.add_argument(
+        "--num-prompts", type=int, metavar="N", nargs="+", default=[256, 1024], help="throughput: prompts of each run"
+    )
     for name, default, words in (
         ("input-len", 128, "latency: prompt tokens"), ("output-len", 512, "latency: output tokens"),
-        ("num-prompts", 256, "throughput: prompts"), ("prefill-prompts", 16, "prefill: prompts"),
+        ("prefill-prompts", 16, "prefill: prompts"),
         ("prefill-len", 4096, "prefill: tokens of each"), ("repeat", 1, "runs of each workload; the median counts"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, metavar="N", default=default, help=words)
@@ -52,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "startup":
         return report(args, [shown(startup(args, options))], {})
     from headrace import LLM
+    from headrace_bench.prompts import PromptBench
     from headrace_bench.roofline import Limits, measure_limits
 
     options.setdefault("skip_tokenizer_init", True)
@@ -69,12 +73,14 @@ def run(args: argparse.Namespace) -> int:
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []
         for temperature in args.temperature:
-            if args.what in ("throughput", "all"):
-                results.append(shown(bench.throughput(args.num_prompts, temperature, args.repeat)))
+            for count in args.num_prompts if args.what in ("throughput", "all") else ():
+                results.append(shown(bench.throughput(count, temperature, args.repeat)))
             for batch in args.batch if args.what in ("latency", "all") else ():
                 results.append(shown(bench.latency(batch, args.input_len, args.output_len, temperature, args.repeat)))
         if args.what in ("prefill", "all"):
             results.append(shown(bench.prefill(args.prefill_prompts, args.prefill_len, max(args.repeat, 3))))
+        if args.what in ("prompts", "all"):
+            results += map(shown, PromptBench(bench).results(args.repeat))
         if args.profile:
             bench.profile(args.batch[-1], args.input_len)
         machine = limits.machine.as_dict()

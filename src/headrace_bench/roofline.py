@@ -192,6 +192,16 @@ class Limits:
         read = self.parameters.layer_bytes(rows, self.layer_item) / self.machine.bandwidth
         return max(flops / self.machine.flops, read) / self.cards + self.sum_seconds(rows)
 
+    def mixed_seconds(self, decodes: int, context_tokens: int, length: int) -> float:
+        """One step of `decodes` sequences with `context_tokens` tokens in all and of a new prompt. All rows share what is read
+        of the weights; the head computes those that are sampled."""
+        rows, machine = decodes + length, self.machine
+        products = 2 * self.parameters.of_row * rows + 2 * self.head * (decodes + 1)
+        weights = max(self.weight_bytes(rows) / machine.bandwidth, products / machine.flops) / self.cards
+        attention = 2 * length**2 * self.model.q_size * self.model.num_layers / self.cards / machine.flops
+        cache = context_tokens * self.kv_bytes * self.kv_part / machine.bandwidth
+        return weights + attention + cache + self.sum_seconds(rows)
+
     def offline(self, inputs: list[int], outputs: list[int]) -> float:
         """All prompts at once, every step with all that still run."""
         total = self.prompts_seconds(inputs)

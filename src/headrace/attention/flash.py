@@ -96,7 +96,7 @@ class CudnnAttention(TritonAttention):
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
         super().begin(batch, kv)
         self.dense, self.others = [], []
-        if not self.broken and kv.k[0].dtype in (torch.bfloat16, torch.float16):
+        if not self.broken and not batch.context_bound and kv.k[0].dtype in (torch.bfloat16, torch.float16):
             self.dense, self.others = split_dense(self.runs, batch)
         self.keeps_own = bool(self.dense)
 

@@ -22,6 +22,8 @@ from headrace.model.config import ModelConfig
 SPLIT_CONTEXT = 1024
 # More changes between kinds of sequences than this and all go through the varlen kernel: launches cost too.
 MAX_RUNS = 8
+# Of a captured step with prompts nobody knows how many rows a sequence has: those of up to so many are split.
+FEW_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Run:
     tokens: int  # rows of one sequence, at most; of a split run a power of two
     context: int  # tokens of one sequence, at most
     skip: int = 0  # first rows of each sequence that something else computes
+    least: int = 0  # rows of a sequence below which something else computes it
 
 
 def plan_runs(batch: ForwardBatch, group: int) -> list[Run]:
@@ -61,6 +64,13 @@ def plan_runs(batch: ForwardBatch, group: int) -> list[Run]:
     if len(rest) > MAX_RUNS:
         rest = [replace(functools.reduce(join, rest), kind="varlen")]
     return runs + rest
+
+
+def runs_of_any(batch: ForwardBatch) -> list[Run]:
+    """The launches for a batch of which only bounds are known: all sequences go to both kernels, and each takes its own."""
+    seqs, rows, context = batch.num_seqs, batch.num_rows, batch.context_bound
+    few = Run("split", 0, seqs, 0, rows, FEW_TOKENS, context)
+    return [few, Run("varlen", 0, seqs, 0, rows, rows, context, least=FEW_TOKENS + 1)]
 
 
 def join(a: Run, b: Run) -> Run:
@@ -95,7 +105,7 @@ class TritonAttention(AttentionBackend):
         if self.workspace is None:
             seqs = max(batch.block_tables.shape[0], batch.num_seqs)
             self.workspace = split_space(seqs, m.num_heads, m.num_kv_heads, m.head_dim, self.device)
-        self.runs = plan_runs(batch, self.group)
+        self.runs = runs_of_any(batch) if batch.context_bound else plan_runs(batch, self.group)
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
@@ -121,5 +131,6 @@ class TritonAttention(AttentionBackend):
         else:
             varlen_attention(
                 *args, first_seq=run.first_seq, num_seqs=run.num_seqs, num_rows=run.num_rows, max_tokens=run.tokens,
-                skip=run.skip, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer], sinks=sinks,
+                skip=run.skip, least=run.least, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer],
+                sinks=sinks,
             )  # fmt: skip

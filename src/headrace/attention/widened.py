@@ -38,7 +38,7 @@ class WidenedAttention(TritonAttention):
         total, blocks = TOKENS * 2 // (q.element_size() * BLOCK), -(-run.context // BLOCK)
         together = total // max(1, blocks)  # sequences
         few = run.num_rows * self.group < WORTH * run.num_seqs
-        if run.kind == "split" or few or not together or kv.scales[layer][0] is None:
+        if run.kind == "split" or run.least or few or not together or kv.scales[layer][0] is None:
             super().launch(run, q, out, layer, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
             return
         if self.room is None:

@@ -99,7 +99,7 @@ def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card
     import triton
 
     sizes = {name: getattr(limits, name) for name in ("max_num_seqs", "max_model_len", "block_size", "max_draft_rows")}
-    sizes["most"] = min(limits.max_num_batched_tokens, 2048)
+    sizes["most"] = min(limits.max_num_batched_tokens, 4096)
     options = {name: getattr(config, name) for name in SHAPING}
     shape = [checkpoint.config, checkpoint.quantized_to(), sizes, options]
     card_words = [card.name, card.capability, card.multiprocessors, triton.__version__, triton.__file__, sys.version]

@@ -25,6 +25,7 @@ from headrace.kernels.attention_decode import max_tokens
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
+from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, launch_expand
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.tables import Float, Int, SlotTables
 from headrace.model.attention import AttentionBackend
@@ -38,7 +39,10 @@ from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.scheduler.config import Limits
 from headrace.worker.batch_state import ALIGN
-from headrace.worker.cuda_graphs import CONTEXTS, FEW_CONTEXTS, FEW_ROWS, PAGES, context_buckets, graph_sizes
+from headrace.worker.captured import PAGES
+from headrace.worker.cuda_graphs import CONTEXTS, FEW_CONTEXTS, FEW_ROWS, context_buckets, graph_sizes
+from headrace.worker.memory_plan import captured_tokens
+from headrace.worker.prompt_graphs import can_capture, captured_batches, seq_sizes, token_sizes
 
 BLOCKS = 1 << 12  # of a cache without data
 PROMPTS = (1, 8, 16, 32, 64, 200)  # tokens: each form of tiles of attention, and of products with narrow weights
@@ -97,6 +101,8 @@ class Stage:
         self.prompts()
         self.samplers()
         if not self.eager:
+            if can_capture(self.decoder):
+                self.captured_prompts()
             self.captured(related=False)
             if self.limits.max_draft_rows:
                 self.captured(related=True)
@@ -141,6 +147,24 @@ class Stage:
             rows.token_ids, rows.positions, rows.slot_mapping, self.tables.block_tables, empty(count), empty(count + 1),
             empty(count), decodes, query_lens, context_lens, related=related,
         )  # fmt: skip
+
+    def captured_prompts(self) -> None:
+        limits = self.limits
+        sizes = token_sizes(min(limits.max_num_batched_tokens, captured_tokens(self.model)))
+        of_seqs = seq_sizes(limits.max_num_seqs)
+        most = of_seqs[-1]
+        inbox, outbox, turn = empty(PAGES, NUMBERS, 2 * most), empty(PAGES, 3, 2 * most), empty(1)
+        ends, all_rows = Rows.empty(2 * most, META), TokenRows.empty(sizes[-1], most, META)
+        logits, each_alone = empty(most, self.model.vocab_size, dtype=self.dtype), empty(most + 1)
+        for size in sizes:
+            for seqs in dict.fromkeys(min(size, n) for n in of_seqs):
+                rows, these = all_rows.part(size, seqs), ends.part(0, 2 * seqs)
+                launch(inbox[:, :END], turn, self.tables, these)
+                launch_expand(inbox, turn, self.tables, these, rows)
+                for bucket in context_buckets(CONTEXTS, limits.max_model_len):
+                    step = captured_batches(rows, these, each_alone, self.tables.block_tables, bucket)
+                    self.decoder.logits(self.decoder.forward(step[0], self.kv, step[1]), logits[:seqs])
+                launch_publish(empty(seqs), empty(seqs).bool(), these.part(seqs, 2 * seqs), self.tables, outbox, turn, False)
 
     # ---------------------------------------------------------------- captured decode steps
 

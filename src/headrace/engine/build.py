@@ -50,6 +50,7 @@ from headrace.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU does not need
     from headrace.worker.cuda_graphs import DecodeGraphs
+    from headrace.worker.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -228,11 +229,11 @@ def build_worker(
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     if isinstance(forward, Decoder) and forward.adapters is not None:
         state.adapters, forward.adapters.table = forward.adapters, state.tables.ints
-    graphs = decode_graphs(config, limits, forward, kv, state)
+    graphs, prompts = captured_steps(config, limits, forward, kv, state)
     drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
     if group is not None and config.speculative_model is not None:
         drafter = SharedDrafter(drafter, state, group)
-    return Worker(ModelRunner(forward, kv, state, graphs, drafter), limits, tokenizer, formats)
+    return Worker(ModelRunner(forward, kv, state, graphs, drafter, prompts), limits, tokenizer, formats)
 
 
 def threads_of_rank(config: EngineConfig) -> int:
@@ -286,20 +287,20 @@ def structured_output(config: EngineConfig, model: ModelConfig, tokenizer: Token
     return StructuredOutput(backend, model.vocab_size)
 
 
-def decode_graphs(
+def captured_steps(
     config: EngineConfig, limits: Limits, forward: Forward, kv: KVCache, state: BatchState
-) -> DecodeGraphs | None:
-    """Captured decode steps."""
+) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+    """Of decodes, and of prompts and whatever is beside them."""
     if state.device.type != "cuda" or config.enforce_eager:
-        return None
+        return None, None
     from headrace.worker.cuda_graphs import DecodeGraphs
+    from headrace.worker.prompt_graphs import prompt_graphs
 
-    graphs = DecodeGraphs(
-        forward.decode, kv, state, limits.max_num_seqs, limits.max_model_len, limits.max_draft_rows, part=forward.vocab
-    )  # fmt: skip
+    sizes = limits.max_num_seqs, limits.max_model_len
+    decodes = DecodeGraphs(forward.decode, kv, state, *sizes, limits.max_draft_rows, part=forward.vocab)
     if config.takes_adapters:
-        graphs.kinds = (False, True)
-    return graphs
+        decodes.kinds = (False, True)
+    return decodes, prompt_graphs(forward, kv, state, *sizes, limits.max_num_batched_tokens, decodes.pool)
 
 
 def choose_device(wanted: str, rank: int = 0, ranks: int = 1) -> torch.device:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # imports Triton's driver, which a CPU does not need
 logger = logging.getLogger(__name__)
 Tell = Callable[[str, int, int], None]  # what is done, and of what can be counted how much is, of how much
 SAY_SECONDS = 2.0  # between lines of the log that count
-PROMPTS = (24, 300, 300, 1500)  # tokens of the prompts of our own; the third begins like the second
+PROMPTS = (24, 300, 300, 4500)  # tokens of the prompts of our own; the third begins like the second, the last is not captured
 OUTPUTS = 6
 
 
@@ -67,8 +67,9 @@ class Preparation:
         compiled = time.perf_counter()
         tell("preparing", 0, 0)
         try:
-            if runner.graphs is not None:
-                runner.graphs.prepare()
+            for graphs in (runner.graphs, runner.prompts):
+                if graphs is not None:
+                    graphs.prepare()
             answer_own(runner, limits, vocab_size)
         except Exception:
             logger.exception("what is prepared before the first request failed; it is done when it is needed")

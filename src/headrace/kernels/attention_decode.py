@@ -66,7 +66,8 @@ def _split_attention(
     num_parts = tl.cdiv(length - lo, size)
     if PDL:
         gdc_wait()
-    if (start < length) | (part == 0):
+    # of more rows than the launch is for: another kernel's
+    if ((start < length) | (part == 0)) & (num_tokens <= TOKENS):
         table = tables_ptr + tl.load(slots_ptr + seq).to(tl.int64) * table_stride
         stop = tl.minimum(length, start + size)
         r = tl.arange(0, ROWS)
@@ -186,14 +187,14 @@ def split_attention(
     window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), sinks: Tensor | None = None,
     chunk: int | None = None, tile: SplitTile | None = None,
 ) -> None:  # fmt: skip
-    """Attention of the sequences first_seq .. first_seq + num_seqs, each with at most `tokens` rows, into `out`.
+    """Attention of those of the sequences first_seq .. first_seq + num_seqs that have at most `tokens` rows, into `out`.
 
     q [T, num_heads, head_dim] (rows may be strided); k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim], alike in
     strides, in FP8 with their `scales`; out [T, num_heads * head_dim]; block_tables [slots, blocks] int32, indexed by seq_slots
     [S] int32; query_start [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and
-    themselves, the last `window` of them if window > 0. With tokens == 1 sequence s has row s. seq_lens 0: its rows become 0,
-    nothing is read. sinks [num_heads] float32: as of AttentionBackend.attend. max_context bounds seq_lens; it and the host ints
-    are fixed in a CUDA graph. Only `space` is written too.
+    themselves, the last `window` of them if window > 0. With tokens == 1 sequence s has row s, and no other. seq_lens 0: its
+    rows become 0, nothing is read. sinks [num_heads] float32: as of AttentionBackend.attend. max_context bounds seq_lens; it
+    and the host ints are fixed in a CUDA graph. Only `space` is written too.
     """
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]

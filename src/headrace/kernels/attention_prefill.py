@@ -134,10 +134,10 @@ def find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.c
     return first_seq + s, tile - (before // TOKENS + s)
 
 
-@jit(do_not_specialize=["first_seq", "num_seqs", "skip", "window", "blocks"])
+@jit(do_not_specialize=["first_seq", "num_seqs", "skip", "least", "window", "blocks"])
 def _varlen_attention(
     q_ptr, k_src, v_src, k_scales, v_scales, sinks_ptr, out_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
-    first_seq, num_seqs, skip, blocks, scale, softcap, window,
+    first_seq, num_seqs, skip, least, blocks, scale, softcap, window,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -152,7 +152,7 @@ def _varlen_attention(
     token0 = skip + local * TOKENS
     if PDL:
         gdc_wait()
-    if token0 < num_tokens:
+    if (token0 < num_tokens) & (num_tokens >= least):
         if WIDE:
             table = (seq - first_seq) * blocks  # the first of this sequence's
             if not TMA:
@@ -245,12 +245,13 @@ def varlen_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor | None, seq_slots: Tensor,
     query_start: Tensor, seq_lens: Tensor, *, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, scale: float,
     window: int = 0, softcap: float = 0.0, scales: Scales | tuple[Tensor, None] = (None, None),
-    sinks: Tensor | None = None, skip: int = 0, blocks: int = 0, tile: VarlenTile | None = None,
+    sinks: Tensor | None = None, skip: int = 0, least: int = 0, blocks: int = 0, tile: VarlenTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs without each one's first `skip` rows, into `out`.
 
     Tensors as in `attention_decode.split_attention`. num_rows bounds the rows of these sequences together, max_tokens of one
-    of them. `skip` rows (fewer than any of these sequences has) are left to another kernel and stay untouched in `out`.
+    of them. `skip` rows (fewer than any of these sequences has) are left to another kernel and stay untouched in `out`; so are
+    sequences of fewer than `least` rows. Both bounds and the host ints are fixed in a CUDA graph; sequences may have no rows.
     With `blocks` there are no tables: the cache is what kernels/widen_kv.py made, `blocks` blocks a sequence.
     """
     num_heads, head_dim = q.shape[-2:]
@@ -275,7 +276,7 @@ def varlen_attention(
     programs = (num_rows - num_seqs * skip) // tokens + num_seqs
     _varlen_attention[(programs, kv_heads)](
         q, k_src, v_src, k_scales, scales[1], sinks, out, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs,
-        skip, blocks, scale, softcap, window, q.stride(0), out.stride(0),
+        skip, least, blocks, scale, softcap, window, q.stride(0), out.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), 1 if block_tables is None else block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=columns, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
         WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, FP8=kind, WIDE=blocks > 0, TMA=tile.tma,

@@ -46,8 +46,8 @@ class LeadingRunner(ModelRunner):
         handle = super().launch(plan)
         return handle if isinstance(handle, CheckedHandle) else CheckedHandle(handle, self._ranks)
 
-    def compute(self, plan: StepPlan) -> Pending:
-        return self._together(Compute(plan), lambda: super(LeadingRunner, self).compute(plan))
+    def compute(self, plan: StepPlan, whole: bool = True) -> Pending:
+        return self._together(Compute(plan), lambda: super(LeadingRunner, self).compute(plan, whole))
 
     def replay(self, plan: StepPlan, tail: Tail) -> Pending:
         return self._together(Replay(plan, tail.value), lambda: super(LeadingRunner, self).replay(plan, tail))

@@ -26,6 +26,9 @@ from headrace.worker.batch_state import BatchState
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
 MAX_GRAPHS = 256  # captured decode steps that are kept; a draft model has half as many of its own
+MAX_PROMPT_GRAPHS = 96  # captured steps with prompts, of up to `captured_tokens`
+LEAST_TOKENS, MOST_TOKENS = 1024, 4096
+LAUNCHES_WORTH = 3 * 10**11  # operations that an H200 does while a layer is launched kernel by kernel, half a millisecond
 # of the driver, for a kernel in a graph; measured on an H200: 120 graphs of 28 layers took 0.7 MiB each, of 36 layers less
 KERNEL_BYTES = 4096  # (`--log-level debug` shows what each capture took)
 LAYER_KERNELS, EXPERTS_KERNELS = 10, 8  # of one layer of a captured step, at most; more where it has experts
@@ -61,13 +64,21 @@ def recurrent_bytes(model: ModelConfig, limits: Limits, dtype: torch.dtype) -> i
     return 0 if model.delta is None else (limits.max_num_seqs + 1) * StatePool.bytes_per_row(model.delta, dtype)
 
 
-def graph_bytes(model: ModelConfig, rows: int, item: int, count: int) -> int:
-    """Of `count` captured steps of up to `rows` rows: they share one buffer of logits, and memory for what they compute.
+def captured_tokens(model: ModelConfig) -> int:
+    """Of a step with prompts, at most: a power of two, up to which launches take about as long as the device does."""
+    layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+    balance = LAUNCHES_WORTH // (2 * layer)
+    return max(LEAST_TOKENS, min(MOST_TOKENS, 1 << max(0, balance.bit_length() - 1)))
+
+
+def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: int | None = None) -> int:
+    """Of `count` captured steps of up to `rows` rows, `sampled` (None: all) of which have logits: they share one buffer of
+    these, and memory for what they compute.
 
     That is counted twice: what a size has left there may be too small for the next one.
     """
     kernels = (LAYER_KERNELS + EXPERTS_KERNELS * (model.experts is not None)) * (model.num_layers + 1)
-    return count * kernels * KERNEL_BYTES + rows * (2 * row_elements(model) + model.vocab_size) * item
+    return count * kernels * KERNEL_BYTES + (2 * rows * row_elements(model) + (sampled or rows) * model.vocab_size) * item
 
 
 def logits_bytes(rows: int, prompt_rows: int, vocab: int, item: int, ranks: int = 1) -> int:
@@ -126,6 +137,9 @@ def plan_memory(
             budget = min(budget, used_by_others + config.memory_bytes)
         if not config.enforce_eager:
             terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
+            if ranks == 1:  # of several they are not captured
+                most = min(captured_tokens(model), limits.max_num_batched_tokens)
+                terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, max_num_seqs)
             if draft is not None:
                 terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:

@@ -1,7 +1,7 @@
 """A step plan becomes device work: rows, one forward pass, sampled ids that stay on the device. Nothing here waits.
 
     launch(plan) = forward(plan) -> Pending, then sample(pending) -> StepHandle
-    forward(plan) = replay(plan, tail) of a captured step, or compute(plan)
+    forward(plan) = replay(plan, tail) of a captured step, or begin(plan) and compute(plan), captured where that can be
     StepHandle.result() is the only place where the host waits for the device.
 
 The two halves are separate for steps whose sampler needs what the previous step sampled (user logits processors, grammars):
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.prepare import FAILED, IDS, KEPT, NEW_BLOCK, POSITION, SLOT, UNVERIFIED, Rows
+from headrace.kernels.prepare import FAILED, IDS, KEPT, POSITION, UNVERIFIED, Rows
 from headrace.model.forward import Forward
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks
-from headrace.worker.batch_state import BatchState, block_writes
+from headrace.worker.batch_state import BatchState
+from headrace.worker.decode_numbers import decode_numbers
 from headrace.worker.drafter import Drafter, write_drafts
 from headrace.worker.rare_results import PromptResult, prompt_result, prompts_that_ask
 from headrace.worker.sampling import DeviceOutput, RowSampler, Tail
@@ -33,7 +34,9 @@ from headrace.worker.split_sampling import SplitSampler
 from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
+    from headrace.worker.captured import Replayed
     from headrace.worker.cuda_graphs import DecodeGraphs
+    from headrace.worker.prompt_graphs import PromptGraphs
 
 
 @dataclass(slots=True)
@@ -52,30 +55,29 @@ class ModelRunner:
 
     def __init__(
         self, decoder: Forward, kv: KVCache, state: BatchState,
-        graphs: DecodeGraphs | None = None, drafter: Drafter | None = None,
+        graphs: DecodeGraphs | None = None, drafter: Drafter | None = None, prompts: PromptGraphs | None = None,
     ):  # fmt: skip
-        self.drafter = drafter
+        self.drafter, self.prompts = drafter, prompts
         self.decoder, self.kv, self.state, self.graphs = decoder, kv, state, graphs
         part, choose = decoder.vocab, decoder.choose
         self.sampler = RowSampler(state, decoder.vocab_size, choose) if part is None else SplitSampler(state, part)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        if not self._is_captured(plan):
-            return self.sample(self.forward(plan))
-        tail = self.sampler.tail(plan)
-        pending = self.replay(plan, tail)
-        if tail is Tail.LOGITS:
-            return self.sample(pending)
-        return StepHandle(pending, pending.sampled, self.state.staging)
+        if self._is_captured(plan):
+            pending = self.replay(plan, self.sampler.tail(plan))
+        else:
+            pending = self.forward(plan) if self.prompts is None else self.compute(plan, whole=False)
+        return self.sample(pending) if pending.sampled is None else StepHandle(pending, pending.sampled, self.state.staging)
 
     def idle(self) -> bool:
         """There is nothing to run: prepare for what may come. False if there is nothing left to prepare."""
-        return self.graphs is not None and self.graphs.capture_next()
+        return any(graphs is not None and graphs.capture_next() for graphs in (self.graphs, self.prompts))
 
     def leave_preparations(self) -> None:
         """What `idle` had still to do is not done ahead."""
-        if self.graphs is not None:
-            self.graphs.leave_planned()
+        for graphs in (self.graphs, self.prompts):
+            if graphs is not None:
+                graphs.leave_planned()
 
     def _is_captured(self, plan: StepPlan) -> bool:
         """Whether a captured decode step does it; there every row is a sequence."""
@@ -90,44 +92,29 @@ class ModelRunner:
         self.state.staging.next_step()
         if self.drafter is not None:
             self.drafter.placed(plan)
-        numbers = np.full((4, len(plan)), -1, np.int32)
-        numbers[SLOT], numbers[POSITION], numbers[UNVERIFIED] = plan.slots, plan.starts, plan.unverified
-        if plan.new_blocks:
-            self._enter_blocks(plan, numbers)
-        has_drafts = plan.num_drafts > 0
-        if has_drafts:
-            # each draft's row is a sequence of its own, one token longer than that of the row before it, in the same slot
+        numbers = decode_numbers(plan, self.state)
+        if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
-            numbers = np.repeat(numbers, plan.counts, axis=1)
-            numbers[POSITION] += np.arange(numbers.shape[1], dtype=np.int32)
-            numbers[POSITION] -= np.repeat(np.cumsum(plan.counts, dtype=np.int32) - plan.counts, plan.counts)
-        count = numbers.shape[1]
         context = int((numbers[POSITION] + numbers[UNVERIFIED]).max()) + 1
-        done = self.graphs.replay(numbers, context, tail, has_drafts)
+        return self._pending(plan, self.graphs.replay(numbers, context, tail, plan.num_drafts > 0))
+
+    @staticmethod
+    def _pending(plan: StepPlan, done: Replayed) -> Pending:
         if done.logits is None:
             return Pending(plan, None, None, sampled=DeviceOutput(done.sent))
+        count = int(plan.num_sampled.sum())
         return Pending(plan, done.logits[:count], done.rows.part(0, count))
 
-    def _enter_blocks(self, plan: StepPlan, numbers: np.ndarray) -> None:
-        """Blocks that plain decodes open come with their rows' numbers, others by a write of their own."""
-        row_of = np.empty(len(self.state.admitted), np.int32)
-        row_of[plan.slots] = np.arange(len(plan))
-        others = []
-        for new in plan.new_blocks:
-            row = row_of[new.slot]
-            if row < plan.num_decodes:
-                numbers[NEW_BLOCK, row] = new.blocks[0]
-            else:
-                others.append(new)
-        self.state.enter(block_writes(others))
-
     @torch.inference_mode()
-    def compute(self, plan: StepPlan) -> Pending:
+    def compute(self, plan: StepPlan, whole: bool = True) -> Pending:
+        """`whole`: with logits; else what is captured may sample them itself."""
         self.state.apply(plan)
         for new in plan.admitted:
             self.sampler.load(new)
         if self.drafter is not None:
             self.drafter.placed(plan)
+        if self.prompts is not None and self.prompts.takes(plan):
+            return self._pending(plan, self.prompts.replay(plan, Tail.LOGITS if whole else self.sampler.tail(plan)))
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
         if plan.is_plain:  # every row is a sequence that samples
