@@ -213,8 +213,16 @@ def test_decode_attention_in_fp8(numbers):
     check_decode_attention(*numbers, dtype=torch.float8_e4m3fn)
 
 
+@pytest.mark.parametrize("numbers", [
+    (4, 2, 16, 16, 16, 0, 0.0, False, 4, 1, 1), (8, 1, 16, 16, 16, 37, 3.0, True, 3, 2, 1), (6, 2, 24, 12, 5, 1, 0.0, False, 2, 1, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_decode_attention_with_sinks(numbers, dtype):
+    check_decode_attention(*numbers, dtype=dtype, sinks=torch.linspace(-9.0, 9.0, numbers[0], device=DEVICE))
+
+
 def check_decode_attention(
-    heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles, dtype=torch.float32
+    heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles, dtype=torch.float32, sinks=None
 ):  # fmt: skip
     lengths = [150, 1, 0, 33]
     sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size, "dtype": dtype}
@@ -222,7 +230,7 @@ def check_decode_attention(
     kv_reference = attention_case(lengths, **sizes)[0]
     shape = HeadShape(heads, kv_heads, dim, scale=dim**-0.5, softcap=softcap, norm_eps=1e-5, norm_offset=0.25)
     norms = {"q_norm": random(dim, seed=5), "k_norm": random(dim, seed=6)} if qk_norm else {"q_norm": None, "k_norm": None}
-    options = {**batch, **angles(rotated), **norms, "heads": shape, "window": window}
+    options = {**batch, **angles(rotated), **norms, "heads": shape, "window": window, "sinks": sinks}
     expected = decode_attention_reference(qkv, kv_reference, 1, **options)
     partial = torch.randn(slabs - 1, *qkv.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     parts = torch.cat((partial, (qkv - partial.sum(0))[None]))

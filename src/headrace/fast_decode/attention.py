@@ -96,15 +96,15 @@ def _quantized(x):
 @jit(do_not_specialize=["num_splits", "window"])
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr,
-    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr,
+    q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
     out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window,
     scale, softcap, eps, norm_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr, HEADS_FIRST: tl.constexpr,
-    TOUCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, TOUCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements of a cache line
@@ -253,6 +253,14 @@ def _decode_attention_kernel(
     used = (tiles * BLOCK_N + share - 1) // share
     if FP8:
         acc = tl.reshape(tl.join(acc, odd), [GROUP_BLOCK, DIM_BLOCK])
+    if SINKS:  # a score without a value, which one split counts
+        sink = tl.load(sinks_ptr + head * GROUP + rg, mask=g_ok, other=0.0) * 1.4426950408889634
+        sink = tl.where(split == 0, sink, -float("inf"))
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.exp2(sink - top)
+        acc = acc * shrink[:, None]
+        m = top
     result = acc / l[:, None]
     if used == 1:
         tl.store(out + out_place, result.to(out_ptr.dtype.element_ty), mask=out_ok)
@@ -270,13 +278,14 @@ def _decode_attention_kernel(
 def decode_attention(
     qkv: Tensor, out: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
-    window: int, num_splits: int, tile: AttentionTile, space: SplitSpace,
+    window: int, num_splits: int, tile: AttentionTile, space: SplitSpace, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [slabs, B, (heads + 2 kv heads) * head_dim] (summed over the slabs) -> out [B, heads * head_dim].
 
     Row b is the newest token of a sequence: seq_lens[b] tokens long with it, block table block_tables[seq_slots[b]], its own
     place slot_mapping[b] (-1: not written); a row with seq_lens 0 is padding and gets zeros. cos, sin [P, rotated / 2]
-    float32; q_norm, k_norm [head_dim] or None. window counts tokens with the query's own (0: all).
+    float32; q_norm, k_norm [head_dim] or None. window counts tokens with the query's own (0: all). sinks [heads] float32: as of
+    AttentionBackend.attend.
     num_splits programs share a sequence's context.
     """
     slabs, rows, _ = qkv.shape
@@ -284,6 +293,7 @@ def decode_attention(
         out.copy_(decode_attention_reference(
             qkv.sum(0), kv, layer, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
             slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
+            sinks=sinks,
         ))  # fmt: skip
         return
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
@@ -296,12 +306,13 @@ def decode_attention(
     grid = (heads.num_kv_heads, num_splits, rows) if tile.heads_first else (rows, heads.num_kv_heads, num_splits)
     _decode_attention_kernel[grid](
         qkv, k, v, *kv.scales[layer], block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
-        out, space.partials, space.lse, space.tickets,
+        sinks, out, space.partials, space.lse, space.tickets,
         qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window,
         heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, DIM_BLOCK=dim_block, HALF=cos.shape[1],
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
-        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, EARLY=tile.early, HEADS_FIRST=tile.heads_first,
-        TOUCH=tile.touch, FP8=kind, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
+        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, EARLY=tile.early,
+        HEADS_FIRST=tile.heads_first, TOUCH=tile.touch, FP8=kind,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip

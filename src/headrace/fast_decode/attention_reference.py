@@ -28,7 +28,7 @@ class HeadShape:
 def decode_attention_reference(
     qkv: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
-    window: int,
+    window: int, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """What attention.decode_attention computes, one sequence at a time in float32; qkv [B, (heads + 2 kv heads) * head_dim]."""
     out = torch.zeros(qkv.shape[0], heads.num_heads, heads.head_dim, device=qkv.device)
@@ -58,7 +58,10 @@ def decode_attention_reference(
         scores = torch.einsum("kgd,tkd->kgt", q[0].view(-1, group, heads.head_dim), keys) * heads.scale
         if heads.softcap:
             scores = heads.softcap * torch.tanh(scores / heads.softcap)
-        out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), values).flatten(0, 1)
+        weights = scores.softmax(-1)
+        if sinks is not None:  # the share of what has a value
+            weights = weights * torch.sigmoid(scores.logsumexp(-1) - sinks.view(-1, group)).unsqueeze(-1)
+        out[b] = torch.einsum("kgt,tkd->kgd", weights, values).flatten(0, 1)
     return out.flatten(1)
 
 

@@ -282,7 +282,7 @@ class FastDecode:
             qkv, self.attended[: qkv.shape[1]], kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
             k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
-            tile=tile, space=self.space,
+            tile=tile, space=self.space, sinks=layer.more.get("sinks"),
         )  # fmt: skip
 
     def _attend_in_two(
@@ -300,7 +300,7 @@ class FastDecode:
             q, kv.k[index], kv.v[index], self.attended[:rows], batch.block_tables, batch.seq_slots, batch.query_start,
             batch.seq_lens, self.space, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
             scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, scales=kv.scales[index],
-            tile=tile,
+            tile=tile, sinks=layer.more.get("sinks"),
         )  # fmt: skip
 
 
