@@ -36,6 +36,7 @@ from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton
+from headrace.kernels.lora import add_lora, group_rows, new_pair
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
@@ -141,7 +142,7 @@ def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, nor
 def rows(count: int) -> Callable[[], None]:
     def run() -> None:
         out = prepare.Rows.empty(count, META)
-        parameters = meta(257, 6, dtype=torch.float32), ints(257, 4, dtype=torch.int64)
+        parameters = meta(257, 6, dtype=torch.float32), ints(257, len(tables.Int), dtype=torch.int64)
         slots = tables.SlotTables(ints(257, 4097), ints(257, 64), *parameters, ints(257), 64)
         for numbers, box, turn in ((ints(64, 4, 512), ints(64, 3, 512), ints(1)), (ints(4, 512), ints(3, 512), None)):
             prepare.launch(numbers, turn, slots, out)
@@ -155,8 +156,19 @@ def rows(count: int) -> Callable[[], None]:
 
 def slot_tables() -> None:
     """What a step with prefill does to them, in the sizes of two of its requests."""
-    four = ints(257, 4097), ints(257, 64), ints(257, 6), ints(257, 8)
+    four = ints(257, 4097), ints(257, 64), ints(257, 6), ints(257, 2 * len(tables.Int))
     tables.enter_triton(ints(5000), 2, 4096, four)
+
+
+def adapters(rows: int, rank: int) -> Callable[[], None]:
+    """Queries, keys and values of an 8B, and what goes back to its hidden states."""
+
+    def run() -> None:
+        groups = group_rows(ints(rows, dtype=torch.int64), 4)
+        for sizes, columns in (((4096, 1024, 1024), 4096), ((4096,), 14336)):
+            add_lora(meta(rows, sum(sizes)), meta(rows, columns), new_pair(4, sizes, columns, rank, torch.bfloat16, META), groups)
+
+    return run
 
 
 def sampling() -> None:
@@ -294,6 +306,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
+    "adapters of 32 rows": adapters(32, 16),
+    "adapters of 2000 rows": adapters(2000, 128),
     "sampling": sampling,
     "ranks' sampling": sampling_of_ranks,
     "all-reduce of 2": push(2, 4096),

@@ -16,7 +16,8 @@ from headrace.config import EngineConfig
 from headrace.engine.interface import CoreStatus
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
 from headrace.engine.stats import CoreStats
-from headrace.errors import ParameterError
+from headrace.errors import CheckpointError, ParameterError
+from headrace.lora.format import Version
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.sampling.params import SamplingParams
 
@@ -108,6 +109,7 @@ class FakeEngine:
     max_model_len: int = 4096
     supports_structured: bool = False
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    loras: dict[str, Version] = field(default_factory=dict)
     model_name: str = "fake/model"
     config: EngineConfig = field(default_factory=lambda: EngineConfig(max_num_seqs=8))
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
@@ -139,6 +141,18 @@ class FakeEngine:
 
     def status(self) -> FakeStatus:
         return self.state
+
+    def adapters(self) -> dict[str, Version]:
+        return self.loras
+
+    async def load_adapter(self, name: str, path: str, replace: bool = True) -> None:
+        if path == "bad":
+            raise CheckpointError("bad/adapter_config.json does not exist")
+        self.loras[name] = Version("digest", path)
+
+    async def unload_adapter(self, name: str) -> None:
+        if self.loras.pop(name, None) is None:
+            raise ParameterError("lora_name", name, "one that is there")
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -52,6 +52,13 @@ def test_fused_decode_compiles(capability: int) -> None:
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 
+def test_adapters_compile(tmp_path) -> None:
+    kernels = compiled(80, "adapters of 32", TRITON_CACHE_DIR=str(tmp_path))
+    assert {kernel["kernel"] for kernel in kernels} == {"_group", "_shrink", "_expand"}
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[86]
+    assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
+
+
 def test_narrow_products_compile() -> None:
     kernels = compiled(90, "narrow products")
     assert [kernel["kernel"] for kernel in kernels] == ["_gemv_kernel", "_narrow_kernel"]

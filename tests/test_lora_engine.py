@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
 import pytest
 
 from adapters import merged, write_adapter
+from fake_core import FakeCore, FakeSupply
 from headrace import LLM, SamplingParams
+from headrace.api.app import create_app
+from headrace.api.config import ServerConfig
+from headrace.engine.client import EngineClient
+from headrace.engine.core import EngineCore
 from headrace.errors import ParameterError
+from headrace.lora.core import CoreAdapters
+from server_driver import soon
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 8, "block_size": 4}
+SERVED = {"enforce_eager": True, "max_model_len": 250, "num_kv_blocks": 160}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "Where the water ends", "the mill", "A headrace leads the water onto the wheel of the mill."]
 
@@ -69,3 +85,177 @@ def test_an_unknown_name_is_refused(llm: LLM) -> None:
         llm.generate("x", GREEDY, lora="other")
     with pytest.raises(ParameterError, match="one for each of the 1 prompts"):
         llm.generate("x", GREEDY, lora=["all", "all"])
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+class Supply(FakeSupply):
+    """Cores in this process, which know of adapters; `steps` moves all that there are."""
+
+    def __init__(self, model: str, **options):
+        super().__init__(model, **options)
+        self.cores: dict[int, FakeCore] = {}
+
+    def new(self, number: int = 0) -> EngineCore:
+        core = super().new(number)
+        pool = core.runner.state.adapters
+        core.adapters = CoreAdapters(self.config.max_loras, pool.load, pool.unload)
+        return core
+
+    async def take(self, number: int) -> FakeCore:
+        core = self.cores[number] = await super().take(number)
+        asyncio.get_running_loop().call_soon(core.load)
+        return core
+
+    async def run(self) -> None:
+        while True:
+            for core in list(self.cores.values()):
+                if core.ready is not None and not core.exited:
+                    core.loop.turn()
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module")
+def supply(base: str, adapters: dict[str, str], tmp_path_factory) -> Supply:
+    root = tmp_path_factory.mktemp("allowed")
+    for name in ("all", "some"):
+        shutil.copytree(adapters[name], root / name)
+    (root / "link").symlink_to(adapters["ranks"])
+    (root / "links").mkdir()
+    for file in Path(adapters["ranks"]).iterdir():
+        (root / "links" / file.name).symlink_to(file)
+    return Supply(base, most=2, max_loras=3, lora={"ranks": adapters["ranks"]}, lora_dir=str(root), **SERVED)
+
+
+class Server:
+    """An application over a client of two cores."""
+
+    def __init__(self, client: EngineClient):
+        self.client = client
+        config = ServerConfig(served_model_names=("tiny",), api_keys=("user",), admin_keys=("boss",))
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(client, config)), base_url="http://test")
+
+    async def post(self, path: str, key: str = "user", **body) -> tuple[int, dict]:
+        answer = await self.http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        return answer.status_code, answer.json()
+
+    async def load(self, name: str, path: str, **more) -> int:
+        return (await self.post("/v1/load_lora_adapter", "boss", lora_name=name, lora_path=path, **more))[0]
+
+    async def unload(self, name: str) -> int:
+        return (await self.post("/v1/unload_lora_adapter", "boss", lora_name=name))[0]
+
+    async def says(self, name: str, prompt: int = 0, max_tokens: int = 10) -> list[int] | None:
+        """The ids of an answer; None: there is no model of this name."""
+        body = {"model": name, "prompt": PROMPTS[prompt], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        status, answer = await self.post("/v1/completions", **body, logprobs=0, return_tokens_as_token_ids=True)
+        assert status in (200, 404), answer
+        return None if status == 404 else [int(t.removeprefix("token_id:")) for t in answer["choices"][0]["logprobs"]["tokens"]]
+
+
+def served(supply: Supply, play: Callable[[Server], Awaitable[None]]) -> None:
+    async def run() -> None:
+        supply.cores.clear()
+        client = supply.client(cores=2)
+        turning = asyncio.create_task(supply.run())
+        try:
+            await client.start()
+            await client.wait_settled()
+            await play(Server(client))
+        finally:
+            await client.close(0.0)
+            turning.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_names_of_adapters_are_names_of_models(supply: Supply, wanted) -> None:
+    async def play(server: Server) -> None:
+        found = await server.http.get("/v1/models", headers={"x-api-key": "user"})
+        cards = {card["id"]: card for card in found.json()["data"]}
+        assert set(cards) == {"tiny", "ranks"} and "parent" not in cards["tiny"]
+        assert cards["ranks"]["parent"] == "tiny" and cards["ranks"]["root"].endswith("/ranks")
+        for prompt in range(2):
+            assert await server.says("ranks", prompt) == wanted["ranks"][prompt]
+            assert await server.says("tiny", prompt) == wanted[None][prompt]
+        messages = [{"role": "user", "content": "the mill"}]
+        texts: dict[str, set[str]] = {}
+        for name in ("tiny", "ranks"):
+            few = {"model": name, "temperature": 0}
+            for path, body in {
+                "/v1/chat/completions": {"messages": messages, "max_tokens": 8}, "/v1/responses": {"input": "the mill", "max_output_tokens": 8},
+                "/v1/messages": {"messages": messages, "max_tokens": 8}, "/generate": {"prompt": "the mill", "max_tokens": 8},
+                "/api/chat": {"messages": messages, "stream": False, "options": {"num_predict": 8, "temperature": 0}},
+                "/api/generate": {"prompt": "the mill", "stream": False, "options": {"num_predict": 8, "temperature": 0}},
+            }.items():  # fmt: skip
+                own = {"model": name} if path.startswith("/api") else few
+                status, answer = await server.post(path, **own, **body)
+                assert status == 200, (path, answer)
+                said = re.findall(r'"(?:content|text|response)": *"((?:[^"\\]|\\.)+)"', json.dumps(answer))
+                assert texts.setdefault(path, set()).isdisjoint(said) and said, path
+                texts[path] |= set(said)
+        for path, body in (("/v1/embeddings", {"input": "x"}), ("/v1/rerank", {"query": "x", "documents": ["y"]}), ("/api/embed", {"input": "x"})):
+            status, answer = await server.post(path, model="ranks", **body)
+            assert status == 400 and "an adapter generates text" in json.dumps(answer), path
+        status, answer = await server.post("/v1/completions", model="ranks", prompt="x", use_beam_search=True, n=2, max_tokens=3)
+        assert status == 400 and "not with an adapter" in json.dumps(answer)
+
+    served(supply, play)
+
+
+def test_who_may_load_what(supply: Supply, adapters) -> None:
+    async def play(server: Server) -> None:
+        for key, status in (("user", 401), ("", 401)):
+            assert (await server.post("/v1/load_lora_adapter", key, lora_name="a", lora_path="all"))[0] == status
+            assert (await server.post("/v1/unload_lora_adapter", key, lora_name="ranks"))[0] == status
+        assert (await server.post("/v1/completions", "boss", model="tiny", prompt="x"))[0] == 401
+        for path in ("../all", adapters["ranks"], "link", "links", "", ".", "all/../..", "\0", "~", "nowhere"):
+            assert await server.load("a", path) == 400, path
+        assert await server.load("tiny", "all") == 400 and await server.load("", "all") == 400 and await server.load("\n", "all") == 400
+        assert await server.load("ranks", "all", load_inplace=False) == 400
+        assert await server.unload("a") == 400
+        assert await server.load("a", "all") == await server.load("b", "some") == 200
+        assert await server.load("c", "all") == 200  # of a content that is there
+        shutil.copytree(Path(supply.config.lora_dir) / "all", Path(supply.config.lora_dir) / "fourth")
+        config = Path(supply.config.lora_dir) / "fourth" / "adapter_config.json"
+        config.write_text(config.read_text() + " ")
+        assert await server.load("d", "fourth") == 400  # three are the most
+        assert await server.unload("a") == 200 and await server.load("d", "fourth") == 400
+        assert await server.unload("c") == 200 and await server.load("d", "fourth") == 200
+
+    served(supply, play)
+
+
+def test_contents_come_and_go_and_streams_keep_theirs(supply: Supply, wanted) -> None:
+    """A name means another content: the prefix cache has nothing of the old one, and who has begun goes on with it, also in
+    another core; the last of them is waited for before its place is free."""
+
+    async def play(server: Server) -> None:
+        assert await server.says("x") is None
+        assert await server.load("x", "all") == 200
+        for _ in range(2):
+            assert await server.says("x", 3) == wanted["all"][3]
+        long = asyncio.create_task(server.says("x", 3, 200))
+        await soon(lambda: any(len(s.request.output_ids) > 3 for s in server.client._streams.live.values()))
+        assert await server.load("x", "some") == 200
+        assert await server.says("x", 3) == wanted["some"][3] and not long.done()
+        for number, core in supply.cores.items():  # both die, one after the other
+            core.process.exit(-9)
+            await soon(lambda number=number, core=core: supply.cores[number] is not core and supply.cores[number].ready)
+        assert len(server.client._adapters.held) == 3 and not long.done()
+        assert await server.says("x", 3) == wanted["some"][3] and await server.says("ranks", 3) == wanted["ranks"][3]
+        said = await long
+        assert said is not None and said[:10] == wanted["all"][3] and len(said) == 200
+        await soon(lambda: len(server.client._adapters.held) == 2)
+        assert await server.load("again", "all") == 200 and await server.says("again", 3, 200) == said
+        assert await server.unload("again") == 200
+        last = asyncio.create_task(server.says("x", 3, 30))
+        await soon(lambda: len(server.client._streams) == 1)
+        going = asyncio.create_task(server.unload("x"))
+        await soon(lambda: "x" not in server.client.adapters())
+        assert await server.says("x") is None and not going.done() and not last.done()
+        assert await going == 200 and (await last)[:10] == wanted["some"][3]
+        await soon(lambda: all(len(state) == 1 for state in server.client._slots.adapter_states()))
+
+    served(supply, play)

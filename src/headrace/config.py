@@ -93,7 +93,7 @@ class EngineConfig:
     )
     lora: tuple[str, ...] = _adapters((), "an adapter as PEFT saves it, by the name that requests call it", unit="NAME=PATH")
     lora_dir: str | None = _adapters(
-        None, "where /v1/load_lora_adapter may load from, with a key of --admin-key-file", unit="DIR", shown="it may not"
+        None, "where /v1/load_lora_adapter may load from, with --admin-key", unit="DIR", shown="it may not"
     )
     max_loras: int = _adapters(4, "at the same time; each takes its share of the device's memory", 1, 256)
     max_lora_rank: int = _adapters(16, "of an adapter at most", 1, 512)

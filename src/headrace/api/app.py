@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.api import anthropic, ollama, ollama_models, responses_stored, service
+from headrace.api import adapters, anthropic, ollama, ollama_models, responses_stored, service
 from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
@@ -121,6 +121,8 @@ def create_app(
             post("/v1/messages", anthropic.messages),
             post("/v1/messages/count_tokens", anthropic.count_tokens),
             post("/v1/embeddings", service.embeddings),
+            post("/v1/load_lora_adapter", adapters.load_adapter),
+            post("/v1/unload_lora_adapter", adapters.unload_adapter),
             *(post(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
             *(post(path, score) for path in ("/v1/score", "/score")),
             post("/tokenize", service.tokenize),

@@ -35,6 +35,8 @@ def beam_params(ctx: ApiContext, body: GenerationFields, best_of: int | None = N
             if getattr(body, name) not in (None, default):
                 raise allowed_only(name, "with use_beam_search")
         return None
+    if ctx.adapter_of(body.model):
+        raise unsupported("use_beam_search", "not with an adapter")
     for name, neutral in WITHOUT.items():
         value = getattr(body, name, None)
         if value is not None and not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral):

@@ -34,6 +34,7 @@ class ServerConfig:
         "ignore", "of bodies, that cannot change an answer; ignore: x-headrace-ignored names them"
     )
     api_keys: tuple[str, ...] = ()  # (): no authentication
+    admin_keys: tuple[str, ...] = ()  # of the operator's endpoints, which no other key opens; (): they are closed
     max_concurrent_per_key: int | None = _limit(None, "requests in progress for one key, or for all", 1)
     max_queued_requests: int | None = _limit(4096, "samples that may wait for a slot; beyond: 429", 0)
     max_queued_tokens: int | None = _limit(None, "prompt tokens without a first output; beyond: 429", 0)
@@ -84,8 +85,9 @@ class ServerConfig:
         if url is not None and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
             raise ParameterError("otlp_traces_endpoint", url, "http(s)://HOST:PORT of a collector, for OTLP over HTTP")
         AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)
-        if not all(map(is_api_key, self.api_keys)):
-            raise ParameterError("api_keys", "a key of another form", KEY_FORM)
+        for name, keys in (("api_keys", self.api_keys), ("admin_keys", self.admin_keys)):
+            if not all(map(is_api_key, keys)):
+                raise ParameterError(name, "a key of another form", KEY_FORM)
         if not all(self.served_model_names):
             raise ParameterError("served_model_names", self.served_model_names, "names that are not empty")
         for origin in self.cors_origins:  # a browser sends exactly this: anything more would never match

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.api.config import ServerConfig
-from headrace.api.errors import ApiError, bad_request, invalid
+from headrace.api.errors import ApiError, bad_request, invalid, unsupported
 from headrace.api.limits import Limits
 from headrace.api.response_store import ResponseStore
 from headrace.api.sse import Ticker
@@ -69,9 +69,27 @@ class ApiContext:
     def model_names(self) -> tuple[str, ...]:
         return self.config.served_model_names or (self.engine.model_name,)
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The model's, and those of its adapters."""
+        return (*self.model_names, *(name for name in self.engine.adapters() if name not in self.model_names))
+
+    def adapter_of(self, name: str | None) -> str:
+        """The adapter that a request means by its model's name; nothing: the model itself."""
+        known = self.engine.adapters()
+        found = next((one for one in (name, (name or "").removesuffix(":latest")) if one in known), None)
+        return found if found is not None and found not in self.model_names else ""
+
+    def refuse_adapter(self, name: str | None) -> None:
+        """Raises the 400 of an adapter, which only generates."""
+        if self.adapter_of(name):
+            raise unsupported("model", "an adapter generates text; this endpoint answers for the model alone")
+
     def check_model(self, name: str | None, *, optional: bool = False) -> str:
         """The name to report. Raises the 404 of a model that is not served here; the strict rule wants a name, where it is not
         `optional` anyway."""
+        if name is not None and self.adapter_of(name):
+            return name
         if name is None and not optional and self.config.unknown_fields == "refuse":
             raise bad_request("model: a name is needed.", "model", "missing_required_parameter")
         if name is None or (self.config.any_model_name and name not in self.model_names):

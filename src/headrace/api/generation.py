@@ -46,6 +46,7 @@ class Sample:
     def __init__(self, answer: Answer, prompt_ids: array, params: SamplingParams, choice: Choice):
         self.request_id, self.prompt_ids, self.params, self.choice = new_id(f"{answer.id}-"), prompt_ids, params, choice
         self.body = body = answer.body
+        params.lora = answer.ctx.adapter_of(body.model)
         self.priority, self.cache_salt = body.priority or 0, body.cache_salt or ""
         self.text = SampleStream(answer.ctx.engine.tokenizer, params, prompt_ids)
 
@@ -58,7 +59,7 @@ class Sample:
         """For the metrics, at its end. `first`: when its first tokens came."""
         until_first = None if first is None else first - arrival
         counts = len(self.prompt_ids), self.text.num_tokens, self.num_cached
-        return SampleRecord(endpoint, reason, *counts, until_first, time.monotonic() - arrival)
+        return SampleRecord(endpoint, reason, *counts, until_first, time.monotonic() - arrival, self.params.lora)
 
 
 class Usage:

@@ -20,6 +20,7 @@ from headrace.api.unknown_fields import HEADER, header_value
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health"})  # liveness probes carry no key
+ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # these change the server for everybody
 _SLASHES = re.compile("/{2,}")
 _ONE_MODEL = re.compile("/+v1/+models/(.*[^/].*)", re.DOTALL)
 PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: not a line of the log each
@@ -31,12 +32,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, ctx: ApiContext):
         self.app, self.ctx = app, ctx
-        # (index of the key, digest); what is not ASCII comes as UTF-8 from some clients and as Latin-1 from others
-        self._digests = [
-            (index, hashlib.sha256(form).digest())
-            for index, key in enumerate(ctx.config.api_keys)
-            for form in {key.encode(), key.encode("latin-1" if max(key) <= "\xff" else "utf-8")}
-        ]
+        self._digests, self._of_admins = _digests(ctx.config.api_keys), _digests(ctx.config.admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,26 +83,33 @@ class Gate:
         """Checks before anything is read. Returns the key under which the request is to count as in progress, if it is."""
         if sum(len(k) + len(v) for k, v in scope["headers"]) > self.ctx.config.max_header_bytes:
             raise ApiError(431, "The headers are too large.", code="headers_too_large", headers={"connection": "close"})
-        key = 0
-        if self._digests and not self._open(scope["path"]):
-            found = self._key(headers)
+        key, admin = 0, scope["path"] in ADMIN_PATHS
+        digests = self._of_admins if admin else self._digests
+        if admin and not digests:
+            text = "This server has no key for its operator (--admin-key): what changes it is closed."
+            raise ApiError(403, text, code="no_admin_key")
+        if digests and not self._open(scope["path"]):
+            found = self._key(headers, digests)
             if found is None:
-                text = "A valid API key is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`."
+                kind = "key of the operator (--admin-key)" if admin else "API key"
+                text = f"A valid {kind} is needed: `Authorization: Bearer KEY` or `x-api-key: KEY`."
                 raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            if admin:  # not one of those who are counted
+                return None
             scope["state"]["key"] = key = found
         return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" else key
 
     def _open(self, path: str) -> bool:
         return path in OPEN_PATHS or (self.ctx.config.page and is_page(path))
 
-    def _key(self, headers: dict[bytes, bytes]) -> int | None:
+    def _key(self, headers: dict[bytes, bytes], digests: list[tuple[int, bytes]]) -> int | None:
         """Index of the key; every key is compared, in time that does not depend on the content."""
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() != b"bearer":
             token = headers.get(b"x-api-key", b"")
         given = hashlib.sha256(token.strip()).digest()
         found = None
-        for index, digest in self._digests:
+        for index, digest in digests:
             if hmac.compare_digest(given, digest):
                 found = index
         return found
@@ -123,6 +126,15 @@ class Gate:
         if not 0 < asked <= MAX_TIMEOUT:
             raise invalid("X-Request-Timeout", f"seconds in (0, {MAX_TIMEOUT:g}].")
         return asked if own is None else min(asked, own)
+
+
+def _digests(keys: tuple[str, ...]) -> list[tuple[int, bytes]]:
+    """(index of the key, digest); what is not ASCII comes as UTF-8 from some clients and as Latin-1 from others."""
+    return [
+        (index, hashlib.sha256(form).digest())
+        for index, key in enumerate(keys)
+        for form in {key.encode(), key.encode("latin-1" if max(key) <= "\xff" else "utf-8")}
+    ]
 
 
 def plain_path(path: str) -> str:

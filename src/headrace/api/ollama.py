@@ -288,6 +288,7 @@ async def _vectors(
 ) -> tuple[str, list[list[float]], int]:
     """The model's name, the vectors, the tokens in all. One empty text is none; `cut` keeps what fits of a long one."""
     model = model_of(ctx, body.model)
+    ctx.refuse_adapter(body.model)
     check_bookkeeping(ctx, body)
     if texts in ([], [""]):
         return model, [], 0

@@ -137,7 +137,7 @@ def model_of(ctx: ApiContext, name: str | None) -> str:
     """The name to report: as it was asked for. One without a tag means `:latest`. Raises the 404 of this API."""
     if name is not None:
         for known in (name, name.removesuffix(LATEST), name + LATEST):
-            if known in ctx.model_names:
+            if known in ctx.all_names:
                 return name
     try:
         return ctx.check_model(name)

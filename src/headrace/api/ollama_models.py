@@ -51,7 +51,7 @@ async def tags(ctx: ApiContext, request: Request) -> Response:
 def there(ctx: ApiContext) -> list[dict[str, Any]]:
     """The model under each of its names."""
     known = {"capabilities": _capabilities(ctx)} if ctx.engine.status().loaded else {}
-    return [{**_model(ctx, n), "modified_at": _since(ctx), **known} for n in ctx.model_names]
+    return [{**_model(ctx, n), "modified_at": _since(ctx), **known} for n in ctx.all_names]
 
 
 async def running(ctx: ApiContext, request: Request) -> Response:
@@ -65,7 +65,7 @@ def in_memory(ctx: ApiContext, expires_at: str = NEVER) -> list[dict[str, Any]]:
         return []
     on_card = ctx.engine.info is not None and ctx.engine.info.device.startswith("cuda")
     shown = []
-    for name in ctx.model_names:
+    for name in ctx.all_names:
         model = _model(ctx, name)
         rest = {"size_vram": model["size"] if on_card else 0, "context_length": ctx.engine.max_model_len}
         shown.append({**model, "expires_at": expires_at, **rest})

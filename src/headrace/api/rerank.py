@@ -53,6 +53,7 @@ async def rerank(ctx: ApiContext, request: Request) -> Response:
     """The documents, the best first; of equals the first first."""
     body = await read_json(request, RerankRequest, ctx.config)
     model = ctx.check_model(body.model)
+    ctx.refuse_adapter(body.model)
     if not body.documents:
         raise invalid("documents", "an empty list; at least one document is needed.")
     if body.top_n is not None and body.top_n < 0:
@@ -80,6 +81,7 @@ async def score(ctx: ApiContext, request: Request) -> Response:
     """A score for each pair, in their order."""
     body = await read_json(request, ScoreRequest, ctx.config)
     model = ctx.check_model(body.model)
+    ctx.refuse_adapter(body.model)
     values, tokens = await pair_scores(ctx, request, body, _pairs(body))
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(values)]
     return json_response({

@@ -40,6 +40,8 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def model_card(ctx: ApiContext, name: str) -> dict[str, Any]:
     found = {"id": name, "object": "model", "created": ctx.created, "owned_by": "headrace", "root": ctx.engine.model_name}
+    if adapter := ctx.adapter_of(name):
+        found |= {"root": ctx.engine.adapters()[adapter].path, "parent": ctx.model_names[0]}
     if ctx.engine.status().loaded:
         found["max_model_len"] = ctx.engine.max_model_len
     return found
@@ -56,7 +58,7 @@ def anthropic_card(ctx: ApiContext, name: str) -> dict[str, Any]:
 
 async def models(ctx: ApiContext, request: Request) -> Response:
     """GET /v1/models, in Anthropic's form for its clients. `models` is what Codex asks for."""
-    names = ctx.model_names
+    names = ctx.all_names
     if "anthropic-version" in request.headers:
         data = [anthropic_card(ctx, name) for name in names]
         return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
@@ -177,6 +179,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     """POST /v1/embeddings: pooled hidden states of the loaded model, normalized."""
     body = await read_json(request, EmbeddingRequest, ctx.config)
     model = ctx.check_model(body.model)
+    ctx.refuse_adapter(body.model)
     check_bookkeeping(ctx, body)
     size = ctx.engine.model_config.hidden_size
     if body.dimensions is not None and body.dimensions != size:

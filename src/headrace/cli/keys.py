@@ -15,9 +15,17 @@ def server_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """The keys that a server takes; () only where none of the three sources is named. Errors never show a key."""
     keys = [_checked("--api-key", key) for key in args.api_key or ()]
     if args.api_key_file is not None:
-        keys += _keys_of_file(args.api_key_file)
+        keys += _keys_of_file("--api-key-file", args.api_key_file)
     if (found := api_key_from_environment()) is not None:
         keys.append(_checked(ENVIRONMENT, found))
+    return tuple(keys)
+
+
+def admin_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """The operator's keys."""
+    keys = [_checked("--admin-key", key) for key in args.admin_key or ()]
+    if args.admin_key_file is not None:
+        keys += _keys_of_file("--admin-key-file", args.admin_key_file)
     return tuple(keys)
 
 
@@ -29,9 +37,8 @@ def client_key(args: argparse.Namespace) -> str | None:
     return _checked(ENVIRONMENT, found) if found else None
 
 
-def _keys_of_file(path: str) -> list[str]:
+def _keys_of_file(option: str, path: str) -> list[str]:
     """A key a line; blank lines and those that begin with # are not keys."""
-    option = "--api-key-file"
     keys = []
     for number, line in enumerate(read_text(option, path).split("\n"), 1):
         key = line.strip()

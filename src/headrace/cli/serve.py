@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.api.tls import tls_context
 from headrace.cli.fleet import ray_fleet
-from headrace.cli.keys import server_keys
+from headrace.cli.keys import admin_keys, server_keys
 from headrace.cli.options import engine_options, generation_defaults, given, named_model, server_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
@@ -64,7 +64,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     if args.api_processes > 1 and options.setdefault("responses_store_bytes", 0):  # the next request may reach another one
         allowed = "0 with several --api-processes, which share no memory"
         raise ParameterError("responses_store_bytes", args.responses_store_bytes, allowed)
-    return ServerConfig(**options, api_keys=server_keys(args))
+    return ServerConfig(**options, api_keys=server_keys(args), admin_keys=admin_keys(args))
 
 
 class Server:

@@ -47,6 +47,8 @@ class ServeOptions(LogOptions):
     kv_events_topic: str | None = _fleet(None, "by which some subscribers tell servers", unit="NAME", shown="empty")
     api_key: tuple[str, ...] = _security((), "a key that clients must send", unit="KEY")
     api_key_file: str | None = _security(None, "a key a line; lines that begin with # are comments", unit="FILE")
+    admin_key: tuple[str, ...] = _security((), "the operator's: opens /v1/load_lora_adapter and nothing else", unit="KEY")
+    admin_key_file: str | None = _security(None, "likewise, a key a line", unit="FILE")
     ssl_certfile: str | None = _security(None, "serve HTTPS with this certificate", unit="FILE")
     ssl_keyfile: str | None = _security(None, "the certificate's key", unit="FILE", shown="in the certfile")
     drain_timeout: float = _operation(30.0, "for running requests after SIGTERM", 0.0, 1e7, "SECONDS")

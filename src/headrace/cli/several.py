@@ -154,6 +154,9 @@ class SpecReader:
         from headrace.several_models.served import ModelSpec
 
         engine = EngineConfig(**{**self.engine, **{k: v for k, v in found.items() if k in self._of_engine}})
+        if engine.takes_adapters:
+            field = "lora" if engine.lora else "lora_dir"
+            raise ParameterError(field, getattr(engine, field), "none with several models")
         names = _names(found, engine)
         defaults = self.defaults
         if (sampling := found.get("override_generation_config")) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream
-from headrace.errors import EngineDeadError, HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
+from headrace.lora.format import Version
 from headrace.model.config import ModelConfig
 from headrace.sampling.checks import packed
 from headrace.sampling.params import SamplingParams
@@ -76,6 +77,15 @@ class RemoteEngine:
                 if news.embedding is not None:
                     return news.embedding
         raise HeadraceError("the request ended without a vector")
+
+    def adapters(self) -> Mapping[str, Version]:
+        return self._state.adapters
+
+    async def load_adapter(self, name: str, path: str, replace: bool = True) -> None:
+        raise ParameterError("lora_name", name, "none here: adapters come and go only where one process serves HTTP")
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.load_adapter(name, "")
 
     async def abort(self, request_id: str) -> None:
         for number, stream in list(self._streams.items()):

@@ -11,6 +11,7 @@ from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
 from headrace.engine.wire import Ready
 from headrace.errors import CapacityError, EngineClosedError, EngineDeadError, HeadraceError, ParameterError
+from headrace.lora.format import Version
 from headrace.sampling.params import SamplingParams
 
 
@@ -69,13 +70,15 @@ class EngineState(msgspec.Struct, tag=True):
     restarts: int
     num_poisonous: int
     cores: list[CoreStatus]
+    adapters: dict[str, Version] = {}
 
     @classmethod
     def of(cls, engine: AsyncEngine) -> EngineState:
         status = engine.status()
         longest = engine.max_model_len if status.loaded else None
         return cls(
-            status, engine.counters(), engine.info, longest, engine.restarts, engine.num_poisonous, engine.cores()
+            status, engine.counters(), engine.info, longest, engine.restarts, engine.num_poisonous, engine.cores(),
+            dict(engine.adapters()),
         )  # fmt: skip
 
 

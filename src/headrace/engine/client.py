@@ -13,10 +13,11 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import zmq.asyncio
 
 from headrace.config import EngineConfig
@@ -32,9 +33,12 @@ from headrace.engine.socket_pair import remove_stale_directories
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream, Streams
 from headrace.engine.supervision import CoreSupply, SupervisionConfig
-from headrace.engine.wire import News, Ready
+from headrace.engine.wire import LoadAdapter, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
+from headrace.lora.format import Version
+from headrace.lora.names import meant, salted
+from headrace.lora.served import ServedAdapters
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
@@ -83,6 +87,7 @@ class EngineClient:
         spawn = partial(CoreProcess.spawn, self._context, builder, log_level, log_format, traced)
         supply = PlacedSupply(spawn, Placement(config)) if supplies is None else supplies(self._context)
         self._slots = Slots(config, self.supervision, supply, balancer, self._streams, self)
+        self._adapters = ServedAdapters(config, model_config, self._slots, self._streams.with_adapter)
         self._loaded = asyncio.Event()
         self._drain = DrainRate()
 
@@ -199,7 +204,21 @@ class EngineClient:
         Raises HeadraceError for a request that can never run, EngineDeadError when there is no engine any more.
         """
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, cache_salt, output_ids=[]))
+        if digest := meant(params.lora, self._adapters.names):
+            params = msgspec.structs.replace(params, lora=digest)
+        salt = salted(cache_salt, digest)
+        return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, salt, output_ids=[]))
+
+    def adapters(self) -> Mapping[str, Version]:
+        return self._adapters.names
+
+    async def load_adapter(self, name: str, path: str, replace: bool = True) -> None:
+        self._check_lives()
+        await self._adapters.load(name, path, replace)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._check_lives()
+        await self._adapters.unload(name)
 
     async def embed(
         self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0, cache_salt: str = ""
@@ -246,6 +265,9 @@ class EngineClient:
     # ---------------------------------------------------------------- told by the slots
 
     def loaded(self, slot: Slot) -> None:
+        for version in self._adapters.held.values():
+            if slot.core is not None:
+                slot.core.send(LoadAdapter(version))
         self._loaded.set()
         if self.spectator is not None:
             self.spectator.loaded(slot.number)

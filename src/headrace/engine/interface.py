@@ -12,6 +12,7 @@ from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
 from headrace.engine.wire import Glimpse, Ready
+from headrace.lora.format import Version
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 
@@ -90,6 +91,15 @@ class AsyncEngine(Protocol):
     ) -> list[float]: ...
 
     async def abort(self, request_id: str) -> None: ...
+
+    def adapters(self) -> Mapping[str, Version]:
+        """By name (SamplingParams.lora)."""
+
+    async def load_adapter(self, name: str, path: str, replace: bool = True) -> None:
+        """See ServedAdapters."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """See ServedAdapters."""
 
     def status(self) -> EngineStatus: ...
 

@@ -35,11 +35,13 @@ from headrace.engine.wire import (
     Fatal,
     FromCore,
     Heartbeat,
+    LoadAdapter,
     News,
     Progress,
     Ready,
     Shutdown,
     ToCore,
+    UnloadAdapter,
     Watch,
     from_wire,
 )
@@ -138,6 +140,8 @@ class CoreLoop:
                     self.core.abort(request_id)
             elif isinstance(message, Watch):
                 self._watch(message.on)
+            elif isinstance(message, LoadAdapter | UnloadAdapter):
+                self._change(message)
             elif isinstance(message, Add):
                 try:
                     self.core.add(message.request)
@@ -146,6 +150,15 @@ class CoreLoop:
 
                     self.send(News(Outputs(news=[refused(message.request.id, e)])))
         return True
+
+    def _change(self, message: LoadAdapter | UnloadAdapter) -> None:
+        adapters = self.core.adapters
+        assert adapters is not None
+        if isinstance(message, LoadAdapter):
+            adapters.try_load(message.version)
+        else:
+            adapters.unload(message.digest)
+        self.stats.adapters = dict(adapters.state)
 
     def _watch(self, on: bool) -> None:
         glass = self.glass

@@ -28,8 +28,9 @@ from headrace.engine.slot import Slot
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream, Streams
 from headrace.engine.supervision import CoreSupply, SupervisionConfig
-from headrace.engine.wire import News, Watch
+from headrace.engine.wire import LoadAdapter, News, UnloadAdapter, Watch
 from headrace.errors import EngineDeadError, ParameterError
+from headrace.lora.format import Version
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,21 @@ class Slots:
         slot = self._slots.get(number)
         if slot is not None and slot.ready and slot.core is not None:
             slot.core.send(Watch(on))
+
+    def load_adapter(self, version: Version) -> None:
+        """Tell those that serve; who comes later is told when it begins."""
+        self._tell(LoadAdapter(version))
+
+    def unload_adapter(self, digest: str) -> None:
+        self._tell(UnloadAdapter(digest))
+
+    def _tell(self, message: LoadAdapter | UnloadAdapter) -> None:
+        for slot in self:
+            if slot.ready and slot.core is not None:
+                slot.core.send(message)
+
+    def adapter_states(self) -> list[dict[str, str]]:
+        return [slot.stats.adapters for slot in self if slot.ready]
 
     @property
     def restarts(self) -> int:

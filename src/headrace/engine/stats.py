@@ -42,10 +42,11 @@ class CoreStats(msgspec.Struct, array_like=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_per_position: list[int] = []
+    adapters: dict[str, str] = {}  # by digest: why one is not there that was to be; nothing: it is
 
     def added_to(self, past: CoreStats) -> CoreStats:
         """These gauges, with the counters of both."""
-        apart = ("running", "waiting", "kv_usage", "accepted_per_position")  # gauges, and the one list
+        apart = ("running", "waiting", "kv_usage", "accepted_per_position", "adapters")  # gauges, and the one list
         names = (name for name in self.__struct_fields__ if name not in apart)
         sums = {name: getattr(past, name) + getattr(self, name) for name in names}
         places = zip_longest(past.accepted_per_position, self.accepted_per_position, fillvalue=0)

@@ -104,6 +104,10 @@ class Streams:
     def leaving_of(self, slot: object) -> list[Stream]:
         return [stream for stream in self.leaving.values() if stream.slot is slot]
 
+    def with_adapter(self, digest: str) -> bool:
+        """Whether somebody has it."""
+        return any(s.request.params.lora == digest for of in (self.live, self.leaving) for s in of.values())
+
     def end(self, stream: Stream) -> None:
         stream.ended = True
         del self.live[stream.request.id]

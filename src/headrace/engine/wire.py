@@ -11,6 +11,7 @@ from headrace.cache.events import BlockEvents
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest, Outputs
 from headrace.engine.stats import CoreStats, StepTrace
+from headrace.lora.format import Version
 
 
 def to_wire(value: Any) -> Any:
@@ -62,7 +63,19 @@ class Watch(msgspec.Struct, tag=True):
     on: bool
 
 
-ToCore = Add | Abort | Watch | Shutdown
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Requests that come from now on may have this one. What becomes of it is told in CoreStats."""
+
+    version: Version
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    """No request has it any more."""
+
+    digest: str
+
+
+ToCore = Add | Abort | Watch | LoadAdapter | UnloadAdapter | Shutdown
 
 
 class Ready(msgspec.Struct, tag=True):

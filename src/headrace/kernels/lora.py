@@ -8,6 +8,7 @@ adapter, so that a matrix is read once for all its rows. A row's numbers depend 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,33 @@ from torch import Tensor
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 
 MIN_RANK = 16  # that matrix units take; smaller ranks are filled up with zeros
-FEW_ROWS = 64  # of a step: sums are cut into more parts, as there are too few programs without
+FEW_ROWS, SOME_ROWS = 64, 512  # of a step: up to here sums are cut into more parts, as there are too few programs without
 GROUP_BLOCK = 1024
+NARROW, WIDE = 128, 256  # outputs of a tile, of products with fewer and with more than MANY
+MANY = 16384
+
+
+class ShrinkTile(NamedTuple):
+    parts: int
+    block_m: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class ExpandTile(NamedTuple):
+    block_m: int
+    num_warps: int
+
+
+def shrink_tile(rows: int, columns: int) -> ShrinkTile:
+    most = 16 if rows <= FEW_ROWS else 4 if rows <= SOME_ROWS else 1
+    parts = max(1, min(most, columns // 256))
+    return ShrinkTile(parts, 16, 256, 4, 1) if rows <= FEW_ROWS else ShrinkTile(parts, 64, 64, 4, 3)
+
+
+def expand_tile(rows: int) -> ExpandTile:
+    return ExpandTile(16, 4) if rows <= FEW_ROWS else ExpandTile(64, 4)
 
 
 @dataclass(slots=True)
@@ -36,10 +62,12 @@ class Pair:
         return self.b.shape[2]
 
 
-def new_pair(slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Pair:
+def new_pair(
+    slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device, width: int = 0
+) -> Pair:
     """Zeros, for slices of so many outputs; `rank` is filled up to what kernels take."""
     rank = max(MIN_RANK, next_power_of_2(rank))
-    width = 128 if sum(sizes) < 16384 else 256
+    width = width or (NARROW if sum(sizes) < MANY else WIDE)
     ends = torch.tensor(sizes).cumsum(0).tolist()
     tiles = [
         (index, first, min(first + width, end))
@@ -88,44 +116,33 @@ def add_lora_reference(y: Tensor, x: Tensor, pair: Pair, adapters: Tensor) -> No
         y.index_add_(0, rows, torch.cat(added, 1))
 
 
-def num_parts(rows: int, columns: int) -> int:
-    """Into how many parts sums over x are cut."""
-    most = 16 if rows <= FEW_ROWS else 4 if rows <= 512 else 1
-    return max(1, min(most, columns // 256))
-
-
 def add_lora(y: Tensor, x: Tensor, pair: Pair, groups: Groups) -> None:
     """As `add_lora_reference`, on a card."""
-    expand(y, shrink(x, pair, groups), pair, groups)
+    expand(y, shrink(x, pair, groups, shrink_tile(*x.shape)), pair, groups, expand_tile(len(x)))
 
 
-def shrink(x: Tensor, pair: Pair, groups: Groups) -> Tensor:
+def shrink(x: Tensor, pair: Pair, groups: Groups, tile: ShrinkTile) -> Tensor:
     """x [T, in] -> x A^T, to be added up: [parts, T, slices * rank] float32; only the rows of adapters are written."""
     (slots, width, columns), rows = pair.a.shape, len(x)
-    parts = num_parts(rows, columns)
-    out = torch.empty((parts, rows, width), dtype=torch.float32, device=x.device)
-    few = rows <= FEW_ROWS
-    block_m, block_k = (16, 256) if few else (64, 64)
+    out = torch.empty((tile.parts, rows, width), dtype=torch.float32, device=x.device)
     block_r = min(64, next_power_of_2(width))
-    each = -(-columns // (parts * block_k)) * block_k
-    groups_of_rows = min(-(-rows // block_m), 64)
-    _shrink[(parts * -(-width // block_r), slots, groups_of_rows)](
-        x, pair.a, groups.order, groups.counts, out, rows, x.stride(0), columns, width, each, PARTS=parts, BLOCK_M=block_m,
-        BLOCK_R=block_r, BLOCK_K=block_k, num_warps=4, num_stages=1 if few else 3, **pdl(x),
+    each = -(-columns // (tile.parts * tile.block_k)) * tile.block_k
+    _shrink[(tile.parts * -(-width // block_r), slots, min(-(-rows // tile.block_m), 64))](
+        x, pair.a, groups.order, groups.counts, out, rows, x.stride(0), columns, width, each, PARTS=tile.parts,
+        BLOCK_M=tile.block_m, BLOCK_R=block_r, BLOCK_K=tile.block_k, AHEAD=each == tile.block_k, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **pdl(x),
     )  # fmt: skip
     return out
 
 
-def expand(y: Tensor, shrunk: Tensor, pair: Pair, groups: Groups) -> None:
+def expand(y: Tensor, shrunk: Tensor, pair: Pair, groups: Groups, tile: ExpandTile) -> None:
     """y [T, out] += the sum of `shrunk` over its parts, times the scales and B^T."""
     parts, rows, width = shrunk.shape
-    slots = len(pair.b)
-    block_m = 16 if rows <= FEW_ROWS else 64
     block_r = min(64, pair.rank)
-    _expand[(len(pair.tiles), slots, min(-(-rows // block_m), 64))](
+    _expand[(len(pair.tiles), len(pair.b), min(-(-rows // tile.block_m), 64))](
         y, shrunk, pair.b, pair.scales, pair.tiles, groups.order, groups.counts, rows, y.stride(0), y.shape[1], width,
-        SLICES=pair.scales.shape[1], PARTS=parts, RANK=pair.rank, BLOCK_M=block_m, BLOCK_N=pair.width, BLOCK_R=block_r,
-        num_warps=4, **pdl(y),
+        SLICES=pair.scales.shape[1], PARTS=parts, RANK=pair.rank, BLOCK_M=tile.block_m, BLOCK_N=pair.width, BLOCK_R=block_r,
+        num_warps=tile.num_warps, **pdl(y),
     )  # fmt: skip
 
 
@@ -145,26 +162,33 @@ def _group(adapters, order, counts, rows, BLOCK: tl.constexpr):
 @jit(do_not_specialize=["rows"])
 def _shrink(
     x, a, order, counts, out, rows, x_stride, columns, width, each, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0) % PARTS
     r = tl.program_id(0) // PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
     count = tl.load(counts + slot)
+    matrix = a + (slot * width + r.to(tl.int64)[None, :]) * columns
+    here = (r < width)[None, :] & (tl.program_id(2) * BLOCK_M < count)
+    if AHEAD:  # all that it reads of A, while the kernel before it ends
+        k = part * each + tl.arange(0, BLOCK_K)
+        right = tl.load(matrix + k[:, None], (k < columns)[:, None] & here, 0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    matrix = a + (slot * width + r.to(tl.int64)[None, :]) * columns
     for first in range(tl.program_id(2) * BLOCK_M, count, tl.num_programs(2) * BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         row = tl.load(order + slot * rows + m, m < count, 0).to(tl.int64)
         total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for begin in range(part * each, min(part * each + each, columns), BLOCK_K):
-            k = begin + tl.arange(0, BLOCK_K)
-            inside = k < columns
-            left = tl.load(x + row[:, None] * x_stride + k[None, :], (m < count)[:, None] & inside[None, :], 0.0)
-            right = tl.load(matrix + k[:, None], inside[:, None] & (r < width)[None, :], 0.0)
+        if AHEAD:
+            left = tl.load(x + row[:, None] * x_stride + k[None, :], (m < count)[:, None] & (k < columns)[None, :], 0.0)
             total = tl.dot(left, right, total, input_precision="ieee")
+        else:
+            for begin in range(part * each, min(part * each + each, columns), BLOCK_K):
+                k = begin + tl.arange(0, BLOCK_K)
+                left = tl.load(x + row[:, None] * x_stride + k[None, :], (m < count)[:, None] & (k < columns)[None, :], 0.0)
+                right = tl.load(matrix + k[:, None], (k < columns)[:, None] & here, 0.0)
+                total = tl.dot(left, right, total, input_precision="ieee")
         place = out + (part * rows + row[:, None]) * width + r[None, :]
         tl.store(place, total, (m < count)[:, None] & (r < width)[None, :])
 
@@ -176,10 +200,14 @@ def _expand(
 ):  # fmt: skip
     slot = tl.program_id(1).to(tl.int64)
     tile = tiles + tl.program_id(0) * 3
+    count = tl.load(counts + slot)
     index, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     n = begin + tl.arange(0, BLOCK_N)
-    count = tl.load(counts + slot)
     scale = tl.load(scales + slot * SLICES + index)
+    here = (n < end)[None, :] & (tl.program_id(2) * BLOCK_M < count)
+    matrix = b + (slot * outputs + n[None, :]) * RANK
+    r = tl.arange(0, BLOCK_R)
+    right = tl.load(matrix + r[:, None], here, 0.0)  # while the kernel before it ends
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -188,14 +216,15 @@ def _expand(
         row = tl.load(order + slot * rows + m, m < count, 0).to(tl.int64)
         place = y + row[:, None] * y_stride + n[None, :]
         there = (m < count)[:, None] & (n < end)[None, :]
+        before = tl.load(place, there, 0.0).to(tl.float32)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for low in range(0, RANK, BLOCK_R):
-            r = low + tl.arange(0, BLOCK_R)
-            right = tl.load(b + (slot * outputs + n[None, :]) * RANK + r[:, None], (n < end)[None, :], 0.0)
+        for low in tl.static_range(0, RANK, BLOCK_R):
+            if RANK > BLOCK_R:
+                r = low + tl.arange(0, BLOCK_R)
+                right = tl.load(matrix + r[:, None], here, 0.0)
             left = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for part in range(PARTS):
-                source = shrunk + (part * rows + row[:, None]) * width + index * RANK + r[None, :]
-                left += tl.load(source, (m < count)[:, None], 0.0)
+            source = shrunk + row[:, None] * width + index * RANK + r[None, :]
+            for part in tl.static_range(PARTS):
+                left += tl.load(source + part * rows * width, (m < count)[:, None], 0.0)
             total = tl.dot((left * scale).to(right.dtype), right, total, input_precision="ieee")
-        total += tl.load(place, there, 0.0).to(tl.float32)
-        tl.store(place, total.to(y.dtype.element_ty), there)
+        tl.store(place, (before + total).to(y.dtype.element_ty), there)

@@ -39,7 +39,8 @@ TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PATHS = frozenset({
     "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
     "/detokenize",
     "/generate", "/health", "/ready", "/version", "/metrics", "/glass/events", "/glass/text",
     "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/version",
@@ -49,6 +50,7 @@ REJECTIONS = {
     400: "invalid", 401: "unauthorized", 404: "not_found", 405: "invalid", 408: "timeout", 413: "too_large", 415: "invalid",
     422: "invalid", 429: "overload", 431: "too_large", 503: "unavailable", 504: "timeout",
 }  # fmt: skip
+MAX_ADAPTERS = 100  # names of adapters that are counted apart
 MAX_FIELDS = 100  # names of ignored fields that are counted apart
 PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
 
@@ -64,6 +66,7 @@ class SampleRecord:
     cached_tokens: int
     first_output: float | None  # arrival of the request to the sample's first tokens
     total: float  # arrival to end
+    adapter: str = ""  # its name
 
 
 class HttpMetrics(Protocol):
@@ -116,6 +119,7 @@ class PrometheusMetrics(Collector):
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self.responses: Counter[tuple[str, int]] = Counter()
         self.ignored: Counter[str] = Counter()
+        self.adapters: Counter[str] = Counter()
         self.rejections: Counter[str] = Counter(dict.fromkeys(sorted(set(REJECTIONS.values())), 0))
         self.first_token, self.between = Histogram(FIRST_TOKEN), Histogram(BETWEEN_TOKENS)
         self.per_token, self.whole = Histogram(BETWEEN_TOKENS), Histogram(WHOLE_REQUEST)
@@ -152,6 +156,9 @@ class PrometheusMetrics(Collector):
 
     def sample_ended(self, record: SampleRecord) -> None:
         self.finished[record.reason] += 1
+        if record.adapter:
+            known = record.adapter in self.adapters or len(self.adapters) < MAX_ADAPTERS
+            self.adapters[record.adapter if known else "other"] += 1
         if record.reason == "error":
             return
         self.cached_tokens += min(record.cached_tokens, record.prompt_tokens)
@@ -229,6 +236,8 @@ class PrometheusMetrics(Collector):
         yield self._counter("request_rejections", "Requests that were refused, by why", rejections, ("reason",))
         ignored = {(k,): v for k, v in self.ignored.items()}
         yield self._counter("request_ignored_fields", "Fields of bodies that were left out, by name", ignored, ("field",))
+        by_adapter = {(k,): v for k, v in self.adapters.items()}
+        yield self._counter("adapter_requests", "Samples that ended, by the adapter that they had", by_adapter, ("lora_name",))
         yield from core_metrics(self.prefix, dict(zip(("model_name", "engine"), self.labels, strict=True)), cores)
         yield from self._histograms()
 

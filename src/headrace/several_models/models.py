@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
+from typing import Any
 
 from headrace.api.errors import ApiError, bad_request
 from headrace.engine.interface import CoreStatus, EngineStatus
@@ -53,6 +54,10 @@ class Models:
         forms = (name, name.removesuffix(LATEST), *((name + LATEST,) if tagged else ()))
         found = next((self._by_name[form] for form in forms if form in self._by_name), None)
         return self.default if found is None and self.any_name else found
+
+    def adapters(self) -> dict[str, Any]:
+        """Several models have none."""
+        return {}
 
     def latest(self) -> int | None:
         """The one that is loaded and was used last."""

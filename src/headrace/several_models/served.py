@@ -152,3 +152,6 @@ class Unloaded:
 
     def status(self) -> EngineStatus:
         return NOTHING
+
+    def adapters(self) -> dict[str, Any]:
+        return {}
