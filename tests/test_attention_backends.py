@@ -174,6 +174,6 @@ def test_selection_for_a_card(monkeypatch) -> None:
     for capability in ((8, 0), (9, 0)):
         with pytest.raises(ParameterError, match=r"attention_backend: got 'torch', allowed: auto, triton, cudnn or fa3 on a GPU"):
             pick("torch", capability)
-    with pytest.raises(ParameterError, match=r"device: got 'cuda', allowed: cpu: .*head_dim of 512"):
+    with pytest.raises(ParameterError, match=r"device: got 'cuda', allowed: cpu: .*head_dim of 1024"):
         chosen.append((9, 0))
-        select_attention("auto", model(head_dim=512), card)
+        select_attention("auto", model(head_dim=1024), card)

@@ -56,6 +56,7 @@ def reference(case: PagedCase, window: int = 0, softcap: float = 0.0) -> torch.T
 
 SHAPES = [  # heads, kv heads, head_dim, block
     (16, 8, 128, 64), (32, 8, 128, 16), (9, 3, 64, 64), (16, 1, 80, 16), (12, 4, 96, 64), (8, 4, 256, 64), (14, 2, 64, 16),
+    (32, 4, 512, 64), (8, 1, 512, 16),
     (12, 1, 128, 64), (6, 6, 80, 64), (40, 8, 128, 64), (5, 1, 128, 16),
 ]  # fmt: skip
 
@@ -186,7 +187,7 @@ def test_act_mul(kind) -> None:
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim, rot", [
-    (16, 8, 128, 128), (9, 3, 64, 64), (32, 32, 80, 32), (8, 4, 256, 256), (24, 8, 96, 96), (40, 8, 128, 128),
+    (16, 8, 128, 128), (9, 3, 64, 64), (32, 32, 80, 32), (8, 4, 256, 256), (24, 8, 96, 96), (40, 8, 128, 128), (32, 0, 512, 512),
 ])  # fmt: skip
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str) -> None:

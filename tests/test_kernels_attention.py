@@ -33,6 +33,14 @@ def test_decode_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> 
     close(split(case), attention_reference(case, SCALE))
 
 
+def test_heads_of_512() -> None:
+    """As of Gemma 4: of few rows and many, behind a context."""
+    case = paged_case([1, 1], [150, 64], 4, 1, 512, 64)
+    close(split(case), attention_reference(case, SCALE))
+    case = paged_case([20], [40], 2, 1, 512, 64)
+    close(run_varlen(case, scale=SCALE), attention_reference(case, SCALE))
+
+
 @pytest.mark.parametrize("window, softcap", [(1, 0.0), (20, 0.0), (64, 3.0), (500, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_decode_window_and_softcap(window: int, softcap: float, chunk: int) -> None:

@@ -75,7 +75,7 @@ def test_act_mul(kind, width: int) -> None:
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim, rot", [
-    (4, 2, 32, 32), (9, 3, 64, 64), (6, 6, 80, 80), (4, 1, 80, 32), (16, 2, 128, 96), (3, 3, 96, 96), (20, 4, 16, 8),
+    (4, 2, 32, 32), (9, 3, 64, 64), (6, 6, 80, 80), (4, 1, 80, 32), (16, 2, 128, 96), (3, 3, 96, 96), (20, 4, 16, 8), (3, 0, 512, 512),
 ])  # fmt: skip
 @pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.parametrize("keep", [False, True])

@@ -53,10 +53,12 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
         from headrace.attention.latent_triton import TritonLatentAttention
 
         return TritonLatentAttention(model, device), "Triton for everything: a kernel of latent attention"
-    if model.head_dim > 256:
+    if model.head_dim > 512:
         raise ParameterError("device", device.type, f"cpu: no GPU kernel takes a head_dim of {model.head_dim}")
     from headrace.attention.triton_backend import TritonAttention
 
+    if narrow and model.per_layer is not None:
+        raise ParameterError("kv_cache_dtype", "fp8", "auto: this model's layers have heads of different sizes")
     refusal = "they do not read keys and values in FP8" if narrow else _refusal(model, device)
     if refusal and name not in ("auto", "triton"):
         raise ParameterError("attention_backend", name, f"auto or triton here: {refusal}")
@@ -98,6 +100,8 @@ def _refusal(model: ModelConfig, device: torch.device) -> str:
         return f"the others were measured on sm_90 only, this is sm_{major}{minor}"
     if model.head_dim not in (64, 128, 256):
         return f"the others are built for head_dim 64, 128 and 256, not {model.head_dim}"
+    if model.per_layer is not None:
+        return "the model's layers are of different sizes"
     if model.sinks:
         return "the model has attention sinks"
     if model.attn_softcap:

@@ -1,4 +1,4 @@
-"""Attention on a GPU by our own kernels: any head size to 256, windows, soft caps, blocks read in place. Always there."""
+"""Attention on a GPU by our own kernels: any head size to 512, windows, soft caps, blocks read in place. Always there."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, model: ModelConfig, device: torch.device):
         self.model, self.device = model, device
-        self.group = model.num_heads // model.num_kv_heads
+        kv_heads = [of.heads for of in model.kv_shapes if of.heads]
+        self.kv_heads = max(kv_heads)
+        # of the layer with the fewest key-value heads; where heads are large, rows take the registers of two
+        self.group = model.num_heads // min(kv_heads) * (1 + (model.head_dim > 256))
         self.workspace: SplitSpace | None = None
         self.runs: list[Run] = []
 
@@ -98,13 +101,13 @@ class TritonAttention(AttentionBackend):
         """Device memory that this backend keeps, for the memory plan."""
         m = self.model
         seqs = max_num_seqs + 1
-        return 4 * (num_slots(seqs) * m.num_heads * (m.head_dim + 1) + seqs * m.num_kv_heads)
+        return 4 * (num_slots(seqs) * m.num_heads * (m.head_dim + 1) + seqs * self.kv_heads)
 
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
         m = self.model
         if self.workspace is None:
             seqs = max(batch.block_tables.shape[0], batch.num_seqs)
-            self.workspace = split_space(seqs, m.num_heads, m.num_kv_heads, m.head_dim, self.device)
+            self.workspace = split_space(seqs, m.num_heads, self.kv_heads, m.head_dim, self.device)
         self.runs = runs_of_any(batch) if batch.context_bound else plan_runs(batch, self.group)
 
     def attend(

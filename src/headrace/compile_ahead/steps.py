@@ -111,7 +111,7 @@ class Stage:
 
     def prompts(self) -> None:
         most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
-        group = AS_IF if self.model.latent is not None else self.model.num_heads // self.model.num_kv_heads
+        group = self.attention.group if isinstance(self.attention, TritonAttention) else AS_IF
         for tokens in (*PROMPTS, FEW_ROWS_WIDENED + 1, 1024):
             if tokens <= most:
                 self.forward([tokens], [tokens])
@@ -119,7 +119,7 @@ class Stage:
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
         self.forward([300], [300], keep=True)  # for attention that takes the rows' own keys, or gathers others'
-        out = empty(SPLIT_CONTEXT, self.model.num_kv_heads, self.model.head_dim, dtype=self.dtype)
+        out = empty(SPLIT_CONTEXT, *self.kv.k[0].shape[2:], dtype=self.dtype)
         if self.kv.k[0].dtype == self.dtype and self.model.latent is None:
             gather_kv(
                 self.kv.k[0], self.kv.v[0], out, out, self.tables.block_tables, empty(2), empty(3), first_seq=0, num_seqs=2,

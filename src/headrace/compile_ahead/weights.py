@@ -42,6 +42,8 @@ def weights_without_data(
         if not (spec.optional and tied and spec.target not in narrow)
     }
     weights = DecoderWeights.from_tensors(tensors, model)
+    if model.per_layer is not None:  # no two need be alike
+        return model, weights
     forms = [
         (model.window(i), *((w.kind, w.group, w.scale_rows, *(t.dtype for t in w.tensors)) for w in _matrices(layer)))
         for i, layer in enumerate(weights.layers)

@@ -233,11 +233,13 @@ def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool, roomy: 
     Measured best on an H100 at head_dim 128: 64 x 64 with 4 warps by TMA, 128 x 64 with 8 by pointers, 3 stages.
     """
     keys = max(16, min(64, 16384 // (dim * itemsize)))
-    tma = hopper and block_size % keys == 0
+    tma = hopper and block_size % keys == 0 and dim <= 256  # a box of it has at most 256 columns
     if itemsize == 4:
         return VarlenTile(16, keys, 4, 2, tma)
     if tma and dim <= 128:
         return VarlenTile(64, keys, 4, 3, tma)
+    if dim > 256:
+        return VarlenTile(64 if roomy else 32, keys, 8, 2, tma)
     return VarlenTile(128 if roomy or dim <= 128 else 64, keys, 8, 3 if hopper else 2, tma)
 
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.activation import act_mul
-from headrace.kernels.experts import route, run_experts
+from headrace.kernels.experts import choose, run_experts
 from headrace.kernels.norm import rms_norm
 from headrace.model.batch import WantedRows
 from headrace.model.config import ModelConfig
@@ -147,8 +146,7 @@ class Experts(ExpertsMlp):
         self.even = torch.ones_like(more["router_scale"])
 
     def _rows(self, x: Tensor) -> Tensor:
-        logits = F.linear(rms_norm(x, self.even, self.eps).float(), self.router)
-        ids, shares = route(logits, None, self.experts)
+        ids, shares = choose(rms_norm(x, self.even, self.eps), self.router, None, None, self.experts)
         return run_experts(
             rms_norm(x, self.norm, self.eps), self.gate_up, self.down, ids, shares * self.expert_scale[ids],
             count=len(self.experts.here), first=self.experts.first, activation=self.activation,
