@@ -8,6 +8,7 @@ from drafting import drafting_core
 from engine_driver import assert_all_same, complete, lonely_answers, make_core, make_requests, run
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
+from tiny_gemma4 import EXPERTS, SMALL
 from tiny_models import VOCAB, write_tiny
 
 TOLERANCE = 1e-4  # torch's products of other row counts round otherwise
@@ -19,10 +20,13 @@ SCHEDULES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """With groups, a correction, a shared expert, and a layer without any."""
-    return str(write_tiny("glm4_moe", tmp_path_factory.mktemp("tiny")))
+# with groups, a correction, a shared expert, and a layer without any; beside an MLP, in layers that read others' keys
+MODELS = {"glm4_moe": {}, "gemma4": EXPERTS | SMALL}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    return str(write_tiny(request.param, tmp_path_factory.mktemp("tiny"), **MODELS[request.param]))
 
 
 @pytest.fixture(scope="module")

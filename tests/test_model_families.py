@@ -21,6 +21,7 @@ VARIANTS = {
     "gemma3-plain": ("gemma3", {"rope_parameters": None, "layer_types": None, "num_hidden_layers": 7}),
     "gemma4-experts": ("gemma4", EXPERTS),
     "gemma4-small": ("gemma4", SMALL),
+    "gemma4-all": ("gemma4", EXPERTS | SMALL),
     "phi3-window": ("phi3", {"sliding_window": 10}),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": None, "no_rope_layer_interval": 2}),
     "exaone4-full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
