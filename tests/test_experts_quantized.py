@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.compile_ahead.weights import weights_without_data
 from headrace.config import EngineConfig
 from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.decoder_weights import MATRICES
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.loader import load_model
 from headrace.model.narrow import quantized
@@ -107,3 +109,25 @@ def test_logits_are_those_of_the_floats(name: str, tmp_path: Path):
         weights = load_model(checkpoint, config, torch.float32, CPU, narrow=narrow)
         (logits,) = Sequences(config, weights, max_len=64).step([(0, ids)])
         assert_close(logits, reference(theirs, ids))
+
+
+@pytest.mark.parametrize("how", ["floats", "fp8", "int4", "fp8-block"])
+def test_what_is_compiled_ahead_is_what_is_loaded(how: str, tmp_path: Path):
+    """A layer of each kind, dense or with experts, in the same forms without their numbers."""
+    sizes = SIZES | {"num_hidden_layers": 4, "mlp_only_layers": [1, 2], "intermediate_size": 128}
+    path = tmp_path / "model"
+    if how == "fp8-block":
+        write_quantized(path, FORMATS[how], "qwen3_moe", **sizes)
+    else:
+        write_tiny("qwen3_moe", path, **sizes)
+    checkpoint, made = resolve_checkpoint(EngineConfig(model=str(path))), how if how in ("fp8", "int4") else None
+    config = model_config_from_hf(checkpoint.config)
+    loaded = load_model(checkpoint, config, torch.bfloat16, CPU, quantization=made, narrow=True).layers
+    few, weights = weights_without_data(checkpoint, config, torch.bfloat16, made)
+    assert few.experts is not None and few.num_layers == len(few.experts.layers) == 2
+    for kept, whole in zip(weights.layers, (loaded[0], loaded[1]), strict=True):
+        assert kept.more.keys() == whole.more.keys()
+        pairs = [(getattr(kept, name), getattr(whole, name)) for name in MATRICES]
+        for ahead, there in [*pairs, *((kept.more[name], whole.more[name]) for name in whole.more)]:
+            assert (ahead.kind, ahead.group, ahead.scale_rows) == (there.kind, there.group, there.scale_rows)
+            assert [(t.shape, t.dtype) for t in ahead.tensors] == [(t.shape, t.dtype) for t in there.tensors]

@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "startup":
         return report(args, [shown(startup(args, options))], {})
     from headrace import LLM
+    from headrace.model.checkpoint import resolve_checkpoint
+    from headrace.model.formats.quantized import quantization_of
     from headrace_bench.prompts import PromptBench
     from headrace_bench.roofline import Limits, measure_limits
 
@@ -68,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
-        narrow = (config.quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)  # a CPU's is not counted
+        stored = quantization_of(resolve_checkpoint(config).config)
+        quantization = config.quantization or ("mxfp4" if stored and stored.method == "mxfp4" else None)
+        narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)  # a CPU's is not counted
         limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []

@@ -97,7 +97,8 @@ def _seconds(f: Callable[[], object], device: torch.device) -> float:
     return sorted(times[1:])[ROUND_RUNS // 2]
 
 
-NARROW_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}  # of a weight; of int4 with scale and zero point of its group
+# Of a weight, with its part of its group's scale and of int4 zero point. mxfp4 is of experts alone.
+NARROW_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128, "mxfp4": 0.5 + 2 / 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,9 @@ class Parameters:
         """Of the experts, those that some of so many rows chose; see above."""
         return self.experts * (1 - (1 - self.share) ** rows)
 
-    def layer_bytes(self, rows: int, item: float) -> float:
-        """That so many rows read."""
-        return (self.plain - self.exact + self.touched(rows)) * item + 4 * self.exact
+    def layer_bytes(self, rows: int, item: float, of_expert: float) -> float:
+        """That so many rows read, of so many bytes for a number."""
+        return (self.plain - self.exact) * item + self.touched(rows) * of_expert + 4 * self.exact
 
 
 def parameters_of(model: ModelConfig) -> Parameters:
@@ -143,7 +144,7 @@ def score_columns(model: ModelConfig) -> int:
 
 
 class Limits:
-    """Limits of one model on one machine; `quantization` of its layers' matrices, keys and values in FP8."""
+    """Limits of one model on one machine; `quantization` of its layers' matrices, mxfp4 of experts; keys and values in FP8."""
 
     def __init__(
         self, model: ModelConfig, dtype: torch.dtype, machine: Machine, quantization: str | None = None,
@@ -152,14 +153,15 @@ class Limits:
         self.machine, self.model, self.item = machine, model, dtype.itemsize
         self.parameters = parameters_of(model)
         self.head = model.vocab_size * model.hidden_size  # parameters of it
-        self.layer_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of the layers' matrices
+        self.expert_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of experts
+        self.layer_item = self.item if quantization == "mxfp4" else self.expert_item  # and of the layers' other matrices
         self.kv_bytes = KVCache.bytes_per_block(model, 1, torch.float8_e4m3fn if fp8_cache else dtype)  # of one token
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
     def weight_bytes(self, rows: int) -> float:
         """That a step of so many rows reads, of all cards."""
-        return self.item * self.head + self.parameters.layer_bytes(rows, self.layer_item)
+        return self.item * self.head + self.parameters.layer_bytes(rows, self.layer_item, self.expert_item)
 
     def decode_bytes(self, context_tokens: int, batch: int = 1) -> float:
         """Of one card."""
@@ -189,7 +191,7 @@ class Limits:
     def prompts_seconds(self, lengths: list[int]) -> float:
         """Of prompts that come together."""
         rows, flops = sum(lengths), sum(map(self.prefill_flops, lengths))
-        read = self.parameters.layer_bytes(rows, self.layer_item) / self.machine.bandwidth
+        read = self.parameters.layer_bytes(rows, self.layer_item, self.expert_item) / self.machine.bandwidth
         return max(flops / self.machine.flops, read) / self.cards + self.sum_seconds(rows)
 
     def mixed_seconds(self, decodes: int, context_tokens: int, length: int) -> float:

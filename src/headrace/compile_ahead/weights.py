@@ -32,25 +32,30 @@ def weights_without_data(
     """
     plan, narrow = weight_plan(model), {}
     if quantization in MADE and (checkpoint.format == "dummy" or not checkpoint.quantized_to()):
-        narrow = {spec.target: _made(spec, quantization) for spec in plan if _name(spec) in MATRICES}
+        layers = [spec for spec in plan if spec.target.startswith("layers.") and len(spec.shape) == 2]
+        narrow = {spec.target: _made(spec, quantization) for spec in layers if not (spec.exact or spec.wide)}
     elif quantization != "none" and checkpoint.quantized_to():
         narrow = _as_in_file(checkpoint, plan, dtype)
     tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
     tensors: dict[str, Tensor | Weight] = {
-        spec.target: narrow.get(spec.target) or torch.empty(spec.shape, dtype=dtype, device=META)
+        spec.target: narrow.get(spec.target)
+        or torch.empty(spec.shape, dtype=torch.float32 if spec.exact else dtype, device=META)
         for spec in plan
         if not (spec.optional and tied and spec.target not in narrow)
     }
     weights = DecoderWeights.from_tensors(tensors, model)
     if model.per_layer is not None:  # no two need be alike
         return model, weights
-    forms = [
-        (model.window(i), *((w.kind, w.group, w.scale_rows, *(t.dtype for t in w.tensors)) for w in _matrices(layer)))
-        for i, layer in enumerate(weights.layers)
-    ]
+    forms = [(model.window(i), *layer.more, *map(_form_of, _matrices(layer))) for i, layer in enumerate(weights.layers)]
     kept = [forms.index(form) for form, _ in Counter(forms).most_common()]
     windows = tuple(model.window(i) for i in kept) if model.windows else ()
-    return replace(model, num_layers=len(kept), windows=windows), replace(weights, layers=[weights.layers[i] for i in kept])
+    experts = model.experts and replace(model.experts, layers=tuple(model.experts.at(i) for i in kept))
+    model = replace(model, num_layers=len(kept), windows=windows, experts=experts)
+    return model, replace(weights, layers=[weights.layers[i] for i in kept])
+
+
+def _form_of(w: Weight) -> tuple:
+    return (w.kind, w.group, w.scale_rows, *(t.dtype for t in w.tensors))
 
 
 def _name(spec: WeightSpec) -> str:
@@ -58,7 +63,7 @@ def _name(spec: WeightSpec) -> str:
 
 
 def _matrices(layer) -> list[Weight]:
-    return [getattr(layer, name) for name in MATRICES]
+    return [getattr(layer, name) for name in MATRICES] + [w for w in layer.more.values() if isinstance(w, Weight)]
 
 
 def _made(spec: WeightSpec, kind: str) -> Weight:
@@ -66,7 +71,8 @@ def _made(spec: WeightSpec, kind: str) -> Weight:
     rows, columns = spec.shape
     if kind == "int4" and columns % TOGETHER == 0:
         scales = torch.empty(rows, columns // TOGETHER, dtype=torch.float16, device=META)
-        return Weight(torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META), scales, scales, "int4", TOGETHER)
+        data = torch.empty(rows, columns // 2, dtype=_DATA[kind], device=META)
+        return Weight(data, scales, torch.empty_like(scales, dtype=torch.uint8), "int4", TOGETHER)
     groups = -(-columns // TOGETHER) if kind == "int4" else 1
     scales = torch.empty(rows, groups, dtype=torch.float16 if kind == "int4" else torch.float32, device=META)
     zeros, held = (scales, "int8") if kind == "int4" else (None, kind)

@@ -86,6 +86,6 @@ class ExpertsMlp:
 
 def _as_run(weight: Weight, columns: int) -> Weight:
     """On the CPU what is narrow is widened once, as by `make_linear`, without what packed rows are filled up with."""
-    if weight.kind == "float" or weight.data.is_cuda:
+    if weight.kind == "float" or weight.data.device.type != "cpu":
         return weight
     return Weight(dequantized(weight, torch.float32)[:, :columns].contiguous())
