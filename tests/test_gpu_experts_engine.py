@@ -1,0 +1,54 @@
+"""Engines with quantized experts on a card against the CPU's, which decodes the same numbers; and its memory against the plan."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from agreement import BF16_TOLERANCE, compare, with_rows
+from engine_driver import make_core, make_requests, run
+from headrace.model.decoder import row_elements
+from tiny_models import write_tiny
+
+pytestmark = pytest.mark.gpu
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3}
+
+
+@pytest.mark.parametrize("inner", [128, 80])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_quantized_experts(family: str, kind: str, inner: int, tmp_path) -> None:
+    """Few rows a step: more would have activations of other matrices rounded to FP8."""
+    model = str(write_tiny(family, tmp_path / "model", **SIZES, moe_intermediate_size=inner))
+    cpu = make_core(model, enforce_eager=True, quantization=kind)
+    requests = with_rows(make_requests(1, 10, cpu.vocab_size))
+    want = run(cpu, requests)
+    for options in ({}, {"enforce_eager": True}):
+        core = make_core(model, device="cuda", dtype="bfloat16", quantization=kind, max_num_batched_tokens=32, **options)
+        seen = compare(run(core, requests), want, BF16_TOLERANCE)
+        print(f"{family}, {kind}, {inner}: {seen}")
+        assert not seen.problems, seen
+
+
+@pytest.mark.parametrize("rows", [1, 100, 3000])
+def test_a_step_takes_no_more_memory_than_is_planned(rows: int, tmp_path) -> None:
+    """Of what lies between the router and the residual stream."""
+    sizes = {**SIZES, "hidden_size": 512, "num_experts": 32, "num_experts_per_tok": 6, "moe_intermediate_size": 384}
+    core = make_core(str(write_tiny("qwen2_moe", tmp_path / "model", **sizes)), device="cuda", dtype="bfloat16")
+    decoder = core.runner.decoder
+    mlp = next(layer.mlp for layer in decoder.layers if hasattr(layer.mlp, "experts"))
+    x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        mlp(x)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        mlp(x)
+        torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    planned = 2 * rows * row_elements(decoder.config)
+    print(f"{rows} rows: {taken} of {planned} bytes")
+    assert taken <= planned + (1 << 20)
