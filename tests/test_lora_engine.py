@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from adapters import merged, write_adapter
+from drafting import draft_always
 from fake_core import FakeCore, FakeSupply
 from headrace import LLM, SamplingParams
 from headrace.api.app import create_app
@@ -21,6 +22,7 @@ from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.errors import ParameterError
 from headrace.lora.core import CoreAdapters
+from scheduler_driver import admit_greedily
 from server_driver import soon
 from tiny_models import write_tiny
 
@@ -78,6 +80,30 @@ def test_together_as_each_alone(llm: LLM, wanted) -> None:
             assert say(llm, [PROMPTS[prompt]] * 4, lora=names) == [wanted[name][prompt] for name in names]
     assert say(llm, PROMPTS, lora="ranks") == wanted["ranks"]
     assert llm.engine.core.scheduler.stats.prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_and_preemption_change_nothing(base: str, adapters, wanted, method: str) -> None:
+    """The base model guesses for its adapters; whoever loses his blocks comes back with his own."""
+    options = OPTIONS | {"num_kv_blocks": 20, "speculative_method": method, "num_speculative_tokens": 3, "lora": adapters}
+    if method == "ngram":
+        options["prompt_lookup_min"] = 1
+    if method == "draft_model":
+        options["speculative_model"] = base
+    names = [*wanted, *wanted]
+    with LLM(base, debug_checks=True, **options) as llm:
+        core = llm.engine.core
+        draft_always(core, 3, overlap=method == "draft_model")
+        admit_greedily(core.scheduler)
+        assert say(llm, [PROMPTS[3]] * 8, lora=names) == [wanted[name][3] for name in names]
+        assert core.speculator.stats.num_drafts and core.scheduler.stats.num_preemptions
+
+
+def test_two_ranks_say_what_one_says(base: str, adapters, wanted) -> None:
+    names = list(wanted)
+    with LLM(base, lora=adapters, tensor_parallel_size=2, **OPTIONS) as llm:
+        for prompt in range(2):
+            assert say(llm, [PROMPTS[prompt]] * 4, lora=names) == [wanted[name][prompt] for name in names]
 
 
 def test_an_unknown_name_is_refused(llm: LLM) -> None:

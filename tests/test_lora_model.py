@@ -1,0 +1,101 @@
+"""Every kind of product with adapters against the same model with them merged in, as logits: of one rank and of parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapters import ALL, merged, write_adapter
+from headrace.config import EngineConfig
+from headrace.errors import ParameterError
+from headrace.lora.format import examine
+from headrace.lora.pool import AdapterPool
+from headrace.lora.targets import modules_of, why_not
+from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.model.linear import make_linear
+from headrace.model.loader import load_model
+from headrace.model.shard import WHOLE
+from model_harness import Sequences
+from rank_threads import ThreadGroup, run_ranks
+from test_model_families import tokens
+from tiny_models import TINY, write_tiny
+
+CPU = torch.device("cpu")
+FUSED = ("qkv_proj", "gate_up_proj", "c_fc", "c_proj")
+VARIANTS = {  # fused, rotated pairs as neighbours, norms of whole projections, no gate, side by side, experts
+    "phi3": 2, "ernie4_5": 2, "olmo2": 2, "starcoder2": 2, "cohere2": 1, "qwen3_moe": 1, "gemma4": 1,
+}  # fmt: skip
+
+
+class Always(AdapterPool):
+    """Whatever comes has adapters: of the slots 0, 1, 2 the first, none, the second."""
+
+    def begin(self, batch, wanted) -> None:
+        self.table = torch.zeros((4, 5), dtype=torch.int64)
+        self.table[:3, 4] = torch.tensor([1, 0, 2])
+        batch.adapted = True
+        super().begin(batch, wanted)
+
+
+def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGroup | None = None) -> torch.Tensor:
+    checkpoint = resolve_checkpoint(EngineConfig(model=path))
+    whole = model_config_from_hf(checkpoint.config)
+    shard = WHOLE if group is None else group.shard
+    weights, make, pool = load_model(checkpoint, whole, torch.float32, CPU, shard=shard), make_linear, None
+    if adapters is not None:
+        pool = Always(whole, shard, 2, 8, 64, torch.float32, CPU)
+        for slot, adapter in enumerate(adapters):
+            pool.load(examine(adapter, modules_of(whole), 8), slot)
+        make = pool.make(weights, make_linear)
+    run = Sequences(whole if group is None else shard.config(whole), weights, max_len=48, num_seqs=3, make=make, group=group)
+    run.decoder.adapters = pool
+    if pool is not None:
+        pool.check_made()
+        for layer in run.decoder.layers:
+            if hasattr(layer.mlp, "max_rows"):
+                layer.mlp.max_rows = 8  # the rows of a step in several parts
+    found = [rows for step, wanted in work for rows in run.step(step, wanted)]
+    whole_rows = [rows if group is None else run.decoder.vocab.whole(rows) for rows in found]
+    return torch.cat(whole_rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_as_if_merged(variant: str, tmp_path: Path) -> None:
+    base = str(write_tiny(variant, tmp_path / "base"))
+    targets = (*ALL, *FUSED)
+    first = write_adapter(tmp_path / "first", base, targets=targets, r=5, size=0.3)
+    second = write_adapter(tmp_path / "second", base, targets=targets, seed=1, r=8, alpha=4.0, size=0.3)
+    models = [merged(tmp_path / "one", base, first), base, merged(tmp_path / "two", base, second)]
+    texts = [tokens(17, seed=i) for i in range(3)]
+    work = [
+        ([(i, text[:9]) for i, text in enumerate(texts)], [[8], [3, 8], []]), ([(0, texts[0][9:10]), (2, texts[2][9:])], None),
+        ([(i, texts[i][n:]) for i, n in ((0, 10), (1, 9))], None),
+    ]  # fmt: skip
+    alone = []
+    for i, model in enumerate(models):
+        own = [([(j, ids) for j, ids in step if j == i], w and [w[i]]) for step, w in work]
+        alone.append(logits(model, [(step, w) for step, w in own if step]))
+    found = logits(base, work, [first, second])
+    order = [(j, k) for step, w in work for n, (j, ids) in enumerate(step) for k in (w[n] if w else range(len(ids)))]
+    rows = [iter(one) for one in alone]
+    wanted = torch.stack([next(rows[j]) for j, _ in order])
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+    assert (found - logits(base, work)).abs().max() > 0.05
+    for size in range(2, VARIANTS[variant] + 1):
+        for rank in run_ranks(size, lambda group: logits(base, work, [first, second], group)):
+            torch.testing.assert_close(rank, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [family for family in TINY if family.startswith(("deepseek", "qwen3_5", "qwen3_next", "glm4_moe_lite"))])
+def test_models_that_take_none_say_why(family: str, tmp_path: Path) -> None:
+    from headrace.engine.options import check_options
+
+    config = EngineConfig(model=str(write_tiny(family, tmp_path / "base")), device="cpu", lora_dir=str(tmp_path))
+    checkpoint = resolve_checkpoint(config)
+    model = model_config_from_hf(checkpoint.config)
+    assert why_not(model) is not None
+    with pytest.raises(ParameterError, match="lora_dir: .* nothing here: "):
+        check_options(config, checkpoint, model)
