@@ -216,6 +216,20 @@ def test_the_router_stays_float32_and_experts_do_not(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    "family, extra", [("glm4_moe", "model.layers.3.eh_proj.weight"), ("ernie4_5_moe", "model.mtp_block.0.mlp.up_proj.weight")]
+)  # fmt: skip
+def test_what_guesses_further_tokens_is_left_unread(tmp_path: Path, family: str, extra: str):
+    path, checkpoint, config = tiny(tmp_path, family)
+    save_file(load_file(path / "model.safetensors") | {extra: torch.ones(3)}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(checkpoint.config | {"num_nextn_predict_layers": 1}))
+    load_model(resolve_checkpoint(EngineConfig(model=str(path))), config, torch.float32, CPU)
+    (path / "config.json").write_text(json.dumps(checkpoint.config | {"num_nextn_predict_layers": None}))
+    if family == "glm4_moe":
+        with pytest.raises(CheckpointError, match=r"eh_proj\.weight' is unexpected"):
+            load_model(resolve_checkpoint(EngineConfig(model=str(path))), config, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
     "family, tensor, change, said",
     [
         ("mixtral", "model.layers.2.block_sparse_moe.experts.3.w2.weight", None, "'{tensor}' is missing"),

@@ -108,6 +108,20 @@ def test_quantized_experts_are_each_their_own_numbers(kind: str, tmp_path: Path)
         assert isinstance(more["experts_down"], Weight) and (more["experts_down"].kind != "float") == narrow
 
 
+def test_layers_that_guess_further_tokens_are_left_unread(tmp_path: Path):
+    """They count among the file's blocks."""
+    source = write_tiny("glm4_moe", tmp_path / "hf", num_hidden_layers=2)
+
+    def more_blocks(writer: gguf.GGUFWriter, config: Any) -> None:
+        describe(writer, config)
+        writer.kv_data[0]["glm4moe.block_count"].value = 3
+        writer.add_nextn_predict_layers(1)
+        for name in ("nextn.eh_proj", "attn_norm"):
+            writer.add_tensor(f"blk.2.{name}.weight", np.ones((96, 192), np.float32))
+
+    assert_same_model(source, convert("glm4_moe", source, tmp_path / "model.gguf", together, more_blocks))
+
+
 def test_other_routers_and_lone_experts_are_refused(tmp_path: Path):
     source = write_tiny("glm4_moe", tmp_path / "hf")
 

@@ -44,7 +44,7 @@ FUSED_NAMES = {**PRE_NORM_NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("ml
 _NORMS = ("input_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
 
 # Tensors that some checkpoints hold and no decoder needs: recomputed tables and buffers.
-IGNORED_PREFIXES = ("mtp.",)  # heads for several tokens at once (Qwen3.5, Qwen3-Next)
+IGNORED_PREFIXES = ("mtp.", "model.mtp_")  # heads for several tokens at once (Qwen3.5, Qwen3-Next, EXAONE; ERNIE)
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
 
 
