@@ -9,6 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.model.formats import gguf_experts as experts
+from headrace.model.formats.gguf_gemma4 import NAMES as GEMMA4
+from headrace.model.formats.gguf_gemma4 import TENSORS as GEMMA4_TENSORS
+from headrace.model.formats.gguf_gemma4 import gemma4
 from headrace.model.formats.gguf_metadata import Metadata
 
 Parts = Callable[[Metadata, dict[str, Any]], dict[str, Any]]
@@ -26,6 +29,8 @@ class Architecture:
     interleaved: bool = False
     norms_plus_one: bool = False
     names: Mapping[str, str] = field(default_factory=dict)  # differences from the layer names of gguf_model.py
+    tensors: Mapping[str, str] = field(default_factory=dict)  # of those whose whole name is another one
+    uneven: bool = False  # layers are not alike, and `parts` says so
 
 
 def _granite(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -203,4 +208,5 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _phi3, names={"ffn_up": "mlp.gate_up_proj"}),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, norms_plus_one=True, names=_SANDWICH),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, norms_plus_one=True, names=_SANDWICH),
+    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", gemma4, names=GEMMA4, tensors=GEMMA4_TENSORS, uneven=True),
 })  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 from headrace.errors import CheckpointError
@@ -21,15 +22,36 @@ class Metadata:
     def get(self, key: str) -> Any:
         return self.gguf.metadata.get(self.prefix + key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A count. Some files give one per layer: taken if all are equal."""
+    def integer(self, key: str, default: int | None = None, uneven: bool = False) -> int:
+        """A count. Some files give one per layer: taken if all are equal; if they may be `uneven`, the first."""
         value = self.get(key)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
+        if isinstance(value, list) and value and (uneven or all(v == value[0] for v in value)):
             value = value[0]
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise CheckpointError(f"{self.gguf.path}: {self.prefix + key} is {value!r}, not a positive integer")
         return value
+
+    def integers(self, key: str, layers: int) -> list[int]:
+        """A count of each layer."""
+        value = self.get(key)
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers or any(isinstance(v, bool) or not isinstance(v, int) or not 0 < v < 1 << 31 for v in values):
+            raise CheckpointError(f"{self.gguf.path}: {self.prefix + key} is {value!r}, not a positive integer of each layer")
+        return values
+
+    def vector(self, name: str) -> list[float]:
+        """What a small tensor holds."""
+        gguf = self.gguf
+        entry = gguf.tensors.get(name)
+        if entry is None or len(entry.shape) != 1 or entry.encoding.name != "F32" or entry.num_rows > 1 << 12:
+            raise CheckpointError(f"{gguf.path}: no small F32 vector {name!r}")
+        with gguf.path.open("rb") as file:
+            file.seek(entry.offset)
+            raw = file.read(entry.num_bytes)
+        if len(raw) != entry.num_bytes:
+            raise CheckpointError(f"{gguf.path}: the file ends inside {name!r}")
+        return list(struct.unpack(f"<{entry.num_rows}f", raw))
 
     def number(self, key: str, default: float) -> float:
         value = self.get(key)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import struct
 from typing import Any
 
 from headrace.errors import CheckpointError
@@ -46,21 +45,22 @@ def hf_tensors(gguf: GgufFile) -> dict[str, TensorEntry]:
     """The file's tensors by Hugging Face name. Raises CheckpointError for one that the architecture lacks."""
     arch = _architecture(gguf)
     head_dim = _hf_head_dim(gguf)
-    layer_names = {**_LAYER_NAMES, **arch.names}
+    layer_names, top_names = {**_LAYER_NAMES, **arch.names}, {**_TOP_NAMES, **arch.tensors}
     unused = _unused(Metadata(gguf))
     entries: dict[str, TensorEntry] = {}
     for name, entry in gguf.tensors.items():
         if name in _ROPE_TENSORS:
             continue
         part = ""
-        if (target := _TOP_NAMES.get(name)) is None:
+        if (target := top_names.get(name)) is None:
             if any(name.startswith(prefix) for prefix in unused):
                 continue
-            match = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)", name)
-            part = match[2] if match else ""
-            if match is None or part not in layer_names:
+            match = re.fullmatch(r"blk\.(\d{1,5})\.((\w+)\.(weight|bias|scale))", name)
+            part = match[3] if match else ""
+            own = arch.tensors.get(match[2]) if match else None
+            if match is None or (own is None and (part not in layer_names or match[4] == "scale")):
                 raise CheckpointError(f"{gguf.path}: unexpected tensor {name!r} for architecture {gguf.architecture!r}")
-            target = f"model.layers.{int(match[1])}.{layer_names[part]}.{match[3]}"
+            target = f"model.layers.{int(match[1])}.{own or f'{layer_names[part]}.{match[4]}'}"
         changes: dict[str, Any] = {}
         if arch.interleaved and part in ("attn_q", "attn_k"):
             if entry.num_rows % head_dim:
@@ -93,13 +93,13 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         "hidden_size": meta.integer("embedding_length"),
         "num_hidden_layers": meta.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.integer("attention.head_count_kv", heads, uneven=arch.uneven),
         "head_dim": _hf_head_dim(gguf),
-        "intermediate_size": meta.integer("feed_forward_length"),
+        "intermediate_size": meta.integer("feed_forward_length", uneven=arch.uneven),
         "max_position_embeddings": meta.integer("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(gguf, meta),
+        "rope_scaling": None if arch.uneven else _rope_scaling(gguf, meta),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in gguf.tensors,
@@ -139,8 +139,8 @@ def _rope_scaling(gguf: GgufFile, meta: Metadata) -> dict[str, Any] | None:
     if "rope_factors_long.weight" in gguf.tensors:
         scaling: dict[str, Any] = {
             "rope_type": "longrope",
-            "long_factor": _read_vector(gguf, "rope_factors_long.weight"),
-            "short_factor": _read_vector(gguf, "rope_factors_short.weight"),
+            "long_factor": meta.vector("rope_factors_long.weight"),
+            "short_factor": meta.vector("rope_factors_short.weight"),
         }
         if meta.get("rope.scaling.attn_factor") is not None:
             scaling["attention_factor"] = meta.number("rope.scaling.attn_factor", 1.0)
@@ -166,25 +166,13 @@ def _rope_scaling(gguf: GgufFile, meta: Metadata) -> dict[str, Any] | None:
     return scaling
 
 
-def _read_vector(gguf: GgufFile, name: str) -> list[float]:
-    entry = gguf.tensors.get(name)
-    if entry is None or len(entry.shape) != 1 or entry.encoding.name != "F32" or entry.num_rows > 1 << 12:
-        raise CheckpointError(f"{gguf.path}: no small F32 vector {name!r}")
-    with gguf.path.open("rb") as file:
-        file.seek(entry.offset)
-        raw = file.read(entry.num_bytes)
-    if len(raw) != entry.num_bytes:
-        raise CheckpointError(f"{gguf.path}: the file ends inside {name!r}")
-    return list(struct.unpack(f"<{entry.num_rows}f", raw))
-
-
 def _llama3_scaling(gguf: GgufFile, meta: Metadata) -> dict[str, Any]:
     """The parameters behind `rope_freqs`: llama3 scaling is stored as one divisor per frequency.
 
     All published Llama 3 models share low 1, high 4 and 8192 original positions; the largest divisor is the factor. The
     divisors are computed again from these, and a file that does not agree is refused rather than approximated.
     """
-    given = _read_vector(gguf, "rope_freqs.weight")
+    given = meta.vector("rope_freqs.weight")
     factor, low, high, original = max(given), 1.0, 4.0, 8192
     base, dim = meta.number("rope.freq_base", 10000.0), meta.integer("rope.dimension_count", _hf_head_dim(gguf))
     expected = []

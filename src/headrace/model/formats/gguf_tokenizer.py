@@ -72,10 +72,13 @@ def tokenizer_parts(path: Path, metadata: dict[str, Any]) -> tuple[tokenizers.To
         backend = build_backend(path, lambda: _byte_level_bpe(vocabulary))
         add_bos = vocabulary.pre.add_bos
     elif kind == "llama":
-        backend = build_backend(path, lambda: _sentencepiece_bpe(vocabulary))
+        backend = build_backend(path, lambda: _sentencepiece_bpe(vocabulary, _merges_from_scores(vocabulary)))
+        add_bos = True
+    elif kind == "gemma4":
+        backend = build_backend(path, lambda: _sentencepiece_bpe(vocabulary, vocabulary.merges))
         add_bos = True
     else:
-        raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported (gpt2 and llama are)")
+        raise CheckpointError(f"{path}: tokenizer.ggml.model {kind!r} is not supported (gpt2, llama and gemma4 are)")
     build_backend(path, lambda: _add_tokens(backend, vocabulary))
     names = (("bos_token", "bos"), ("eos_token", "eos"), ("eot_token", "eot"), ("eom_token", "eom"), ("pad_token", "padding"),
              ("unk_token", "unknown"))  # fmt: skip
@@ -150,13 +153,13 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return backend
 
 
-def _sentencepiece_bpe(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
     unknown = vocabulary.role("unknown") or next(
         (t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN), None
     )
     model = models.BPE(
         vocab=vocabulary.index,
-        merges=_merges_from_scores(vocabulary),
+        merges=merges,
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
