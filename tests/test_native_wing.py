@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 import loader_files as files
 from headrace import LLM, SamplingParams
-from headrace.cache.kv_cache import KVCache, LayerShape
+from headrace.cache.kv_cache import KVCache
+from headrace.cache.layer_shape import LayerShape
 from headrace.config import EngineConfig
 from headrace.engine import forwards
 from headrace.engine.build import build_engine, resolve

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.cache import fp8
+from headrace.cache.layer_shape import LayerShape
 from headrace.cache.memory import zeros
 from headrace.cache.state_pool import StatePool
-
-
-class LayerShape(NamedTuple):
-    """What a layer keeps of a token; 0 heads: nothing (it reads another layer's, or has no attention)."""
-
-    heads: int
-    k_dim: int
-    v_dim: int
 
 
 class CacheShape(Protocol):

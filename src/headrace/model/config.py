@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from headrace.cache.kv_cache import LayerShape
+from headrace.cache.layer_shape import LayerShape
 from headrace.model.delta_config import DeltaConfig
 from headrace.model.experts_config import ExpertsConfig
 from headrace.model.latent_config import LatentConfig

@@ -14,7 +14,7 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights, LayerWeights
-from headrace.model.delta_weights import join_gates
+from headrace.model.delta_net import join_gates
 from headrace.model.experts import mlp_of
 from headrace.model.forward import HiddenStateHook
 from headrace.model.layer_forms import formed

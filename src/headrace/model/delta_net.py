@@ -11,6 +11,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import LayerWeights
 from headrace.model.linear import Linear, MakeLinear
 from headrace.model.mixer import Mixer, Pass, SelfAttention
+from headrace.model.weight import Weight
 
 
 class GatedAttention:
@@ -60,3 +61,10 @@ def hybrid_mixer(
         gates = None if rows is None else make(rows, None, None)
         return GatedDeltaNet(attention.qkv, attention.out, gates, config, attention.layer, weights)
     return GatedAttention(attention) if config.attn_gate else attention
+
+
+def join_gates(weights: LayerWeights) -> None:
+    """One product instead of two, where both are of floats: a small one costs a launch, and hardly more."""
+    gates = weights.more.get("delta_gates")
+    if gates is not None and gates.kind == weights.qkv.kind == "float":
+        weights.qkv = Weight(torch.cat([weights.qkv.data, weights.more.pop("delta_gates").data]))

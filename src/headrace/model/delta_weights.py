@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import torch
-
 from headrace.model.config import ModelConfig
-from headrace.model.decoder_weights import LayerWeights
 from headrace.model.delta_config import DeltaConfig
 from headrace.model.shard import Shard
-from headrace.model.weight import Weight
 from headrace.model.weight_names import Slice, WeightSpec
 
 _ATTENTION = ("qkv", "q_norm", "k_norm", "o")
@@ -153,10 +149,3 @@ def stacked_rows(spec: WeightSpec, wanted: Iterable[range]) -> WeightSpec:
                 slices.append(Slice(name, range(held.start + first, held.start + stop), columns))
             begin += len(held)
     return replace(spec, shape=(count, *spec.shape[1:]), slices=tuple(slices))
-
-
-def join_gates(weights: LayerWeights) -> None:
-    """One product instead of two, where both are of floats: a small one costs a launch, and hardly more."""
-    gates = weights.more.get("delta_gates")
-    if gates is not None and gates.kind == weights.qkv.kind == "float":
-        weights.qkv = Weight(torch.cat([weights.qkv.data, weights.more.pop("delta_gates").data]))

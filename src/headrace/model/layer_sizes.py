@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from headrace.cache.kv_cache import LayerShape
+from headrace.cache.layer_shape import LayerShape
 from headrace.model.delta_config import DeltaConfig
 from headrace.model.latent_config import LatentConfig
 
