@@ -34,6 +34,10 @@ CONFIGS = {
         PLAIN, residual_scale=0.5, norm_offset=1.0,
         experts=ExpertsConfig(6, 2, 24, renormalize=True, correction=True, router_bias=True, biases=True, layers=(True, False)),
     ),
+    "gpt-oss": replace(
+        PLAIN, qkv_bias=True, o_bias=True, windows=(20, 0), sinks=True,
+        experts=ExpertsConfig(6, 2, 24, score="chosen", correction=True, router_bias=True, biases=True, clamp=0.5),
+    ),
 }  # fmt: skip
 
 
@@ -68,7 +72,8 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
             q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             qkv_bias=draw(q + 2 * kv, scale=0.1) if config.qkv_bias else None,
-            o_bias=draw(hidden, scale=0.1) if config.o_bias else None, more={} if experts is None else more(experts),
+            o_bias=draw(hidden, scale=0.1) if config.o_bias else None,
+            more=({} if experts is None else more(experts)) | ({"sinks": draw(config.num_heads).float()} if config.sinks else {}),
         )  # fmt: skip
 
     return DecoderWeights(

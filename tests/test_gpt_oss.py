@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_driver import assert_all_same, make_core, make_requests, run
+from headrace.compile_ahead.weights import weights_without_data
 from headrace.config import EngineConfig
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.template import ChatTemplate
@@ -127,6 +128,13 @@ def test_a_made_up_model_is_in_mxfp4_too(pair, tmp_path):
             assert held.kind == "fp4" and torch.equal(dequantized(held, torch.float32)[:, : want.shape[1]], want)
             assert 0.01 < want.std() < 0.05
             assert torch.equal(torch.cat([part.layers[i].more[name].data for part in parts]), held.data)
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(tmp_path), load_format="dummy"))
+    _, ahead = weights_without_data(checkpoint, model_config_from_hf(config), torch.float32, None)
+    for form, layer in zip(ahead.layers, narrow.layers, strict=True):  # what kernels are compiled for ahead
+        held = {name: Weight.of(value) for name, value in layer.more.items()}
+        for name, value in ((name, Weight.of(value)) for name, value in form.more.items()):
+            assert [(t.shape, t.dtype) for t in value.tensors] == [(t.shape, t.dtype) for t in held[name].tensors], name
+            assert (value.kind, value.group) == (held[name].kind, held[name].group)
 
 
 def test_every_schedule_and_any_ranks_give_the_tokens_of_the_floats(pair):

@@ -13,6 +13,7 @@ from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import MATRICES, DecoderWeights
 from headrace.model.families import weight_plan
+from headrace.model.formats.gpt_oss_experts import GROUP, is_random_mxfp4
 from headrace.model.loader import with_quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources
 from headrace.model.weight import TOGETHER, Kind, Weight
@@ -34,6 +35,8 @@ def weights_without_data(
     if quantization in MADE and (checkpoint.format == "dummy" or not checkpoint.quantized_to()):
         layers = [spec for spec in plan if spec.target.startswith("layers.") and len(spec.shape) == 2]
         narrow = {spec.target: _made(spec, quantization) for spec in layers if not (spec.exact or spec.wide)}
+    elif quantization != "none" and checkpoint.format == "dummy":
+        narrow = {spec.target: _mxfp4(spec) for spec in plan if is_random_mxfp4(checkpoint.config, spec)}
     elif quantization != "none" and checkpoint.quantized_to():
         narrow = _as_in_file(checkpoint, plan, dtype)
     tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
@@ -78,6 +81,13 @@ def _made(spec: WeightSpec, kind: str) -> Weight:
     zeros, held = (scales, "int8") if kind == "int4" else (None, kind)
     data = torch.empty(rows, columns, dtype=_DATA[held], device=META)
     return Weight(data, scales, zeros, cast(Kind, held), TOGETHER if kind == "int4" else 0)
+
+
+def _mxfp4(spec: WeightSpec) -> Weight:
+    """What `random_mxfp4` makes."""
+    rows, columns = spec.shape[0], -(-spec.shape[1] // TOGETHER) * TOGETHER
+    scales = torch.empty(rows, columns // GROUP, dtype=torch.float16, device=META)
+    return Weight(torch.empty(rows, columns // 2, dtype=torch.uint8, device=META), scales, None, "fp4", GROUP)
 
 
 def _as_in_file(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype) -> dict[str, Weight]:

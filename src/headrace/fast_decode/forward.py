@@ -104,7 +104,7 @@ class FastDecode:
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
         """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP, nothing rare
-        but experts (see experts.py).
+        but experts (see experts.py) and sinks.
 
         Not float16: x * norm weight is stored before it is divided by the norm, and may exceed 65504.
         """
@@ -112,7 +112,7 @@ class FastDecode:
             config.norm_place == "pre"
             and config.qk_norm in ("none", "head")
             and not config.mlp_bias
-            and set(rare_parts(config)) <= {"a mixture of experts"}
+            and set(rare_parts(config)) <= {"a mixture of experts", "attention sinks"}
             and takes_experts(config)
             and config.head_dim <= 256
             and config.num_heads % config.num_kv_heads == 0

@@ -175,8 +175,7 @@ def random_weights(
     specs = {spec.target: spec for spec in plan}
     parts = {part.target: part for part in parts_of(plan, config, shard)}
     if made is None:
-        quantization = quantization_of(source.config)
-        narrow = [spec for spec in plan if quantization and quantization.method == "mxfp4" and is_random_mxfp4(spec)]
+        narrow = [spec for spec in plan if is_random_mxfp4(source.config, spec)]
         for i, spec in enumerate(narrow):
             matrix = random_mxfp4(spec.shape, device, torch.Generator(device).manual_seed(i))
             weight = part_of(matrix, spec, parts[spec.target], dtype)

@@ -11,11 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from headrace.errors import CheckpointError
 from headrace.model.formats.blocks import powers_of_two
+from headrace.model.formats.quantized import quantization_of
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows, nibbles
 from headrace.model.formats.tensor_file import TensorEntry, head_order
 from headrace.model.narrow import of_filled_e2m1, permuted_heads
@@ -104,6 +106,7 @@ def random_mxfp4(shape: tuple[int, ...], device: torch.device, generator: torch.
     return of_filled_e2m1(nibbles(codes), scales, GROUP)
 
 
-def is_random_mxfp4(spec: WeightSpec) -> bool:
-    """Whether a file of MXFP4 would have the weight so."""
-    return spec.target.rpartition(".")[2] in MATRICES
+def is_random_mxfp4(config: Mapping[str, Any], spec: WeightSpec) -> bool:
+    """Whether a file with this config.json would have the weight in MXFP4."""
+    quantization = quantization_of(config)
+    return quantization is not None and quantization.method == "mxfp4" and spec.target.rpartition(".")[2] in MATRICES
