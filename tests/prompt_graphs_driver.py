@@ -48,8 +48,10 @@ class Exact:
     def forward(self, batch: ForwardBatch, kv, wanted: WantedRows) -> Tensor:
         assert batch.query_lens == [] and batch.seq_lens.max() <= batch.context_bound
         lens = batch.query_start.diff().tolist()
-        rows, seqs = sum(lens), len([n for n in lens if n])
-        assert all(lens[:seqs]) and (batch.slot_mapping[:rows] >= 0).all() and (batch.slot_mapping[rows:] == -1).all()
+        seqs = int((batch.seq_lens > 0).sum())
+        rows = sum(lens[:seqs])
+        assert all(lens[:seqs]) and not any(lens[seqs:-1]) and sum(lens) == len(batch.token_ids), "the last one has padded rows"
+        assert (batch.slot_mapping[:rows] >= 0).all() and (batch.slot_mapping[rows:] == -1).all()
         batch = ForwardBatch(
             batch.token_ids[:rows], batch.positions[:rows], batch.slot_mapping[:rows], batch.block_tables, batch.seq_slots[:seqs],
             batch.query_start[: seqs + 1], batch.seq_lens[:seqs], 0, lens[:seqs], batch.seq_lens[:seqs].tolist(),

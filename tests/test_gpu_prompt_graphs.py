@@ -57,6 +57,18 @@ def test_all_kinds_of_requests_in_float32(model, options):
     assert seen.total() > 5
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
+def test_other_layers_in_float32(family, tmp_path):
+    """Experts, of which padded rows choose some, too; windows and soft caps."""
+    model = str(write_tiny(family, tmp_path))
+    requests = make_requests(4, 10, 512)
+    want = run(make_core(model), requests)
+    core = make_core(model, device="cuda")
+    seen = count_replays(core)
+    assert_all_same(run(core, requests, arrivals=[i // 2 for i in range(10)]), want, family)
+    assert seen.total() > 3
+
+
 @pytest.mark.parametrize("prepared", [False, True], ids=["exact", "padded"])
 def test_plain_requests_sample_within_the_step(model, prepared):
     """Also where a larger step stands in."""

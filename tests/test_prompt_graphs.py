@@ -57,8 +57,8 @@ def test_rows_are_those_of_the_sequences_one_by_one(data) -> None:
     unverified = [data.draw(st.integers(0, 3)) for _ in counts]
     of = tables(rng)
     plan = plan_of(counts, starts, samples, unverified, rng.permutation(SLOTS - 1)[: len(counts)].tolist())
-    seqs, num_rows = len(counts) + data.draw(st.integers(0, 5)), sum(counts) + data.draw(st.integers(0, 9))
-    numbers = numbers_of(plan, seqs, SLOTS - 1)
+    seqs, num_rows = len(counts) + data.draw(st.integers(1, 5)), sum(counts) + data.draw(st.integers(0, 9))
+    numbers = numbers_of(plan, num_rows, seqs, SLOTS - 1)
     ends = rows_on_host(torch.from_numpy(numbers[:END]), of)
     token_ids, positions, places, query_start, index = expand_on_host(numbers[END], of, ends, num_rows, seqs)
     row = 0
@@ -71,7 +71,8 @@ def test_rows_are_those_of_the_sequences_one_by_one(data) -> None:
             assert token_ids[row] == of.token_ids[slot, at] and positions[row] == at
             assert places[row] == int(of.block_tables[slot, at // SIZE]) * SIZE + at % SIZE
             row += 1
-    assert (query_start[len(counts) :] == row).all() and (places[row:] == -1).all() and not positions[row:].any()
+    assert (query_start[len(counts) : -1] == row).all() and query_start[-1] == num_rows
+    assert (places[row:] == -1).all() and not positions[row:].any()
     sampling = np.flatnonzero(samples)
     assert (index[: len(sampling)] == np.cumsum(counts)[sampling] - 1).all()
     assert torch.equal(ends.seq_slots[seqs : seqs + len(sampling)], torch.from_numpy(plan.slots[sampling]))
@@ -79,7 +80,7 @@ def test_rows_are_those_of_the_sequences_one_by_one(data) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("count, seqs, num_rows", [(1, 8, 16), (5, 8, 32), (150, 160, 400), (128, 128, 130), (140, 140, 140)])
+@pytest.mark.parametrize("count, seqs, num_rows", [(1, 8, 16), (5, 8, 32), (150, 160, 400), (128, 129, 130), (140, 144, 140)])
 def test_the_kernel_makes_the_same_rows(count, seqs, num_rows) -> None:
     pytest.importorskip("triton")
     rng = np.random.default_rng(count)
@@ -87,7 +88,7 @@ def test_the_kernel_makes_the_same_rows(count, seqs, num_rows) -> None:
     extra = rng.multinomial((num_rows - count) // 2, [1 / count] * count)
     counts = 1 + np.minimum(extra, 20)
     plan = plan_of(counts, rng.integers(0, LENGTH - 25, count), rng.random(count) < 0.7, None, rng.permutation(SLOTS - 1)[:count].tolist())
-    numbers = numbers_of(plan, seqs, SLOTS - 1)
+    numbers = numbers_of(plan, num_rows, seqs, SLOTS - 1)
     inbox = torch.full((4, NUMBERS, 2 * seqs + 3), -7, dtype=torch.int32)
     inbox[1, :, : 2 * seqs] = torch.from_numpy(numbers)
     ends = rows_on_host(torch.from_numpy(numbers[:END]), of)
@@ -101,17 +102,19 @@ def test_the_kernel_makes_the_same_rows(count, seqs, num_rows) -> None:
 
 @interpreted
 @pytest.mark.parametrize("window, softcap", [(0, 0.0), (11, 0.0), (0, 3.0)])
-@pytest.mark.parametrize("query_lens, context_lens", [
-    ([1, 1, 40, 1, 2, 3, 17], [90, 1, 40, 33, 2, 70, 17]), ([1, 2, 1], [5, 70, 64]), ([50], [81]),
+@pytest.mark.parametrize("query_lens, context_lens, rows", [
+    ([1, 1, 40, 1, 2, 3, 17], [90, 1, 40, 33, 2, 70, 17], 80), ([1, 2, 1], [5, 70, 64], 5), ([50], [81], 50),
 ])  # fmt: skip
-def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_lens, window, softcap) -> None:
+def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_lens, rows, window, softcap) -> None:
     """All in one batch with padded sequences and padded rows: each kernel takes its own, and nothing of the others."""
     pytest.importorskip("triton")
     seqs, pads = len(query_lens), 3
+    padded = rows - sum(query_lens)  # rows of the last sequence, which has no context
     case = paged_case([*query_lens, *[0] * pads], [*context_lens, *[0] * pads], 4, 2, 16, 16)
+    case.query_start[-1] = rows
     case.block_tables[case.seq_slots[seqs:].long()] = 2**31 - 1
     want = attention_reference(case, 0.3, window, softcap)
-    q = torch.cat((case.q, torch.full((9, *case.q.shape[1:]), float("nan"))))
+    q = torch.cat((case.q, torch.randn(padded, *case.q.shape[1:])))
     nothing = torch.zeros(len(q), dtype=torch.int32)
     batch = ForwardBatch(nothing, nothing, nothing.long(), *case.tensors(), 0, [], [], context_bound=128)
     attention = TritonAttention(SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=16), torch.device("cpu"))
@@ -119,6 +122,7 @@ def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_l
     attention.begin(batch, kv)
     out = attention.attend(q, 0, kv, batch, scale=0.3, window=window, softcap=softcap)
     torch.testing.assert_close(out[: len(want)].double(), want, rtol=1e-4, atol=2e-5)
+    assert not out[len(want) :].any(), "padded rows are zeros"
     assert {run.kind for run in attention.runs} == {"split", "varlen"} and attention.runs[1].least == FEW_TOKENS + 1
 
 

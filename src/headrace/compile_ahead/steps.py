@@ -157,7 +157,7 @@ class Stage:
         ends, all_rows = Rows.empty(2 * most, META), TokenRows.empty(sizes[-1], most, META)
         logits, each_alone = empty(most, self.model.vocab_size, dtype=self.dtype), empty(most + 1)
         for size in sizes:
-            for seqs in dict.fromkeys(min(size, n) for n in of_seqs):
+            for seqs in dict.fromkeys(min(size + 8, n) for n in of_seqs):
                 rows, these = all_rows.part(size, seqs), ends.part(0, 2 * seqs)
                 launch(inbox[:, :END], turn, self.tables, these)
                 launch_expand(inbox, turn, self.tables, these, rows)

@@ -46,9 +46,9 @@ class TokenRows:
 def expand_rows(inbox: Tensor, turn: Tensor, tables: SlotTables, ends: Rows, rows: TokenRows) -> None:
     """Fill `rows` for S sequences, whose last rows are the first S of `ends`, from the page that `ends` were prepared from.
 
-    inbox [pages, 5, >= 2 S] int32 and turn as of `prepare_rows`. The fifth number of sequence s: rows of it and those before it
-    (of padded sequences too: they have none); behind them, of each sampled row its number in the step. Rows behind the last
-    sequence get slot_mapping -1, token and position 0.
+    inbox [pages, 5, >= 2 S] int32 and turn as of `prepare_rows`. The fifth number of sequence s: rows of it and of those before;
+    behind them, of each sampled row its number in the step. Rows of padded sequences (seq_lens 0), and those behind the last
+    one, get slot_mapping -1, token and position 0.
     """
     if on_gpu(rows.token_ids):
         launch_expand(inbox, turn, tables, ends, rows)
@@ -66,8 +66,8 @@ def expand_on_host(numbers: np.ndarray, tables: SlotTables, ends: Rows, num_rows
     stops, size = numbers[:num_seqs], tables.block_size
     row = np.arange(num_rows)
     seq = np.searchsorted(stops, row, side="right")
-    real = seq < num_seqs
-    seq = np.where(real, seq, 0)
+    seq = np.minimum(seq, num_seqs - 1)
+    real = (row < stops[-1]) & (ends.seq_lens.numpy()[seq] > 0)
     slot = ends.seq_slots.numpy()[seq]
     at = np.where(real, ends.seq_lens.numpy()[seq] - (stops[seq] - row), 0)
     token = tables.token_ids.numpy()[slot, at] * real
@@ -127,9 +127,10 @@ def _expand_rows(
         seq += tl.sum(((after == 0) & there[None, :]).to(tl.int32), 1)
         stop = tl.minimum(stop, tl.min(tl.where(after, ends[None, :], 2147483647), 1))
     written = row < count
-    real = written & (seq < num_seqs)
+    length = tl.load(seq_lens + seq, written & (seq < num_seqs), 0)
+    real = length > 0
     slot = tl.load(seq_slots + seq, real, 0).to(tl.int64)
-    at = tl.where(real, tl.load(seq_lens + seq, real, 0) - (stop - row), 0)
+    at = tl.where(real, length - (stop - row), 0)
     block = tl.load(block_tables + slot * table_stride + at // BLOCK_SIZE, real, 0).to(tl.int64)
     tl.store(token_ids + row, tl.load(token_table + slot * token_stride + at, real, 0), written)
     tl.store(positions + row, at, written)

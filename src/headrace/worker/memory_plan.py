@@ -66,7 +66,9 @@ def recurrent_bytes(model: ModelConfig, limits: Limits, dtype: torch.dtype) -> i
 
 def captured_tokens(model: ModelConfig) -> int:
     """Of a step with prompts, at most: a power of two, up to which launches take about as long as the device does."""
-    layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size)
+    experts = model.experts
+    inner = model.intermediate_size if experts is None else experts.chosen * experts.inner + experts.shared_inner
+    layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * inner)
     balance = LAUNCHES_WORTH // (2 * layer)
     return max(LEAST_TOKENS, min(MOST_TOKENS, 1 << max(0, balance.bit_length() - 1)))
 

@@ -27,6 +27,7 @@ from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, expand_rows
 from headrace.kernels.tables import Int
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.decoder import Decoder
+from headrace.model.experts import ExpertsMlp
 from headrace.model.forward import Forward
 from headrace.model.mixer import SelfAttention
 from headrace.model.mlp import DenseMlp
@@ -61,8 +62,8 @@ def token_sizes(most: int) -> list[int]:
 
 
 def seq_sizes(most: int) -> list[int]:
-    """Multiples of 8, so that what follows them in memory is aligned."""
-    return [s for s in FEW_SEQS if s < most] + [aligned(most, 8)]
+    """Multiples of 8, so that what follows them in memory is aligned; one more than `most` sequences have room."""
+    return [s for s in FEW_SEQS if s <= most] + [aligned(most + 1, 8)]
 
 
 def can_capture(forward: Forward) -> bool:
@@ -72,7 +73,8 @@ def can_capture(forward: Forward) -> bool:
     attention = forward.attention
     if not isinstance(attention, TritonAttention) or attention.group * FEW_TOKENS > MAX_ROWS:
         return False
-    return all(type(layer.mixer) is SelfAttention and isinstance(layer.mlp, DenseMlp) for layer in forward.layers)
+    layers = forward.layers
+    return all(type(of.mixer) is SelfAttention and isinstance(of.mlp, (DenseMlp, ExpertsMlp)) for of in layers)
 
 
 def prompt_graphs(
@@ -116,7 +118,7 @@ class PromptGraphs(StepGraphs[PromptKey]):
         """Launch the step; its rows are those that are sampled, and padded ones behind."""
         context = int((plan.starts + plan.counts + np.maximum(plan.unverified, 0)).max())
         key, captured = self._find(self.key_for(plan.num_tokens, len(plan), context, tail))
-        sent = self._send(captured, numbers_of(plan, key.seqs, self.state.dummy_slot), 2 * key.seqs)
+        sent = self._send(captured, numbers_of(plan, key.tokens, key.seqs, self.state.dummy_slot), 2 * key.seqs)
         return Replayed(captured.logits, self._ends.part(key.seqs, 2 * key.seqs), sent)
 
     def key_for(self, tokens: int, seqs: int, context: int, tail: Tail) -> PromptKey:
@@ -124,12 +126,12 @@ class PromptGraphs(StepGraphs[PromptKey]):
         return PromptKey(size, self._seqs_for(size, seqs), self.buckets[bisect_left(self.buckets, context)], tail)
 
     def _seqs_for(self, size: int, seqs: int) -> int:
-        """No more than tokens."""
-        return min(size, self.seq_sizes[bisect_left(self.seq_sizes, seqs)])
+        """With a padded one, and hardly more than tokens."""
+        return min(size + 8, self.seq_sizes[bisect_left(self.seq_sizes, seqs + 1)])
 
     def prepare(self) -> None:
         """Capture steps that cover whatever may come, before any comes; what fits better comes in idle time."""
-        few, many, sizes = self.seq_sizes[0], self.seq_sizes[-1], self.sizes
+        few, many, sizes = self.seq_sizes[0] - 1, self.seq_sizes[-1] - 1, self.sizes
         rounded = [s for s in sizes if s & (s - 1) == 0 or s == sizes[-1]]
         shapes = [(s, many, self.buckets[-1]) for s in rounded[::-3]]
         shapes += [(s, seqs, self.buckets[0]) for s in reversed(rounded) for seqs in (many, few)]
@@ -150,7 +152,7 @@ class PromptGraphs(StepGraphs[PromptKey]):
         return *key[:3], COVERING[key.tail]
 
     def _padding(self, key: PromptKey) -> np.ndarray:
-        return numbers_of(None, key.seqs, self.state.dummy_slot)
+        return numbers_of(None, key.tokens, key.seqs, self.state.dummy_slot)
 
     def _step(self, key: PromptKey) -> Tensor | None:
         tokens, seqs, context, tail = key
@@ -186,17 +188,20 @@ def captured_batches(
     return batch, WantedRows(rows.index, alone)
 
 
-def numbers_of(plan: StepPlan | None, seqs: int, dummy_slot: int) -> np.ndarray:
+def numbers_of(plan: StepPlan | None, tokens: int, seqs: int, dummy_slot: int) -> np.ndarray:
     """[5, 2 * seqs] int32: of each sequence its last row and where its rows end (see kernels/prepare and kernels/prompt_rows),
-    and then the same of each row that is sampled, and its number; the rest is padding. Without a plan all of it."""
+    and then the same of each row that is sampled, and its number; the rest is padding. Without a plan all of it.
+
+    The last sequence is a padded one. It has the padded rows: so attention makes them zeros, and whatever is then computed of
+    them is finite."""
     numbers = np.full((NUMBERS, 2 * seqs), -1, np.int32)
-    numbers[SLOT], numbers[END] = dummy_slot, 0
+    numbers[SLOT], numbers[END], numbers[END, seqs - 1] = dummy_slot, 0, tokens
     if plan is None:
         return numbers
     count, ends = len(plan), np.cumsum(plan.counts, dtype=np.int32)
     sequences = numbers[:, :count]
     sequences[SLOT], sequences[POSITION], sequences[UNVERIFIED] = plan.slots, plan.starts + plan.counts - 1, plan.unverified
-    numbers[END, :count], numbers[END, count:seqs] = ends, ends[-1]
+    numbers[END, :count], numbers[END, count : seqs - 1] = ends, ends[-1]
     sampling = np.flatnonzero(plan.samples)
     numbers[:, seqs : seqs + len(sampling)] = sequences[:, sampling]
     numbers[END, seqs : seqs + len(sampling)] = ends[sampling] - 1
