@@ -408,6 +408,22 @@ async def test_counters_are_sums_over_all_steps(supply, monkeypatch):
     assert stats.schedule_seconds > 0 and stats.launch_seconds > 0
 
 
+async def test_idle_time_is_used_after_a_second_of_quiet(supply, monkeypatch):
+    """Before anybody has come, too; not between one request and the next, which would have to wait."""
+    core, used = (await supply.take(0)).core, []
+    monkeypatch.setattr(core, "idle", lambda: used.append(core.steps) or False)
+    loop = CoreLoop(core, Inbox(), lambda said: None)
+    loop.turn()
+    add(core, "good")
+    while core.has_work:
+        loop.turn()
+    loop.turn()
+    assert used == [0]
+    monkeypatch.setattr(process, "QUIET_SECONDS", 0.0)
+    loop.turn()
+    assert used == [0, core.steps] and core.steps > 1
+
+
 # ---------------------------------------------------------------- a core's life
 
 

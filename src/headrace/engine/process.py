@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.5
 STATS_SECONDS = 0.1
 IDLE_POLL_MS = 100
+QUIET_SECONDS = 1.0  # without a step until idle time is used: who comes meanwhile has to wait
 LAST_WORDS_SECONDS = 0.05  # for the socket's own thread to send them: it does not say when it has
 PR_SET_PDEATHSIG = 1
 READABLE = int(zmq.POLLIN)
@@ -73,6 +75,7 @@ class CoreLoop:
         self.step_began = 0.0  # time.monotonic(), 0 between steps; read by the heartbeat's thread
         self._decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=from_wire)
         self._stats_sent, self._stats_due = 0.0, True
+        self._stepped = -math.inf  # time.monotonic() of the last step
         tree = core.scheduler.tree
         self._recorded = tree if isinstance(tree, RecordedTree) else None
         self.glass: GlassObserver | None = None  # while somebody looks
@@ -85,7 +88,8 @@ class CoreLoop:
 
     def turn(self) -> bool:
         """Take messages, step once, say what came of it. False: a Shutdown came."""
-        busy = self.core.has_work or self.core.idle()
+        is_quiet = time.monotonic() - self._stepped > QUIET_SECONDS
+        busy = self.core.has_work or (is_quiet and self.core.idle())
         if not self._receive(wait=not busy):
             return False
         outputs = self._step() if self.core.has_work else Outputs()
@@ -109,7 +113,7 @@ class CoreLoop:
         times = self.core.times
         times.wait = times.settle = 0.0  # a step that has no other to settle leaves them
         times.num_tokens = times.num_seqs = 0
-        began = self.step_began = time.monotonic()
+        began = self.step_began = self._stepped = time.monotonic()
         outputs = self.core.step()
         self.step_began = 0.0
         self._stats_due = True

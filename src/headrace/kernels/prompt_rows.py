@@ -46,7 +46,7 @@ class TokenRows:
 def expand_rows(inbox: Tensor, turn: Tensor, tables: SlotTables, ends: Rows, rows: TokenRows) -> None:
     """Fill `rows` for S sequences, whose last rows are the first S of `ends`, from the page that `ends` were prepared from.
 
-    inbox [pages, 5, >= 2 S] int32 and turn as of `prepare_rows`. The fifth number of sequence s: rows of it and of those before;
+    inbox [pages, 5, >= 2 S] int32 and turn as of `prepare_rows`. The fifth number of sequence s: rows until its end;
     behind them, of each sampled row its number in the step. Rows of padded sequences (seq_lens 0), and those behind the last
     one, get slot_mapping -1, token and position 0.
     """

@@ -55,9 +55,8 @@ class PromptKey(NamedTuple):
 
 
 def token_sizes(most: int) -> list[int]:
-    """16, 32, 64, then every 64 up to 512, every 128 up to 1024, every 256 up to 2048, every 512 above; the last is not less
-    than `most`."""
-    sizes = [16, 32, *range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256), *range(2048, MOST_TOKENS + 1, 512)]
+    """16, 32, then every 64 up to 1024, every 256 up to 2048, every 512 above; the last is not less than `most`."""
+    sizes = [16, 32, *range(64, 1024, 64), *range(1024, 2048, 256), *range(2048, MOST_TOKENS + 1, 512)]
     return sizes[: bisect_left(sizes, min(most, MOST_TOKENS)) + 1]
 
 
@@ -68,7 +67,7 @@ def seq_sizes(most: int) -> list[int]:
 
 def can_capture(forward: Forward) -> bool:
     """Whether all of the model can do without what only the host knows of a step. Of several ranks none is captured."""
-    if not isinstance(forward, Decoder) or forward.vocab is not None:
+    if not isinstance(forward, Decoder) or forward.vocab is not None or forward.config.per_layer is not None:
         return False
     attention = forward.attention
     if not isinstance(attention, TritonAttention) or attention.group * FEW_TOKENS > MAX_ROWS:
