@@ -97,5 +97,5 @@ def test_models_that_take_none_say_why(family: str, tmp_path: Path) -> None:
     checkpoint = resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
     assert why_not(model) is not None
-    with pytest.raises(ParameterError, match="lora_dir: .* nothing here: "):
+    with pytest.raises(ParameterError, match=r"lora_dir: .* nothing here: "):
         check_options(config, checkpoint, model)

@@ -92,9 +92,7 @@ class EngineConfig:
         None, "no drafts in steps of more rows than this", 2, 4096, shown="64 on a GPU, 16 on a CPU"
     )
     lora: tuple[str, ...] = _adapters((), "an adapter as PEFT saves it, by the name that requests call it", unit="NAME=PATH")
-    lora_dir: str | None = _adapters(
-        None, "where /v1/load_lora_adapter may load from, with --admin-key", unit="DIR", shown="it may not"
-    )
+    lora_dir: str | None = _adapters(None, "where /v1/load_lora_adapter may load from, with --admin-key", unit="DIR")
     max_loras: int = _adapters(4, "at the same time; each takes its share of the device's memory", 1, 256)
     max_lora_rank: int = _adapters(16, "of an adapter at most", 1, 512)
     debug_checks: bool = _engine(False, "check the block accounting every step")
