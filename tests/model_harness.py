@@ -20,6 +20,7 @@ from headrace.model.decoder import Decoder
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.linear import make_linear
+from headrace.model.weight_names import IGNORED_SUFFIXES
 
 
 def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
@@ -35,7 +36,8 @@ def load_tiny(path: Path) -> tuple[ModelConfig, DecoderWeights]:
         assert [p.shape[0] for p in parts.values()] == [rows for _, rows in spec.sources]
         tensors[spec.target] = torch.cat([parts[name][rows.start : rows.stop] for name, rows, _ in spec.reads])
         assert tensors[spec.target].shape == spec.shape
-    assert used == set(files), set(files) - used
+    unread = {name for name in set(files) - used if not name.endswith(IGNORED_SUFFIXES)}
+    assert used <= set(files) and not unread, unread
     return config, DecoderWeights.from_tensors(tensors, config)
 
 

@@ -82,6 +82,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2Config", {"num_attention_heads": 4, "sliding_window": 11}),
     "nemotron": ("NemotronConfig", {"num_attention_heads": 4, "partial_rotary_factor": 0.5}),
+    "apertus": (
+        "ApertusConfig",
+        {
+            "num_attention_heads": 4, "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "cohere": ("CohereConfig", {"num_attention_heads": 4, "logit_scale": 0.3}),
     "cohere2": ("Cohere2Config", {"num_attention_heads": 4, "logit_scale": 0.3, "sliding_window": 9, "sliding_window_pattern": 2}),
     "granite": (
@@ -124,7 +134,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 
 LIKE_OTHERS = ("olmo3", "seed_oss", "glm4", "ernie4_5")  # once loaded, their switches are those of other families
 RARE = (  # of which only the common decoder knows how
-    "ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", *TINY_EXPERTS, *TINY_HYBRID, *TINY_LATENT,
+    "ministral3", "hunyuan_v1_dense", "starcoder2", "nemotron", "cohere", "cohere2", "apertus", *TINY_EXPERTS, *TINY_HYBRID, *TINY_LATENT,
     *TINY_GEMMA4,
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, on_gpu, tl
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]  # the last: see model/xielu.py
 
 
 def act(x: Tensor, kind: Activation) -> Tensor:

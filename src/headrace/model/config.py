@@ -62,7 +62,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh", "gelu", "relu2"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"] = "silu"
     experts: ExpertsConfig | None = None  # instead of an MLP, in all layers or some
     parallel: bool = False  # attention and MLP read the same norm and are added together (Cohere)
     delta: DeltaConfig | None = None  # gated delta nets in place of attention in some layers (Qwen3.5, Qwen3-Next)

@@ -26,6 +26,7 @@ from headrace.model.gpt_oss import GPT_OSS_FAMILY, sinks_plan
 from headrace.model.hf_config import HfConfig
 from headrace.model.text_part import WRAPPERS, text_config
 from headrace.model.weight_names import (
+    APERTUS_NAMES,
     FUSED_NAMES,
     GLM_NAMES,
     HUNYUAN_NAMES,
@@ -36,6 +37,7 @@ from headrace.model.weight_names import (
     WeightSpec,
     plan_weights,
 )
+from headrace.model.xielu import xielu_plan
 
 
 def _mistral(c: HfConfig) -> dict[str, Any]:
@@ -124,6 +126,13 @@ def _nemotron(c: HfConfig) -> dict[str, Any]:
     return {**biases(c), "norm": "layer", "norm_offset": 1.0, "norm_eps": c.number("norm_eps", 1e-5), "gated": False}
 
 
+def _apertus(c: HfConfig) -> dict[str, Any]:
+    if not (c.raw.get("rope_parameters") or c.raw.get("rope_scaling")):
+        c = HfConfig({**c.raw, "rope_parameters": _APERTUS_ROPE})
+    bias, rope = c.flag("attention_bias"), c.rope("full_attention", c.number("rope_theta", 12_000_000.0))
+    return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "gated": False, "rope": rope}
+
+
 def _cohere(c: HfConfig) -> dict[str, Any]:
     if c.flag("use_qk_norm"):
         raise CheckpointError("config.json: use_qk_norm is true: a LayerNorm over each head is not supported")
@@ -187,6 +196,10 @@ _MINISTRAL_ROPE = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+_APERTUS_ROPE = {
+    "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
 _GEMMA_DEFAULTS = {
     "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
 }  # fmt: skip
@@ -231,6 +244,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     ),
     "nemotron": Family(
         ("NemotronForCausalLM",), _nemotron, UNGATED_NAMES, {"hidden_act": "relu2", "partial_rotary_factor": 0.5}
+    ),
+    "apertus": Family(
+        ("ApertusForCausalLM",), _apertus, APERTUS_NAMES,
+        {"hidden_act": "xielu", "rms_norm_eps": 1e-5},
     ),
     "cohere": Family(("CohereForCausalLM",), _cohere, defaults={"max_position_embeddings": 8192, "rope_theta": 500_000.0}),
     "cohere2": Family(("Cohere2ForCausalLM",), _cohere2, defaults={"max_position_embeddings": 8192, "sliding_window": 4096}),
@@ -296,6 +313,7 @@ def weight_plan(config: ModelConfig) -> list[WeightSpec]:
     plan = plan_weights(config, names)
     if config.per_layer is not None:
         return gemma4_plan(plan, config, names)
+    plan = plan if config.activation != "xielu" else xielu_plan(plan)
     plan = plan if config.experts is None else experts_plan(plan, config, names)
     plan = sinks_plan(plan, config, names) if config.sinks else plan
     return plan if config.delta is None else delta_plan(plan, config)

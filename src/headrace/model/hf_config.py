@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 from headrace.errors import CheckpointError
 from headrace.model.config import RopeConfig
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -18,7 +18,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
+_UNGATED = ("relu2", "xielu")
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # Which entries of rope_parameters / rope_scaling each kind reads: required, then optional.
 _ROPE_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -79,8 +81,8 @@ class HfConfig:
     def activation(self, gated: bool) -> Activation:
         # Gemma-2's older files carry both names, and only the second is meant
         name = self.raw.get("hidden_activation") or self.raw.get("hidden_act") or "silu"
-        if not isinstance(name, str) or name not in _ACTIVATIONS or (gated and name == "relu2"):
-            known = ", ".join(name for name in _ACTIVATIONS if not gated or name != "relu2")
+        if not isinstance(name, str) or name not in _ACTIVATIONS or (gated and name in _UNGATED):
+            known = ", ".join(name for name in _ACTIVATIONS if not gated or name not in _UNGATED)
             raise CheckpointError(f"config.json: activation {name!r} is not supported; known: {known}")
         return _ACTIVATIONS[name]
 

@@ -38,6 +38,12 @@ GLM_NAMES = {
 }
 HUNYUAN_NAMES = {**PRE_NORM_NAMES, "q_norm": ("self_attn.query_layernorm",), "k_norm": ("self_attn.key_layernorm",)}
 STARCODER_NAMES = {**PRE_NORM_NAMES, "gate_up": ("mlp.c_fc",), "down": ("mlp.c_proj",)}
+APERTUS_NAMES = {
+    **PRE_NORM_NAMES,
+    "gate_up": ("mlp.up_proj",),
+    "input_norm": ("attention_layernorm",),
+    "mlp_norm": ("feedforward_layernorm",),
+}
 UNGATED_NAMES = {**PRE_NORM_NAMES, "gate_up": ("mlp.up_proj",)}
 FUSED_NAMES = {**PRE_NORM_NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 
@@ -45,7 +51,9 @@ _NORMS = ("input_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
 
 # Tensors that some checkpoints hold and no decoder needs: recomputed tables and buffers.
 IGNORED_PREFIXES = ("mtp.", "model.mtp_")  # heads for several tokens at once (Qwen3.5, Qwen3-Next, EXAONE; ERNIE)
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias")
+IGNORED_SUFFIXES = (
+    ".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", ".masked_bias", ".act_fn.beta", ".act_fn.eps",
+)  # fmt: skip
 
 
 def drafting_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
