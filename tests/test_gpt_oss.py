@@ -26,7 +26,7 @@ from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.model.shard import WHOLE, Shard, sizes_of
 from headrace.model.tokenizer import Tokenizer
-from headrace.model.weight import dequantized
+from headrace.model.weight import Weight, dequantized
 from quantized_checkpoints import E2M1
 from rank_threads import ranked_core
 from test_loader_gguf_families import assert_same_model, convert

@@ -178,7 +178,7 @@ def random_weights(
         narrow = [spec for spec in plan if is_random_mxfp4(source.config, spec)]
         for i, spec in enumerate(narrow):
             matrix = random_mxfp4(spec.shape, device, torch.Generator(device).manual_seed(i))
-            weight = part_of(matrix, spec, parts[spec.target], dtype)
+            weight = compact(part_of(matrix, spec, parts[spec.target], dtype), parts[spec.target].shape[0])
             yield spec.target, weight if keep else dequantized(weight, dtype)[:, : spec.shape[1]].contiguous()
         floats = [spec for spec in plan if spec not in narrow]
         yield from random_tensors(source, config, floats, dtype, device, shard)
