@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from headrace.engine.build import build_engine
 from headrace.engine.messages import EngineRequest
 from headrace.errors import CheckpointError, ParameterError
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.decoder import row_elements
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.model.shard import sizes_of
 from headrace.model.weight import Weight
 from headrace.sampling.params import SamplingParams
 from model_harness import Sequences
@@ -85,6 +88,32 @@ def test_a_token_costs_one_latent_and_one_key(model):
     assert sum(t.numel() for t in cache.k + cache.v) == 3 * 2 * 8 * 48
 
 
+KIMI_K2 = {  # as published, as far as attention goes
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "vocab_size": 163840, "hidden_size": 7168,
+    "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 1, "n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "max_position_embeddings": 131072, "rope_theta": 50000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
+
+
+def test_published_sizes():
+    """576 numbers a token and layer, and as many heads as ranks like; queries and keys are longer by what yarn says."""
+    config = model_config_from_hf(KIMI_K2)
+    assert KVCache.bytes_per_block(config, 1, torch.bfloat16) == 61 * 576 * 2
+    assert {2, 4, 8, 16} <= set(sizes_of(config))
+    assert config.attn_scale == pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2)
+    latent = config.latent
+    assert latent is not None
+    held = 2 * config.hidden_size + config.num_heads * (latent.row + latent.rank + latent.value)
+    assert row_elements(config) >= held, "queries that meet latents, and what attention gives"
+
+
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}])
 def test_narrow_caches_are_refused(model, options):
     with pytest.raises(ParameterError, match=r"kv_cache_dtype.*auto"):
@@ -133,7 +162,7 @@ def test_quantizing_leaves_what_is_absorbed(model):
 
 @pytest.mark.parametrize("change, named", [
     ({"attention_bias": True}, "attention_bias"), ({"topk_method": "greedy"}, "topk_method"),
-    ({"scoring_func": "softmax"}, "scoring_func"), ({"kv_lora_rank": None}, "kv_lora_rank"), ({"moe_layer_freq": 2}, "moe_layer_freq"),
+    ({"scoring_func": "softmax"}, "scoring_func"), ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"kv_lora_rank": None}, "kv_lora_rank"), ({"moe_layer_freq": 2}, "moe_layer_freq"),
 ])  # fmt: skip
 def test_what_is_not_served_is_named(model, change, named):
     with pytest.raises(CheckpointError, match=named):

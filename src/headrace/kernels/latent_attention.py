@@ -11,6 +11,7 @@ a second kernel with a program for some columns of each head: the last program t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -260,6 +261,7 @@ def num_slots(max_num_seqs: int) -> int:
     return max(512, 4 * max_num_seqs)
 
 
+@functools.lru_cache(4096)
 def choose_parts(num_seqs: int, tokens: int, groups: int, context: int, multiprocessors: int, slots: int) -> int:
     """Into how many parts a sequence is cut at most: the fewest that keep nine tenths of two rounds of the card busy, or as
     many as come nearest to that."""
@@ -300,7 +302,7 @@ def latent_attention(
         partials, lse = space.partials, space.lse
         if parts is None:
             parts = choose_parts(num_seqs, tokens, groups, max_context, num_multiprocessors(q.device), space.slots)
-        if num_seqs * tokens * parts > space.slots:
+        if parts > 1 and num_seqs * tokens * parts > space.slots:
             raise ValueError(f"{parts} parts of {num_seqs} sequences do not fit {space.slots} slots")
         grid = (groups, parts, num_seqs)
     latents, ropes = cache, cache

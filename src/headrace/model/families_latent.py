@@ -26,8 +26,9 @@ def _latent(c: HfConfig) -> dict[str, Any]:
         value=c.count("v_head_dim"), query_rank=0 if c.raw.get("q_lora_rank") is None else c.count("q_lora_rank"),
         interleaved=interleaved,
     )  # fmt: skip
-    rotated = HfConfig({**c.raw, "head_dim": latent.rope, "partial_rotary_factor": None})
-    rope = rotated.rope("full_attention", c.number("rope_theta", 10_000.0))
+    rope = HfConfig({**c.raw, "head_dim": latent.rope}).rope("full_attention", c.number("rope_theta", 10_000.0))
+    if rope.dim != latent.rope:
+        raise CheckpointError("config.json: partial_rotary_factor is not 1, wanted that with multi-head latent attention")
     return {
         "latent": latent, "rope": rope, "num_kv_heads": 1, "head_dim": latent.row,
         "attn_scale": latent.query**-0.5 * _magnitude(rope) ** 2,
