@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from agreement import BF16_TOLERANCE, compare, with_rows
-from engine_driver import assert_all_same, make_core, make_requests, run
+from engine_driver import assert_all_same, complete, make_core, make_requests, run
+from headrace.engine.messages import EngineRequest
 from headrace.kernels.latent_attention import PartSpace
+from headrace.sampling.params import SamplingParams
 from kernel_cases import latent_case, latent_reference, run_latent
 from tiny_models import write_tiny
 
@@ -21,8 +23,9 @@ def near(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     assert (got.float() - want).abs().max() <= tolerance * want.abs().max()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.01), (torch.float16, 0.002), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("heads", [16, 20, 32, 64, 128])
+@pytest.mark.parametrize("heads, dtype, tolerance", [
+    (16, torch.bfloat16, 0.01), (20, torch.bfloat16, 0.01), (128, torch.bfloat16, 0.01), (20, torch.float16, 0.002), (20, torch.float32, 1e-5),
+])  # fmt: skip
 def test_decode(heads, dtype, tolerance):
     """Long and short contexts, a padded row, and a grid that is made for longer ones."""
     case = latent_case([1] * 6, LENS, heads, RANK, ROPE, 64, dtype=dtype, device="cuda")
@@ -31,7 +34,7 @@ def test_decode(heads, dtype, tolerance):
         near(run_latent(case, RANK, split=True, parts=parts, max_context=8192), want, tolerance)
 
 
-@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("heads", [20])
 def test_a_replayed_graph_sees_new_lengths(heads):
     case = latent_case([1] * 6, LENS, heads, RANK, ROPE, 64, dtype=torch.bfloat16, device="cuda")
     space = PartSpace.of(6, heads, RANK, torch.device("cuda"))
@@ -46,8 +49,7 @@ def test_a_replayed_graph_sees_new_lengths(heads):
         near(out, latent_reference(case, RANK), 0.01)
 
 
-@pytest.mark.parametrize("heads", [16, 20, 128])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.01), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("heads, dtype, tolerance", [(20, torch.bfloat16, 0.01), (128, torch.bfloat16, 0.01), (20, torch.float32, 1e-5)])
 def test_prefill(heads, dtype, tolerance):
     case = latent_case([200, 1, 33, 64], [200, 90, 500, 64], heads, RANK, ROPE, 64, dtype=dtype, device="cuda")
     near(run_latent(case, RANK, split=False), latent_reference(case, RANK), tolerance)
@@ -73,3 +75,17 @@ def test_a_model_of_published_sizes(tmp_path, heads):
         got = run(make_core(model, device="cuda", dtype="bfloat16", **options), requests)
         seen = compare(got, want, BF16_TOLERANCE)
         assert not seen.problems and seen.total / seen.compared < BF16_TOLERANCE / 2, f"{options}: {seen}"
+
+
+def test_long_prompts_by_keys_and_values_of_heads(tmp_path):
+    """Two that cuDNN gets, alike and not, of which one ends beside its multiple; then behind what is cached of one."""
+    model = str(write_tiny("deepseek_v3", tmp_path / "model", max_position_embeddings=4096, **SIZES | {"num_hidden_layers": 1}))
+    prompts = [[3 + (7 * i + j) % 500 for i in range(count)] for j, count in enumerate((1024, 2100, 300, 2100))]
+    params = complete(SamplingParams(temperature=0.0, max_tokens=3, logprobs=-1))
+    requests = [EngineRequest(f"r{j}", prompt, params, j) for j, prompt in enumerate(prompts)]
+    options = {"max_model_len": 4096, "num_kv_blocks": 400, "block_size": 64}
+    want = run(make_core(model, **options), requests)
+    core = make_core(model, device="cuda", dtype="bfloat16", **options)
+    for _ in range(2):
+        seen = compare(run(core, requests), want, BF16_TOLERANCE)
+        assert not seen.problems and seen.total / seen.compared < BF16_TOLERANCE / 2, str(seen)

@@ -11,8 +11,8 @@ from headrace.model.latent_config import LatentConfig
 from kernel_cases import latent_case, latent_reference, run_latent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
-TILE = LatentTile(16, 16, 4, 1)
-TMA = LatentTile(16, 16, 4, 1, tma=True)
+TILE = LatentTile(16, 32, 4, 1, 16, False)
+TMA = LatentTile(16, 16, 4, 1, 16, True)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ def test_several_rows_of_a_sequence_are_split() -> None:
 ])  # fmt: skip
 def test_prefill(query_lens, context_lens, heads: int, tma: bool) -> None:
     case = latent_case(query_lens, context_lens, heads, 32, 16, 16)
-    close(run_latent(case, 32, split=False, tile=LatentTile(32, 16, 4, 1, tma)), latent_reference(case, 32))
+    close(run_latent(case, 32, split=False, tile=LatentTile(32, 16, 4, 1, 16, tma)), latent_reference(case, 32))
 
 
 def test_half_precision() -> None:

@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from drafting import drafting_core
 from engine_driver import assert_all_same, complete, lonely_answers, make_core, make_requests, run
+from headrace.attention.flash import Dense
+from headrace.attention.latent_torch import TorchLatentAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
 from headrace.engine.messages import EngineRequest
 from headrace.errors import CheckpointError, ParameterError
+from headrace.kernels.latent_rows import latent_rope_write_reference
+from headrace.model import latent as latent_model
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.decoder import row_elements
 from headrace.model.families import model_config_from_hf
@@ -76,6 +81,50 @@ def test_speculation_and_cached_prompts_change_nothing(model, alone):
     assert sum(result.cached for result in again.values()) > 0
 
 
+class Expanded(TorchLatentAttention):
+    """Leaves the first rows of fresh prompts to keys and values of heads, as a card's backend does with long ones."""
+
+    def begin(self, batch, kv):
+        super().begin(batch, kv)
+        self.dense, first = [], batch.num_decodes
+        for rows, context in zip(batch.query_lens[first:], batch.context_lens[first:], strict=True):
+            if rows == context >= 4:
+                self.dense.append(Dense(first, 1, rows // 4 * 4))
+            first += rows
+        self.keeps_own = bool(self.dense)
+
+    def attend(self, q, *given, **options):
+        for part in self.dense:
+            assert q[part.first_row : part.first_row + part.rows, :, : self.rank].isnan().all(), "nobody needs these"
+        return super().attend(q.nan_to_num(0.0), *given, **options)
+
+    def attend_dense(self, part, q, k, v, scale):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite"])
+def test_keys_and_values_of_heads_say_the_same(family, tmp_path, monkeypatch):
+    """Fresh prompts beside decodes and chunks, some rows of one prompt by each way."""
+
+    def keeping(q, queries, row, positions, cos, sin, norm, cache, slots, sizes, keep=False):
+        q[:, :, : sizes.rank] = torch.nan
+        latent_rope_write_reference(q, queries, row, positions, cos, sin, norm, cache, slots, sizes)
+        return cache.flatten(0, 2)[slots] if keep else None
+
+    monkeypatch.setattr(latent_model, "latent_rope_write", keeping)
+    path = write_tiny(family, tmp_path / "model", num_hidden_layers=2)
+    config = model_config_from_hf(checkpoint_of(path).config)
+    weights = load_model(checkpoint_of(path), config, torch.float32, CPU)
+    ids = [[3 + i for i in range(count)] for count in (18, 7, 24)]
+    work = [[(0, ids[0])], [(0, [5]), (1, ids[1]), (2, ids[2])], [(1, [9] * 3), (0, [8])]]
+    logits = []
+    for attention in (None, Expanded(config.latent.rank)):
+        run = Sequences(config, weights, max_len=64, attention=attention)
+        logits.append(torch.cat([rows for step in work for rows in run.step(step)]))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
 def checkpoint_of(path: Path | str, **options) -> Checkpoint:
     return resolve_checkpoint(EngineConfig(model=str(path), **options))
 
@@ -110,8 +159,9 @@ def test_published_sizes():
     assert config.attn_scale == pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2)
     latent = config.latent
     assert latent is not None
-    held = 2 * config.hidden_size + config.num_heads * (latent.row + latent.rank + latent.value)
-    assert row_elements(config) >= held, "queries that meet latents, and what attention gives"
+    attended = config.num_heads * (latent.row + latent.rank + latent.value)  # queries that meet latents, and what attention gives
+    expanded = config.num_heads * (latent.row + 3 * latent.query + latent.nope + 3 * latent.value)
+    assert row_elements(config) >= 2 * config.hidden_size + max(attended, expanded)
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "int8"}])

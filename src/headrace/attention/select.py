@@ -50,9 +50,11 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
     if model.latent is not None:
         if name not in ("auto", "triton"):
             raise ParameterError("attention_backend", name, "auto or triton for a model with latent attention")
-        from headrace.attention.latent_triton import TritonLatentAttention
+        from headrace.attention.latent_triton import TritonLatentAttention, expands
 
-        return TritonLatentAttention(model, device), "Triton for everything: a kernel of latent attention"
+        if name == "auto" and expands(model, device):
+            return TritonLatentAttention(model, device, True), "Triton over latents; cuDNN for long fresh prompts"
+        return TritonLatentAttention(model, device), "Triton over latents for everything"
     if model.head_dim > 512:
         raise ParameterError("device", device.type, f"cpu: no GPU kernel takes a head_dim of {model.head_dim}")
     from headrace.attention.triton_backend import TritonAttention

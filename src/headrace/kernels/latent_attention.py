@@ -96,13 +96,14 @@ def _attend_rows(
     return acc, total, m
 
 
-@jit(do_not_specialize=["first_seq", "num_seqs"])
+@jit(do_not_specialize=["first_seq", "num_seqs", "skip"])
 def _latent_attention(
     q_ptr, cache_ptr, latents, ropes, out_ptr, partials_ptr, lse_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr,
-    first_seq, num_seqs, scale, block_stride, token_stride, table_stride,
+    first_seq, num_seqs, skip, scale, block_stride, token_stride, table_stride,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    MIN_PART: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, MIN_PART: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     part = 0
     parts = 1
@@ -117,8 +118,8 @@ def _latent_attention(
     else:
         group = tl.program_id(1)
         tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
-        seq, local = find_sequence(query_start_ptr, tile, first_seq, num_seqs, 0, TOKENS)
-        token0 = local * TOKENS
+        seq, local = find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS)
+        token0 = skip + local * TOKENS
     length = tl.load(lens_ptr + seq)
     if SPLIT and TOKENS == 1:
         row0 = seq
@@ -160,7 +161,7 @@ def _latent_attention(
         )  # fmt: skip
         acc, total, m = _attend_rows(
             acc, total, m, q, q_rope, cache_ptr, latents, ropes, table, full, stop, position, scale, block_stride,
-            token_stride, RANK, RANK_PAD, ROPE, ROPE_PAD, BLOCK, TILE, True, TMA, PRECISION,
+            token_stride, RANK, RANK_PAD, ROPE, ROPE_PAD, BLOCK, TAIL, True, TMA, PRECISION,
         )  # fmt: skip
         safe = tl.where(total == 0.0, 1.0, total)
         acc = acc / safe[None, :]
@@ -176,7 +177,7 @@ def _latent_attention(
         gdc_launch_dependents()
 
 
-@jit(do_not_specialize=["first_seq"])
+@jit(do_not_specialize=["first_seq", "parts"])
 def _merge_parts(
     out_ptr, partials_ptr, lse_ptr, query_start_ptr, lens_ptr, first_seq, parts,
     HEADS: tl.constexpr, RANK: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
@@ -222,23 +223,26 @@ def _merge_parts(
 
 @dataclass(frozen=True, slots=True)
 class LatentTile:
-    """Rows of a program at most, tokens per step of the inner loop, warps and stages of the software pipeline; whether the
-    cache is read through the tensor memory accelerator."""
+    """Rows of a program at most, tokens per step of the inner loop, warps and stages of the software pipeline; tokens per step
+    where some row does not see all of them; whether whole tiles are read through the tensor memory accelerator."""
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
-    tma: bool = False
+    tail: int
+    tma: bool
 
 
 def default_tile(rank: int, itemsize: int, rows: int, hopper: bool, roomy: bool) -> LatentTile:
     """For `rows` rows that there are. `roomy`: a program may have more than 99 KB of shared memory."""
     if itemsize == 4:
-        return LatentTile(16, max(16, min(32, 8192 // rank)), 4, 1)
+        return LatentTile(16, 16, 4, 1, 16, False)
     if not roomy:
-        return LatentTile(16, 16 if rank > 256 else 32, 4, 2)
-    return LatentTile(64, 64 if hopper else 32, 8 if rows >= 32 else 4, 2)
+        return LatentTile(32, 16, 4, 2, 16, False)
+    if not hopper:
+        return LatentTile(32, 32, 8, 2, 16, False)
+    return LatentTile(64, 64 if hopper else 32, 8 if rows >= 32 else 4, 2, 64 if hopper else 32, False)
 
 
 @dataclass(slots=True)
@@ -279,7 +283,7 @@ def choose_parts(num_seqs: int, tokens: int, groups: int, context: int, multipro
 def latent_attention(
     q: Tensor, cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor, seq_lens: Tensor,
     space: PartSpace | None, *, rank: int, first_seq: int, num_seqs: int, num_rows: int, max_tokens: int, max_context: int,
-    scale: float, parts: int | None = None, tile: LatentTile | None = None,
+    scale: float, skip: int = 0, parts: int | None = None, tile: LatentTile | None = None,
 ) -> None:  # fmt: skip
     """Attention of the sequences first_seq .. first_seq + num_seqs into `out`.
 
@@ -287,7 +291,8 @@ def latent_attention(
     blocks] int32, indexed by seq_slots [S] int32; query_start [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last
     positions and see all before and themselves. seq_lens 0: its rows become 0, nothing is read. num_rows bounds the rows of
     these sequences together, max_tokens of one of them, max_context seq_lens; all are fixed in a CUDA graph. With a `space`,
-    which is written too, contexts are split; then with max_tokens == 1 sequence s has row s.
+    which is written too, contexts are split; then with max_tokens == 1 sequence s has row s. Without one each sequence's first
+    `skip` rows, fewer than any has, are left to somebody else.
     """
     heads, row = q.shape[1:]
     if tile is None:
@@ -296,7 +301,7 @@ def latent_attention(
     together = max(1, tile.rows // (1 if space is None else max_tokens))
     pack = -(-heads // -(-heads // together))  # as many heads in each group, at most so many
     tokens, groups = tile.rows // pack if space is None else max_tokens, -(-heads // pack)
-    grid: tuple[int, ...] = (num_rows // tokens + num_seqs, groups)
+    grid: tuple[int, ...] = ((num_rows - num_seqs * skip) // tokens + num_seqs, groups)
     partials, lse = out, out
     if space is not None:
         partials, lse = space.partials, space.lse
@@ -311,11 +316,11 @@ def latent_attention(
         latents, ropes = (TensorDescriptor.from_tensor(flat, [tile.keys, columns]) for columns in (rank, row - rank))
     _latent_attention[grid](
         q, cache, latents, ropes, out, partials, lse, block_tables, seq_slots, query_start, seq_lens, first_seq, num_seqs,
-        scale, cache.stride(0), cache.stride(1), block_tables.stride(0),
+        skip, scale, cache.stride(0), cache.stride(1), block_tables.stride(0),
         HEADS=heads, RANK=rank, RANK_PAD=max(16, next_power_of_2(rank)), ROPE=row - rank,
         ROPE_PAD=max(16, next_power_of_2(row - rank)), BLOCK=cache.shape[1], TOKENS=tokens, PACK=pack,
-        ROWS=max(16, next_power_of_2(tokens * pack)), TILE=tile.keys, MIN_PART=MIN_PART, SPLIT=space is not None, TMA=tile.tma,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        ROWS=max(16, next_power_of_2(tokens * pack)), TILE=tile.keys, TAIL=tile.tail, MIN_PART=MIN_PART,
+        SPLIT=space is not None, TMA=tile.tma, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip
     if parts is not None and parts > 1:

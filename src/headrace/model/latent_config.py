@@ -31,6 +31,11 @@ class LatentConfig:
         """Columns of a head's query as it is projected: what is not rotated, then what is."""
         return self.nope + self.rope
 
+    def row_elements(self, heads: int) -> int:
+        """Numbers of a row beside queries that meet latents, and what attention gives: queries as they were projected; where
+        keys and values of heads are made, these, queries beside them and their results."""
+        return heads * (3 * self.query + self.nope + 3 * self.value)
+
 
 def refuse_narrow_cache(latent: LatentConfig | None, kv_cache_dtype: str) -> None:
     """Raises ParameterError where latents were to be kept in FP8."""
