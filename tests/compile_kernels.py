@@ -33,6 +33,8 @@ from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
 from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
+from headrace.kernels.delta_layer import DeltaLayer
+from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton
@@ -150,6 +152,22 @@ def rows(count: int) -> Callable[[], None]:
                 prepare.launch_publish(ints(count), ints(count).bool(), out, slots, box, turn, verify)
         of_step = prompt_rows.TokenRows.empty(128, count, META)
         prompt_rows.launch_expand(ints(64, prompt_rows.NUMBERS, 2 * count), ints(1), slots, out, of_step)
+
+    return run
+
+
+def delta(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    """A gated delta net of Qwen3.5-4B: one decode beside a prompt."""
+
+    def run() -> None:
+        f32, width = torch.float32, 8192 + 4096 + 64
+        layer = DeltaLayer(16, 32, 128, 128, meta(8192, 4, dtype=f32), *(meta(32, dtype=f32) for _ in range(2)), meta(128, dtype=f32), 1e-6)
+        batch = SimpleNamespace(
+            positions=ints(201), seq_slots=ints(2), seq_lens=ints(2), query_start=ints(3), query_lens=[1, 200], num_decodes=1
+        )
+        rows = meta(201, width, dtype=dtype)
+        pool = meta(5, 4, 8192, dtype=dtype), meta(5, 32, 128, 128, dtype=f32)
+        delta_rule_triton(layer, rows, rows[:, 8192 + 4096 :], *pool, batch, plan_chunks(batch))
 
     return run
 
@@ -309,6 +327,8 @@ CASES: dict[str, Callable[[], None]] = {
     "gather 8B": attention(32, 8, 128, kind="gather"),
     "rows of a decode step": rows(32),
     "slot tables": slot_tables,
+    "delta net": delta(),
+    "delta net in float32": delta(torch.float32),
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "fused queries of 512": fused(5376, 32, 0, 512, 21504, True, 512),

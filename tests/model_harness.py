@@ -77,7 +77,7 @@ class Sequences:
         for t in self.kv.k + self.kv.v:  # what an earlier request left behind must never be read
             t.fill_(torch.nan)
         if config.delta is not None:
-            self.kv.states = StatePool(config.delta, num_seqs + 1, weights.embedding.dtype, torch.device("cpu"))
+            self.kv.states = StatePool(config.delta, num_seqs + 1, 0, weights.embedding.dtype, torch.device("cpu"))
             for t in (self.kv.states.inputs, self.kv.states.states):
                 t.fill_(torch.nan)
         free = list(range(total))

@@ -121,6 +121,9 @@ class FakeDevice:
         self.tables: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self.owner: list[Request | None] = [None] * limits.max_num_seqs
         self.kv: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_blocks)]
+        # of layers that keep a state: behind which tokens that of a slot is, and those that are kept
+        self.states = [0] * (limits.max_num_seqs + limits.num_snapshots)
+        self.slots, self.has_states = limits.max_num_seqs, limits.num_snapshots > 0
         self.accepted = [0] * limits.max_num_seqs  # drafts, of the last step with drafts
         self.breaks = lambda: False  # whether a chunk with drafts comes to nothing
         self.flight: deque[tuple[PlanView, dict[Request, list[int]], list[list[int]]]] = deque()
@@ -135,7 +138,8 @@ class FakeDevice:
         admitted = {new.slot: new for new in plan.admitted}
         plain = [chunk for chunk in plan.chunks if not chunk.admitted and not chunk.num_drafts]
         sizes = [chunk.num_tokens == 1 and chunk.samples for chunk in plain]
-        assert sizes == sorted(sizes, reverse=True), "decodes come first"
+        # where prompts are cut for their states, the end of one may follow a part of another
+        assert self.has_states or sizes == sorted(sizes, reverse=True), "decodes come first"
         for chunk in plan.chunks:
             request, slot = chunk.request, chunk.slot
             assert chunk.num_tokens >= 1 and request.status is not Status.WAITING
@@ -150,6 +154,8 @@ class FakeDevice:
                 self.ids[slot] = dict(enumerate(known))
                 self.tables[slot] = []
                 self.owner[slot] = request
+                assert not self.has_states or (new.snapshot >= 0) == (chunk.start > 0), "a state is missing, or not needed"
+                self.states[slot] = 0 if new.snapshot < 0 else self.states[self.slots + new.snapshot]
                 assert chunk.block_offset == 0 and request.num_known >= chunk.stop
             assert self.owner[slot] is request, "a row of a request whose slot holds another one"
             table = self.tables[slot]
@@ -159,6 +165,8 @@ class FakeDevice:
             assert table == request.block_ids[: len(table)]
             tables[request] = table
             results.append(self._compute(chunk, table))
+        for slot, snapshot in plan.kept:
+            self.states[self.slots + snapshot] = self.states[slot]
         self.flight.append((plan, tables, results))
 
     def _compute(self, chunk, table: list[int]) -> list[int]:
@@ -180,6 +188,8 @@ class FakeDevice:
                 assert self.kv[block][position % size] == context, (
                     f"{request.id} reads foreign KV: position {position}, block {block}"
                 )
+        assert not self.has_states or self.states[chunk.slot] == (contexts[start - 1] if start else 0), f"{request.id}: another's state"
+        self.states[chunk.slot] = contexts[-1]
         if not chunk.samples:
             return []
         taken: list[int] = []

@@ -10,6 +10,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from scheduler_driver import NoForecast
 from tiny_models import VOCAB, write_tiny
 
 SCHEDULES = {
@@ -17,6 +18,7 @@ SCHEDULES = {
     "chunks of 7": {"max_num_batched_tokens": 7},
     "chunks of block + 1, not asynchronous": {"max_num_batched_tokens": BLOCK + 1, "async_scheduling": False},
     "two slots": {"max_num_seqs": 2},
+    "no prefix cache": {"enable_prefix_caching": False},
     "tiny pool, chunks of 5": {"num_kv_blocks": 11, "max_num_batched_tokens": 5},
 }
 
@@ -73,3 +75,42 @@ def test_what_such_a_model_does_not_do_is_refused(model, tmp_path):
             build_engine(EngineConfig(model=target, device="cpu", **options))
     with pytest.raises(ParameterError, match="2 key heads of delta nets"):
         build_engine(EngineConfig(model=model, device="cpu", tensor_parallel_size=4))
+
+
+def greedy(name: str, prompt: list[int], count: int) -> EngineRequest:
+    params = complete(SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=0))
+    return EngineRequest(name, prompt, params, 0)
+
+
+def test_prefixes_are_gone_on_from_where_a_state_was_kept(make):
+    """The same prompt again, a conversation's next turn, a prefix that two had before; by as few snapshots as there may be."""
+    plain = make(enable_prefix_caching=False)
+    prompt = [(7 * i) % VOCAB for i in range(70)]
+    for options in ({}, {"max_num_batched_tokens": 24}, {"max_num_seqs": 1}):
+        core = make(**options)
+        # chunks of 24 leave a state at 48, and the end is too near for another
+        asked = [(prompt, 20), (prompt, 20), (prompt[:40] + [5] * 30, 4), (prompt[:40] + [6] * 30, 4)]
+        cached = [0, 48 if options.get("max_num_batched_tokens") == 24 else 64, 0, 40]
+        for i, ((ids, count), hit) in enumerate(zip(asked, cached, strict=True)):
+            got, want = (run(one, [greedy(f"{i}", ids, count)])[f"{i}"] for one in (core, plain))
+            assert_all_same({"": got}, {"": want}, f"{options} {i}")
+            assert got.cached == hit, (options, i)
+        assert core.scheduler.stats.prefix_hit_tokens == sum(cached)
+
+
+def test_a_long_answer_can_be_gone_on_from(make):
+    core, plain = (make(max_model_len=256, enable_prefix_caching=caching) for caching in (True, False))
+    first = run(core, [greedy("first", [3, 4, 5], 140)])["first"]
+    turn = [3, 4, 5, *first.ids[:-1], 9, 9]
+    got, want = (run(one, [greedy("next", turn, 10)])["next"] for one in (core, plain))
+    assert_all_same({"": got}, {"": want})
+    assert got.cached == 128
+
+
+def test_preempted_ones_go_on_from_their_snapshots(make, alone):
+    core = make(num_kv_blocks=20, max_num_batched_tokens=40)
+    core.scheduler._admission._forecast = lambda running: NoForecast()
+    requests = [greedy(f"{i}", [(11 * j + i) % VOCAB for j in range(40)], 60) for i in range(4)]
+    want = {r.id: run(make(enable_prefix_caching=False), [r])[r.id] for r in requests}
+    assert_all_same(run(core, requests), want)
+    assert core.scheduler.stats.num_preemptions > 0

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.kernels.delta_rule import DeltaLayer, delta_rule_reference
+from headrace.kernels.delta_layer import DeltaLayer
+from headrace.kernels.delta_rule import delta_rule_reference
+from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
 
 RING = 4
 
@@ -21,6 +23,7 @@ class Batch:
     query_lens: list[int]
     num_decodes: int
     query_start: Tensor
+    seq_lens: Tensor
 
 
 def make_layer(key_heads: int = 2, value_heads: int = 4, key_dim: int = 16, value_dim: int = 32) -> DeltaLayer:
@@ -73,7 +76,9 @@ class Run:
         batch = Batch(
             torch.tensor(positions, dtype=torch.int32), torch.tensor([slot for slot, _, _ in work], dtype=torch.int32), counts,
             sum(n == 1 for n in counts), torch.tensor([0, *counts]).cumsum(0).int(),
+            torch.tensor([self.lengths[slot] for slot, _, _ in work], dtype=torch.int32),
         )  # fmt: skip
+        batch = Batch(**{name: x.to(self.states.device) if isinstance(x, Tensor) else x for name, x in vars(batch).items()})
         rows, gates = (torch.cat([w[i] for w in work]) for i in (1, 2))
         return list(self.rule(self.layer, rows, gates, self.inputs, self.states, batch).split(counts))
 
@@ -84,27 +89,36 @@ def random_rows(layer: DeltaLayer, count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, width + 5)[:, :width], torch.randn(count, 2 * layer.value_heads) * 3
 
 
+def in_triton(layer: DeltaLayer, rows: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Batch) -> Tensor:
+    return delta_rule_triton(layer, rows, gates, inputs, states, batch, plan_chunks(batch))
+
+
+RULES = {"torch": delta_rule_reference, "triton": in_triton}
 CUTS = {"whole": [150], "at edges": [64, 64, 22], "anywhere": [1, 62, 1, 1, 70, 1, 14], "few at a time": [5] * 30}
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("cuts", CUTS)
-def test_chunks_and_single_rows(cuts: str) -> None:
+def test_chunks_and_single_rows(cuts: str, rule: str) -> None:
     torch.manual_seed(1)
-    layer = make_layer()
-    rows, gates = random_rows(layer, 150)
-    want, run, begin, found = by_definition(layer, rows, gates), Run(layer, 3), 0, []
-    for count in CUTS[cuts]:
+    layer, steps = make_layer(), CUTS[cuts]
+    if rule == "triton" and cuts == "few at a time":  # the interpreter takes its time
+        steps = steps[:3]
+    rows, gates = random_rows(layer, sum(steps))
+    want, run, begin, found = by_definition(layer, rows, gates), Run(layer, 3, RULES[rule]), 0, []
+    for count in steps:
         part = slice(begin, begin + count)
         found += run.step([(1, rows[part], gates[part])])
         begin += count
     torch.testing.assert_close(torch.cat(found).double(), want, rtol=1e-4, atol=1e-4)
 
 
-def test_several_sequences_in_one_step() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_several_sequences_in_one_step(rule: str) -> None:
     torch.manual_seed(2)
     layer = make_layer()
     sequences = {slot: random_rows(layer, count) for slot, count in ((0, 90), (2, 40), (3, 9))}
-    run, found = Run(layer, 4), {slot: [] for slot in sequences}
+    run, found = Run(layer, 4, RULES[rule]), {slot: [] for slot in sequences}
     for counts in ((30, 1, 1), (1, 30, 1), (1, 1, 1), (50, 1, 5), (8, 7, 1)):
         work = []
         for slot, count in sorted(zip(sequences, counts, strict=True), key=lambda of: of[1] != 1):

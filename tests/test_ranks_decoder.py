@@ -24,7 +24,7 @@ from quantized_checkpoints import FORMATS, write_quantized
 from rank_threads import ThreadGroup, run_ranks
 from test_model_families import tokens
 from tiny_gemma4 import EXPERTS, SMALL
-from tiny_models import TINY, write_tiny
+from tiny_models import TINY, TINY_HYBRID, write_tiny
 
 CPU = torch.device("cpu")
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -34,9 +34,9 @@ VARIANTS = {  # several ranks have the same key-value head where there are fewer
     "llama-bias": ("llama", {**HEADS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmo2-whole-keys": ("olmo2", HEADS),
-    "qwen3_5": ("qwen3_5", {"linear_num_key_heads": 4}),
     "gemma4-experts": ("gemma4", EXPERTS),
     "gemma4-small": ("gemma4", SMALL),
+    **{family: (family, {"linear_num_key_heads": 4}) for family in TINY_HYBRID},
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 

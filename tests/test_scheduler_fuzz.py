@@ -17,13 +17,15 @@ def random_config(rng: random.Random) -> Limits:
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     max_model_len = rng.randint(8, 64)
     least = -(-(max_model_len - 1) // block_size)
+    caching = rng.random() < 0.8
     return Limits(
         max_num_seqs=rng.choice([1, 2, 4, 8]),
         max_num_batched_tokens=rng.choice([1, 2, 7, 16, 64, 80]),
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=least + rng.choice([0, 1, 2, least, 4 * least]),
-        enable_prefix_caching=rng.random() < 0.8,
+        enable_prefix_caching=caching,
+        num_snapshots=rng.choice([0, 0, 1, 2, 9]) * caching,
         policy=rng.choice(["fcfs", "priority"]),
     )
 

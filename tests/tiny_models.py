@@ -27,12 +27,30 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.12,
 }
 
+_HYBRID = {
+    "head_dim": 32, "num_attention_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
 TINY_HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": (
         "Qwen3_5TextConfig",
         {
-            "head_dim": 32, "num_attention_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+            **_HYBRID, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **_HYBRID, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_HYBRID, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_experts": 8,
+            "num_experts_per_tok": 3, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
         },
     ),
 }  # fmt: skip
@@ -166,7 +184,9 @@ def write_tiny(family: str, path: str | Path, *, seed: int = 0, **overrides: Any
         scalars = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("layer_scalar")]
         for key, parameter in [*model.named_parameters(), *scalars]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
+            if key.endswith("A_log"):
+                parameter.copy_(noise - 2)  # what a token adds is there for some
+            elif parameter.ndim > 1:
                 parameter.copy_(noise * config.initializer_range)
             else:  # norm weights around their neutral value, biases around 0
                 parameter.add_(noise * (0.3 if "norm" in key else 0.1))

@@ -45,8 +45,9 @@ def select_attention(
 def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bool) -> tuple[AttentionBackend, str]:
     if name == "torch":  # its plan is made of numbers that the host must know: steps could be neither captured nor overlapped
         raise ParameterError("attention_backend", name, "auto, triton, cudnn or fa3 on a GPU: torch runs on a CPU only")
-    if model.delta is not None:
-        raise ParameterError("device", device.type, "cpu: gated delta nets have no GPU kernel")
+    if model.delta is not None and not model.delta.on_cards:
+        sizes = f"{model.delta.key_dim} and {model.delta.value_dim}"
+        raise ParameterError("device", device.type, f"cpu: no GPU kernel takes delta heads of {sizes} dimensions")
     if model.latent is not None:
         if name not in ("auto", "triton"):
             raise ParameterError("attention_backend", name, "auto or triton for a model with latent attention")

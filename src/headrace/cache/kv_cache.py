@@ -10,7 +10,7 @@ from torch import Tensor
 from headrace.cache import fp8
 from headrace.cache.layer_shape import LayerShape
 from headrace.cache.memory import zeros
-from headrace.cache.state_pool import StatePool
+from headrace.cache.state_pool import NoStates, States
 
 
 class CacheShape(Protocol):
@@ -36,7 +36,7 @@ class KVCache:
         self.k = [zeros((num_blocks, block_size, heads, k + extra), *place) for heads, k, _ in shape.kv_shapes]
         self.v = [zeros((num_blocks, block_size, heads, v + extra), *place) for heads, _, v in shape.kv_shapes]
         self.first = next(layer for layer, of in enumerate(shape.kv_shapes) if of.heads)  # that keeps anything
-        self.states: StatePool | None = None  # of layers that keep no keys and values
+        self.states: States = NoStates()  # of layers that keep no keys and values
         self.scales: list[fp8.Scales] = [(None, None)] * len(self.k)
         if dtype == fp8.DTYPE:
             one = [((num_blocks, of.heads, block_size), torch.float32, device) for of in shape.kv_shapes]

@@ -17,6 +17,7 @@ from headrace.attention.latent_triton import AS_IF, TritonLatentAttention
 from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
 from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
+from headrace.cache.state_pool import StatePool
 from headrace.compile_ahead.weights import META
 from headrace.fast_decode.forward import MAX_ROWS, FastDecode, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
@@ -84,6 +85,8 @@ class Stage:
             limits.block_size,
         )  # fmt: skip
         self.kv = _cache(model, limits.block_size, played.cache_dtype)
+        if model.delta is not None:
+            self.kv.states = StatePool(model.delta, slots, 0, self.dtype, META)
 
     def _fast_path(self, played: Played) -> FastDecode | None:
         model, limits = played.model, played.limits
@@ -119,11 +122,12 @@ class Stage:
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
         self.forward([300], [300], keep=True)  # for attention that takes the rows' own keys, or gathers others'
-        out = empty(SPLIT_CONTEXT, *self.kv.k[0].shape[2:], dtype=self.dtype)
+        keeps = next(layer for layer, of in enumerate(self.model.kv_shapes) if of.heads)
+        out = empty(SPLIT_CONTEXT, *self.kv.k[keeps].shape[2:], dtype=self.dtype)
         if self.kv.k[0].dtype == self.dtype and self.model.latent is None:
             gather_kv(
-                self.kv.k[0], self.kv.v[0], out, out, self.tables.block_tables, empty(2), empty(3), first_seq=0, num_seqs=2,
-                max_context=SPLIT_CONTEXT,
+                self.kv.k[keeps], self.kv.v[keeps], out, out, self.tables.block_tables, empty(2), empty(3), first_seq=0,
+                num_seqs=2, max_context=SPLIT_CONTEXT,
             )  # fmt: skip
         floats, ints = (table.view(torch.int32) for table in (self.tables.floats, self.tables.ints))
         tables.enter_triton(empty(500), 2, 300, (self.tables.token_ids, self.tables.block_tables, floats, ints))

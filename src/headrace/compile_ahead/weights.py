@@ -53,7 +53,8 @@ def weights_without_data(
     kept = [forms.index(form) for form, _ in Counter(forms).most_common()]
     windows = tuple(model.window(i) for i in kept) if model.windows else ()
     experts = model.experts and replace(model.experts, layers=tuple(model.experts.at(i) for i in kept))
-    model = replace(model, num_layers=len(kept), windows=windows, experts=experts)
+    delta = model.delta and replace(model.delta, layers=tuple(model.delta.layers[i] for i in kept))
+    model = replace(model, num_layers=len(kept), windows=windows, experts=experts, delta=delta)
     return model, replace(weights, layers=[weights.layers[i] for i in kept])
 
 

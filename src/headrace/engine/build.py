@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # it imports Triton, which a CPU does not need
     from headrace.worker.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger(__name__)
+SNAPSHOTS = 4  # for each sequence at most: states that the prefix cache keeps
 
 
 @dataclass(slots=True)
@@ -222,10 +223,10 @@ def build_worker(
     part = model if group is None else group.shard.config(model)
     plan = planned(config, limits, part, forward, draft, weight_bytes, device)
     num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)
-    limits = fit_context(config, replace(limits, num_blocks=num_blocks))
+    limits = with_snapshots(fit_context(config, replace(limits, num_blocks=num_blocks)), plan.num_snapshots, group, device)
     kv = KVCache(part, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
     if part.delta is not None:
-        kv.states = StatePool(part.delta, limits.max_num_seqs + 1, forward.dtype, device)
+        kv.states = StatePool(part.delta, limits.max_num_seqs + 1, limits.num_snapshots, forward.dtype, device)
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     if isinstance(forward, Decoder) and forward.adapters is not None:
         state.adapters, forward.adapters.table = forward.adapters, state.tables.ints
@@ -241,13 +242,23 @@ def threads_of_rank(config: EngineConfig) -> int:
     return max(1, (config.threads or usable_cores()) // config.tensor_parallel_size)
 
 
-def fewest(num_blocks: int, group: Group, device: torch.device) -> int:
-    """KV blocks that every rank has room for."""
+def fewest(num_blocks: int, group: Group, device: torch.device, what: str = "KV blocks") -> int:
+    """KV blocks, or others, that every rank has room for."""
     everywhere = group.gather(torch.tensor([num_blocks], device=device)).flatten().tolist()
     if min(everywhere) < num_blocks:
         rank = everywhere.index(min(everywhere))
-        logger.info("KV blocks: %d, as many as rank %d has room for", min(everywhere), rank)
+        logger.info("%s: %d, as many as rank %d has room for", what, min(everywhere), rank)
     return min(everywhere)
+
+
+def with_snapshots(limits: Limits, count: int, group: Group | None, device: torch.device) -> Limits:
+    """Of a model with states as many as there is room for; without any there is no prefix cache."""
+    if not limits.num_snapshots:
+        return limits
+    count = count if group is None else fewest(count, group, device, "snapshots of states")
+    if not count:
+        logger.warning("no prefix cache: there is no memory for snapshots of what this model's layers keep of a sequence")
+    return replace(limits, num_snapshots=count, enable_prefix_caching=count > 0)
 
 
 def planned(
@@ -336,18 +347,17 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
     num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // block_size)
     if config.num_kv_blocks is not None and num_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
-    caching = config.enable_prefix_caching and model.delta is None
-    if caching != config.enable_prefix_caching:
-        logger.info("no prefix cache: this model's layers keep a state that only their own sequence can go on from")
+    caching, hybrid = config.enable_prefix_caching, model.delta is not None
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
-        max_draft_rows=0 if model.delta is not None else draft_rows(config, device),
+        max_draft_rows=0 if hybrid else draft_rows(config, device),
         enable_prefix_caching=caching,
-        kv_cache_events=config.kv_cache_events if caching else "off",
+        kv_cache_events=config.kv_cache_events if caching and not hybrid else "off",
+        num_snapshots=SNAPSHOTS * config.max_num_seqs if caching and hybrid else 0,
         max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         policy=config.scheduling_policy,
     )

@@ -15,57 +15,36 @@ Chunks end where the position is a multiple of CHUNK, wherever a prompt was cut:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.delta_layer import CHUNK, LENGTH_EPS, DeltaLayer, Rows
+from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
 from headrace.kernels.launch import on_gpu
 
-CHUNK = 64
-LENGTH_EPS = 1e-6  # of the squared lengths of q and k
 
-
-class Rows(Protocol):
-    """Of a ForwardBatch."""
-
-    positions: Tensor
-    seq_slots: Tensor
-    query_lens: list[int]
-    num_decodes: int
-
-
-@dataclass(slots=True, eq=False)
-class DeltaLayer:
-    """A layer's sizes and its weights beside the products, all in float32."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv: Tensor  # [2 * key_heads * key_dim + value_heads * value_dim, kernel]: of the oldest row first
-    decay: Tensor  # [value_heads]: g = -exp(decay) softplus(a + bias)
-    bias: Tensor  # [value_heads]
-    norm: Tensor  # [value_dim]
-    eps: float
-
-    @property
-    def channels(self) -> int:
-        return self.conv.shape[0]
-
-
-def delta_rule(layer: DeltaLayer, projected: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Rows) -> Tensor:
+def delta_rule(
+    layer: DeltaLayer, projected: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Rows,
+    chunks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The rows of a step through a layer: [T, value_heads * value_dim] in the rows' dtype, normed by head and gated.
 
     projected [T, >= channels + value_heads * value_dim]: q, k, v before the convolution, then z; gates [T, 2 * value_heads]: b,
     a; both may be parts of wider rows. inputs [rows, ring, channels] and states [rows, value_heads, key_dim, value_dim] float32
     are those of a StatePool and go on to the end of each sequence. A sequence that begins at position 0 begins with nothing.
+    `chunks`: `chunk_table` of the batch, which all layers share.
     """
     if on_gpu(projected):
-        raise NotImplementedError
+        return delta_rule_triton(layer, projected, gates, inputs, states, batch, chunks)
     return delta_rule_reference(layer, projected, gates, inputs, states, batch)
+
+
+def chunk_table(batch: Rows) -> Tensor | None:
+    """Of the sequences with several rows; None: there are none, or nobody needs it."""
+    if not on_gpu(batch.positions):
+        return None
+    return plan_chunks(batch)
 
 
 def delta_rule_reference(

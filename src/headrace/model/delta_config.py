@@ -43,6 +43,11 @@ class DeltaConfig:
         what the rows of a chunk become before the state is met."""
         return 2 * self.channels + 4 * self.v_size + self.value_heads * (self.key_dim + 8)
 
+    @property
+    def on_cards(self) -> bool:
+        """Whether the kernels of a GPU take heads of these sizes."""
+        return all(16 <= size <= 128 and size & (size - 1) == 0 for size in (self.key_dim, self.value_dim))
+
     def part(self, size: int) -> DeltaConfig:
         """Of one of `size` ranks."""
         return replace(self, key_heads=self.key_heads // size, value_heads=self.value_heads // size)

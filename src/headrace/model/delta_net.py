@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.kernels.delta_rule import DeltaLayer, delta_rule
+from headrace.kernels.delta_layer import DeltaLayer
+from headrace.kernels.delta_rule import chunk_table, delta_rule
 from headrace.model.batch import WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import LayerWeights
@@ -44,10 +45,11 @@ class GatedDeltaNet:
         )  # fmt: skip
 
     def __call__(self, normed: Tensor, shared: Pass, last: WantedRows | None) -> Tensor:
-        assert shared.kv.states is not None
         projected = self.qkv(normed)
         gates = projected[:, self.split :] if self.gates is None else self.gates(normed)
-        out = delta_rule(self.rule, projected, gates, *shared.kv.states.of(self.layer), shared.batch)
+        if shared.more is None:
+            shared.more = chunk_table(shared.batch)
+        out = delta_rule(self.rule, projected, gates, *shared.kv.states.of(self.layer), shared.batch, shared.more)
         return out if last is None else out[last.index]
 
 

@@ -118,7 +118,8 @@ def _shared(c: HfConfig, name: str) -> int:
     return 0 if c.raw.get(name) in (0, None) else c.count(name) * c.count("moe_intermediate_size")
 
 
-def _qwen_layers(c: HfConfig) -> tuple[bool, ...]:
+def qwen_layers(c: HfConfig) -> tuple[bool, ...]:
+    """ExpertsConfig's field, as Qwen's configs say it."""
     step, dense = c.count("decoder_sparse_step", 1), c.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
         raise CheckpointError(f"config.json: mlp_only_layers is {dense!r}, wanted a list of layers")
@@ -128,7 +129,7 @@ def _qwen_layers(c: HfConfig) -> tuple[bool, ...]:
 def _qwen2_moe(c: HfConfig) -> dict[str, Any]:
     last = c.count("max_window_layers", 28)
     windows = typed_windows(c, lambda layer: layer % 2 == 0 and layer < last) if c.flag("use_sliding_window") else ()
-    fields = {"renormalize": c.flag("norm_topk_prob"), "layers": _qwen_layers(c), "shared_gate": True}
+    fields = {"renormalize": c.flag("norm_topk_prob"), "layers": qwen_layers(c), "shared_gate": True}
     shared = c.count("shared_expert_intermediate_size", 5632)
     experts = experts_of(c, 60, "moe_intermediate_size", shared_inner=shared, **fields)
     return {"qkv_bias": c.flag("qkv_bias"), "windows": windows, **experts}
@@ -136,7 +137,7 @@ def _qwen2_moe(c: HfConfig) -> dict[str, Any]:
 
 def _qwen3_moe(c: HfConfig) -> dict[str, Any]:
     bias, window = c.flag("attention_bias"), c.count("sliding_window", 0) if c.flag("use_sliding_window") else 0
-    fields = {"renormalize": c.flag("norm_topk_prob"), "layers": _qwen_layers(c)}
+    fields = {"renormalize": c.flag("norm_topk_prob"), "layers": qwen_layers(c)}
     experts = experts_of(c, 128, "moe_intermediate_size", **fields)
     return {"qkv_bias": bias, "o_bias": bias, "qk_norm": "head", "windows": every_layer(c, window), **experts}
 

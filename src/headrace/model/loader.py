@@ -20,6 +20,7 @@ from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.experts_weights import with_parts
 from headrace.model.families import family_of, weight_plan
 from headrace.model.families_gemma4 import without_shared
+from headrace.model.families_hybrid import QWEN35_MOE, fused_apart
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.gpt_oss_experts import gpt_oss_sources, is_random_mxfp4, random_mxfp4
 from headrace.model.formats.quantized import quantization_of
@@ -76,7 +77,10 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Source]:
     """The checkpoint's tensors, with one source for those that make up a quantized matrix of `plan`."""
-    entries, quantization = with_parts(source.tensors(), plan), quantization_of(source.config)
+    entries, quantization = source.tensors(), quantization_of(source.config)
+    if family_of(source.config) == QWEN35_MOE:
+        entries = fused_apart(entries)
+    entries = with_parts(entries, plan)
     if family_of(source.config) == GPT_OSS:
         return gpt_oss_sources(entries, plan)
     if quantization is None:

@@ -13,6 +13,7 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "Mistral3ForConditionalGeneration": {"model_type": "mistral"},
     "LlavaForConditionalGeneration": {"model_type": "llama"},
     "Qwen3_5ForConditionalGeneration": {"model_type": "qwen3_5_text"},
+    "Qwen3_5MoeForConditionalGeneration": {"model_type": "qwen3_5_moe_text"},
     "Gemma3ForConditionalGeneration": {
         "model_type": "gemma3_text", "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,
     },

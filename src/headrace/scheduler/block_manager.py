@@ -10,12 +10,12 @@ import time
 from bisect import insort
 
 from headrace.cache.block_pool import BlockPool
-from headrace.cache.recorded_tree import prefix_index
 from headrace.scheduler.admission import Admission
 from headrace.scheduler.config import Limits, SchedulerStats
 from headrace.scheduler.decode_batch import RANK, DecodeBatch, Scheduled
 from headrace.scheduler.plan import NewBlocks
 from headrace.scheduler.request import Request, Status
+from headrace.scheduler.snapshots import prefix_cache
 
 
 class BlockManager:
@@ -28,7 +28,7 @@ class BlockManager:
 
     def __init__(self, limits: Limits):
         self.pool = BlockPool(limits.num_blocks)
-        self.tree = prefix_index(self.pool, limits.block_size, limits.kv_cache_events)
+        self.tree, self.snapshots = prefix_cache(self.pool, limits)
         self.admission = Admission(limits, self.tree)
         self.block_size = limits.block_size
         self.key_bytes = self.tree.key_bytes
@@ -52,6 +52,7 @@ class BlockManager:
         request.num_scheduled = request.capacity = len(path) * self.block_size
         if path:
             request.cursor, request.num_indexed = path[-1], len(path)
+        request.snapshot = self.snapshots.begin(request, path)
         request.path = []
         request.slot = self.free_slots.pop()
         request.status = Status.RUNNING
@@ -123,6 +124,7 @@ class BlockManager:
                 request.indexing = False
                 break
             request.cursor, request.num_indexed = node, index + 1
+            self.snapshots.indexed(request, node)
 
     # ---- what was sampled
 
@@ -181,6 +183,7 @@ class BlockManager:
         if request.last_step > self.num_settled:
             return
         del self.leaving[request]
+        self.snapshots.end(request)
         self.tree.release(request.block_ids)
         request.block_ids = []
         self.free_slots.append(request.slot)

@@ -20,6 +20,7 @@ class Limits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    num_snapshots: int = 0  # states that the prefix index can keep; 0: layers have none, or nobody goes on from another's
     max_draft_rows: int = 0  # decodes are filled up to so many rows with drafts; 0: no speculation
     enable_prefix_caching: bool = True
     kv_cache_events: Literal["off", "hashes", "tokens"] = "off"  # what the prefix index can tell of what enters and leaves it

@@ -61,8 +61,8 @@ class Scheduled:
     """A step: a plan in the making, and what its settling needs."""
 
     __slots__ = (
-        "_now", "admitted", "budget", "claimed", "computing", "decodes", "filled", "last", "new_blocks", "num_drafts", "number",
-        "others",
+        "_now", "admitted", "budget", "claimed", "computing", "decodes", "filled", "kept", "last", "new_blocks", "num_drafts",
+        "number", "others",
     )  # fmt: skip
 
     def __init__(self, number: int, budget: int):
@@ -73,6 +73,7 @@ class Scheduled:
         self.others: list[Row] = []
         self.admitted: list[Admitted] = []
         self.new_blocks: list[NewBlocks] = []
+        self.kept: list[tuple[int, int]] = []  # see StepPlan
         self.last: list[Request] = []  # decodes that will not have another row
         self.filled: list[tuple[Request, int]] = []  # whose blocks get full, up to which token
         self.computing: set[tuple[Node | None, str, bytes]] = set()  # blocks that can be hit after this step
@@ -90,6 +91,7 @@ class Scheduled:
         num_prompt, num_cached = len(request.prompt_ids), request.num_scheduled
         known = request.known_ids()
         told = Admitted(request.slot, known, num_prompt, num_cached, blocks, params, request.seed, request.pooling)
+        told.snapshot = request.snapshot
         self.admitted.append(told)
 
     def requests(self) -> list[Request]:
@@ -101,14 +103,15 @@ class Scheduled:
         starts = (d.offsets + self._now).astype(np.int32)
         head = self.number, d.version, len(d.ids)
         if not self.others:
-            return StepPlan(*head, d.ids, d.slots, starts, d.ones, d.zeros, d.zeros, d.trues, [], self.new_blocks)
+            arrays = d.slots, starts, d.ones, d.zeros, d.zeros, d.trues
+            return StepPlan(*head, d.ids, *arrays, [], self.new_blocks, kept=self.kept)
         others = np.array([row[2:] for row in self.others], np.int32).T
         columns = (d.slots, starts, d.ones, d.zeros, d.zeros)
         slots, starts, counts, drafts, unverified = (np.concatenate(pair) for pair in zip(columns, others, strict=False))
         samples = np.concatenate([d.trues, others[-1].astype(np.bool_)])
         ids = d.ids + [row.request.id for row in self.others]
         rows = slots, starts, counts, drafts, unverified, samples
-        return StepPlan(*head, ids, *rows, self.admitted, self.new_blocks)
+        return StepPlan(*head, ids, *rows, self.admitted, self.new_blocks, kept=self.kept)
 
 
 class DecodeBatch:

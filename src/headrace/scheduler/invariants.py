@@ -28,6 +28,7 @@ def check_scheduler(limits: Limits, blocks: BlockManager, drafting: Drafting, fl
     slots = [request.slot for request in resident] + blocks.free_slots
     assert sorted(slots) == list(range(limits.max_num_seqs)), f"slots used or free: {sorted(slots)}"
     _check_blocks(blocks, resident)
+    blocks.snapshots.check(set(resident))
     for request in resident:
         _check_counters(limits, request)
         _check_cursor(request, blocks.block_size)

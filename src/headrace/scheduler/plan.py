@@ -26,6 +26,7 @@ class Admitted(msgspec.Struct, array_like=True, eq=False):
     params: SamplingParams  # but for what only the host can do: users' functions, grammars
     seed: int
     pooling: str | None
+    snapshot: int = -1  # of layers that keep a state: with which one it begins
 
 
 class NewBlocks(NamedTuple):
@@ -63,6 +64,7 @@ class StepPlan(msgspec.Struct, array_like=True, eq=False):
     admitted: list[Admitted] = []
     new_blocks: list[NewBlocks] = []
     guesses: dict[int, list[int]] = {}  # by sequence, where the host guesses: ids from start + 1 on; else the worker drafts
+    kept: list[tuple[int, int]] = []  # (slot, snapshot): the state behind this step is to be kept there
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -78,6 +78,7 @@ class Request:
     num_indexed: int = 0  # blocks that have
     cursor: Node | None = None  # the node of the last of them; None: the root
     num_hit: int = 0  # blocks got from the index
+    snapshot: int = -1  # the state that goes with them, where layers keep one
     capacity: int = 0  # tokens that the block table has room for
 
     def __post_init__(self) -> None:

@@ -166,6 +166,7 @@ class Scheduler:
             batch.join(request)
         if not (start + 1) % blocks.block_size:
             step.filled.append((request, start + 1))
+            blocks.snapshots.keep(request, start + 1, step, decodes=True)
         if start + 2 < request.limit:
             batch.expect(request, start + 1)
         else:
@@ -196,7 +197,7 @@ class Scheduler:
         blocks, size = self._blocks, self._blocks.block_size
         start, held = request.num_scheduled, len(request.block_ids)
         lacking = request.num_tokens - start
-        count = min(lacking, step.budget)
+        count = blocks.snapshots.cut(request, start, min(lacking, step.budget))
         missing = -(-(start + count) // size) - held
         if missing > 0:
             granted = blocks.room(request, step, missing)
@@ -212,6 +213,7 @@ class Scheduler:
         samples = complete and request.pooling is None
         step.others.append(Row(request, complete, request.slot, start, count, 0, 0, samples))
         step.budget -= count
+        blocks.snapshots.keep(request, stop, step, decodes=False)
         if request.fills(stop, size):
             step.filled.append((request, stop))
             if self._admission.num_waiting:

@@ -32,6 +32,7 @@ LAUNCHES_WORTH = 3 * 10**11  # operations that an H200 does while a layer is lau
 # of the driver, for a kernel in a graph; measured on an H200: 120 graphs of 28 layers took 0.7 MiB each, of 36 layers less
 KERNEL_BYTES = 4096  # (`--log-level debug` shows what each capture took)
 LAYER_KERNELS, EXPERTS_KERNELS = 10, 8  # of one layer of a captured step, at most; more where it has experts
+SNAPSHOT_SHARE = 4  # the part of what is left for the prefix cache that snapshots of states may take: one in so many
 DRAFT_GRAPH_ROWS = 64  # requests that a captured step of a draft model serves at most
 
 
@@ -45,11 +46,12 @@ class MemoryPlan:
     activations: int  # of the largest step: max_num_batched_tokens rows
     logits: int  # of max_num_seqs rows and the drafts, with the float32 copies that processing makes
     state: int  # slot tables and penalty counts
-    recurrent: int  # what layers without keys and values remember of each slot's sequence
+    recurrent: int  # what layers without keys and values remember of each slot's sequence, and snapshots of that
     graphs: int  # captured steps: what they compute stays allocated, and the driver holds their kernels
     reserve: int  # CUDA context, fragmentation
     kv: int
     num_blocks: int
+    num_snapshots: int = 0  # of the recurrent term
 
     def log(self) -> None:
         parts = ", ".join(f"{t} {getattr(self, t) / GIB:.2f}" for t in (*TERMS, "kv"))
@@ -57,11 +59,6 @@ class MemoryPlan:
 
 
 TERMS = ("weights", "workspaces", "activations", "logits", "state", "recurrent", "graphs", "reserve")
-
-
-def recurrent_bytes(model: ModelConfig, limits: Limits, dtype: torch.dtype) -> int:
-    """Of the StatePool, whose last row is that of padded rows."""
-    return 0 if model.delta is None else (limits.max_num_seqs + 1) * StatePool.bytes_per_row(model.delta, dtype)
 
 
 def captured_tokens(model: ModelConfig) -> int:
@@ -126,10 +123,12 @@ def plan_memory(
         "activations": activation_bytes,
         "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item, ranks),
         "state": BatchState.bytes(max_num_seqs, limits.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
-        "recurrent": recurrent_bytes(model, limits, dtype),
+        "recurrent": 0,
         "graphs": 0,
         "reserve": 0,
     }
+    state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype)
+    terms["recurrent"] = (max_num_seqs + 1) * state_bytes  # one of padded rows
     used_by_others = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -152,8 +151,9 @@ def plan_memory(
     kv = budget - used_by_others - sum(terms.values())
     if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used
         kv = min(kv, free // 4, 16 * GIB)
-    if config.kv_cache_bytes is not None:
-        kv = config.kv_cache_bytes
+    num_snapshots = min(limits.num_snapshots, max(0, kv) // SNAPSHOT_SHARE // state_bytes) if state_bytes else 0
+    terms["recurrent"] += num_snapshots * state_bytes
+    kv = kv - num_snapshots * state_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     block_bytes = KVCache.bytes_per_block(model, block_size, cache_dtype or dtype) + draft_block_bytes
     num_blocks = limits.num_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, limits.num_blocks)
     if not loaded and free < 0:
@@ -168,4 +168,4 @@ def plan_memory(
             f"no memory is left for the KV cache: {budget / GIB:.2f} GiB may be used, of which {used_by_others / GIB:.2f} are "
             f"taken by others, {taken}; {share} max_num_batched_tokens or max_num_seqs"
         )
-    return MemoryPlan(budget, **terms, kv=num_blocks * block_bytes, num_blocks=num_blocks)
+    return MemoryPlan(budget, **terms, kv=num_blocks * block_bytes, num_blocks=num_blocks, num_snapshots=num_snapshots)

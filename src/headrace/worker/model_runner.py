@@ -96,7 +96,9 @@ class ModelRunner:
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
         context = int((numbers[POSITION] + numbers[UNVERIFIED]).max()) + 1
-        return self._pending(plan, self.graphs.replay(numbers, context, tail, plan.num_drafts > 0))
+        done = self.graphs.replay(numbers, context, tail, plan.num_drafts > 0)
+        self.kv.states.keep(plan.kept)
+        return self._pending(plan, done)
 
     @staticmethod
     def _pending(plan: StepPlan, done: Replayed) -> Pending:
@@ -109,6 +111,7 @@ class ModelRunner:
     def compute(self, plan: StepPlan, whole: bool = True) -> Pending:
         """`whole`: with logits; else what is captured may sample them itself."""
         self.state.apply(plan)
+        self.kv.states.restore(plan.admitted)
         for new in plan.admitted:
             self.sampler.load(new)
         if self.drafter is not None:
@@ -119,7 +122,9 @@ class ModelRunner:
             write_drafts(plan, self.state, self.drafter)
         if plan.is_plain:  # every row is a sequence that samples
             batch, _, rows = self.state.prepare(plan.slots, plan.starts, plan.counts)
-            return Pending(plan, self.decoder.decode(batch, self.kv), rows)
+            logits = self.decoder.decode(batch, self.kv)
+            self.kv.states.keep(plan.kept)
+            return Pending(plan, logits, rows)
         num_sampled, stops = plan.num_sampled, np.cumsum(plan.counts)
         sampled = np.repeat(stops - np.cumsum(num_sampled), num_sampled) + np.arange(num_sampled.sum())
         asking = prompts_that_ask(plan, self.state)
@@ -127,6 +132,7 @@ class ModelRunner:
         only = len(sampled) < stops[-1] and len(sampled) <= len(self.state.block_tables) and not asking
         batch, wanted, rows = self.state.prepare(plan.slots, plan.starts, plan.counts, plan.unverified, sampled, only)
         hidden = self.decoder.forward(batch, self.kv, wanted)
+        self.kv.states.keep(plan.kept)
         pending = Pending(plan, None, rows)
         if len(sampled):
             picked = hidden if len(sampled) == len(hidden) else hidden[self.state.staging.upload(sampled)]

@@ -1,0 +1,149 @@
+"""What the steps of a model with gated delta nets take on a card, each beside its limit: kernels alone, then the engine.
+
+    python benchmarks/gpu_hybrid.py [--config benchmarks/shapes/qwen3.5-4b.json] [--out FILE.json]
+
+Random weights. A decode step's limit is the time to read all weights, the keys and values, and to read and write the states, at
+the bandwidth that a copy has here; that of a prompt the time of its products at the speed of a large one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from headrace.config import EngineConfig
+from headrace.engine.build import build_engine
+from headrace.engine.messages import EngineRequest
+from headrace.kernels.delta_layer import DeltaLayer
+from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
+from headrace.model.config import ModelConfig
+from headrace.model.families import model_config_from_hf
+from headrace.model.parts import weight_bytes
+from headrace.sampling.params import SamplingParams
+
+DECODES, PROMPTS = (1, 32, 128), (4096, 8192, 32768)
+
+
+def seconds(run: Callable[[], object], repeat: int = 10) -> float:
+    """Of one call, by the device's clock."""
+    run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeat):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeat
+
+
+def measured_limits() -> tuple[float, float]:
+    """Bytes a second of a copy, operations a second of a product in bfloat16."""
+    a = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    bandwidth = 2 * a.numel() / seconds(lambda: a[: 1 << 30].copy_(a[1 << 30 :])) / 2
+    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    return bandwidth, 2 * 8192**3 / seconds(lambda: x @ x)
+
+
+def layer_of(model: ModelConfig) -> DeltaLayer:
+    delta = model.delta
+    assert delta is not None
+    norms = [torch.randn(count, device="cuda") for count in (delta.value_heads, delta.value_heads, delta.value_dim)]
+    conv = torch.randn(delta.channels, delta.kernel, device="cuda")
+    return DeltaLayer(delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, conv, *norms, 1e-6)
+
+
+def kernels(model: ModelConfig, bandwidth: float) -> dict[str, float]:
+    """One layer's delta rule: microseconds, and of decodes the share of what the states' bytes need."""
+    layer, found = layer_of(model), {}
+    delta = model.delta
+    assert delta is not None
+    width, slots = delta.channels + delta.v_size + 2 * delta.value_heads, max(DECODES)
+    inputs = torch.zeros(slots, delta.kernel, delta.channels, dtype=torch.bfloat16, device="cuda")
+    states = torch.zeros(slots, delta.value_heads, delta.key_dim, delta.value_dim, device="cuda")
+    for counts in [[1] * rows for rows in DECODES] + [[tokens] for tokens in PROMPTS]:
+        begins = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+        positions = torch.cat([torch.arange(count, device="cuda") for count in counts]).int() + (counts[0] == 1)
+        rows = torch.randn(sum(counts), width, dtype=torch.bfloat16, device="cuda")
+        slot = torch.arange(len(counts), device="cuda").int()
+        decodes = sum(count == 1 for count in counts)
+        batch = SimpleNamespace(
+            positions=positions, seq_slots=slot, seq_lens=begins[1:] - begins[:-1] + 1, query_start=begins, query_lens=counts,
+            num_decodes=decodes,
+        )  # fmt: skip
+        chunks = plan_chunks(batch)
+        gates = rows[:, delta.channels + delta.v_size :]
+        took = seconds(lambda: delta_rule_triton(layer, rows, gates, inputs, states, batch, chunks), 20)  # noqa: B023
+        name = f"{decodes} decodes" if decodes else f"prompt of {counts[0]}"
+        found[f"{name}, us"] = 1e6 * took
+        if decodes:
+            found[f"{name}, of the bandwidth"] = 2 * decodes * states[0].numel() * 4 / bandwidth / took
+    return found
+
+
+def engine(path: str, model: ModelConfig, bandwidth: float, speed: float) -> dict[str, float]:
+    """Decode steps and prompts through the whole engine."""
+    options = dict(load_format="dummy", skip_tokenizer_init=True, max_num_seqs=max(DECODES), max_model_len=max(PROMPTS) + 1024)
+    core = build_engine(EngineConfig(model=path, device="cuda", **options)).core  # type: ignore[arg-type]
+    delta, found = model.delta, {}
+    assert delta is not None
+    weights = weight_bytes(model, torch.bfloat16)
+    state = 4 * sum(delta.layers) * delta.value_heads * delta.key_dim * delta.value_dim
+
+    def run(count: int, tokens: int, max_tokens: int) -> list[float]:
+        wanted = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True).resolved({})
+        for i in range(count):
+            core.add(EngineRequest(f"{time.perf_counter()} {i}", [(7 * j + i) % 1000 for j in range(tokens)], wanted, i))
+        times = [time.perf_counter()]
+        while core.has_work:
+            if core.step():
+                times.append(time.perf_counter())
+        return times
+
+    for count in DECODES:
+        run(count, 100, 64)
+        times = run(count, 100, 220)
+        step = sorted(b - a for a, b in zip(times[-180:], times[-179:], strict=False))[85]
+        limit = (weights + count * 2 * state) / bandwidth
+        found[f"decode of {count}, ms"], found[f"decode of {count}, of the limit"] = 1e3 * step, limit / step
+    for tokens in PROMPTS:
+        run(1, tokens, 1)
+        began = time.perf_counter()
+        run(1, tokens, 1)
+        took = time.perf_counter() - began
+        found[f"prompt of {tokens}, ms"] = 1e3 * took
+        found[f"prompt of {tokens}, us a token"] = 1e6 * took / tokens
+        found[f"prompt of {tokens}, of the limit"] = 2 * tokens * (weights / 2) / speed / took
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=str(Path(__file__).parent / "shapes" / "qwen3.5-4b.json"))
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    config = json.loads(Path(args.config).read_text())
+    model = model_config_from_hf(config)
+    bandwidth, speed = measured_limits()
+    result = {"card": torch.cuda.get_device_name(), "copy, TB/s": bandwidth / 1e12, "product, TFLOP/s": speed / 1e12}
+    print(json.dumps(result), flush=True)
+    for part in (kernels(model, bandwidth), None):
+        if part is None:
+            with tempfile.TemporaryDirectory() as directory:
+                (Path(directory) / "config.json").write_text(json.dumps(config))
+                part = engine(directory, model, bandwidth, speed)
+        result |= part
+        for name, value in part.items():
+            print(f"{name}: {value:.3f}", flush=True)
+    if args.out:
+        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""The gated delta rule on a card (see delta_rule.py): single rows in one kernel, prompts in chunks of 64 rows.
+
+    rows of decodes   _decode   a program a row and value head: convolution, state read and written once, norm, gate
+    rows of prompts   _chunks   a program a chunk and value head, all at once: what of a chunk does not need the state before it
+                      _states   a program a sequence, value head and part of its columns: from chunk to chunk
+                      _gate     norm and gate
+
+With T the inverse of I + system (delta_rule.py), a chunk's corrections are u = T beta v - (T beta exp(G) k) S: two matrices
+that are known before S is. T comes by doubling: of the diagonal blocks' inverses D and the blocks N between two of them follow
+those of twice the size, D - D N D.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.kernels.delta_layer import CHUNK, LENGTH_EPS, DeltaLayer, Rows
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, is_roomy, jit, next_power_of_2, pdl, tl
+
+STATE_COLUMNS = 32  # of a program of `_states`: with 32 heads of 128 columns, one sequence fills a card
+GATE_ROWS = 16
+
+
+def delta_rule_triton(
+    layer: DeltaLayer, projected: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Rows,
+    chunks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `delta_rule`. `chunks`: see `plan_chunks`; needed where a sequence has several rows. Padded rows touch no state."""
+    rows, decodes = projected.shape[0], batch.num_decodes
+    out = torch.empty((rows, layer.value_heads * layer.value_dim), dtype=projected.dtype, device=projected.device)
+    sizes = dict(
+        KEY_HEADS=layer.key_heads, VALUE_HEADS=layer.value_heads, KEY_DIM=layer.key_dim, VALUE_DIM=layer.value_dim,
+        KERNEL=layer.conv.shape[1],
+    )  # fmt: skip
+    strides = projected.stride(0), gates.stride(0)
+    if decodes:
+        _decode[(decodes * layer.value_heads,)](
+            projected, gates, inputs, states, batch.positions, batch.seq_slots, batch.seq_lens, layer.conv, layer.decay,
+            layer.bias, layer.norm, out, *strides, layer.eps, LENGTH_EPS, **sizes,
+            num_warps=8 if layer.key_dim * layer.value_dim > 4096 else 4, **pdl(projected),
+        )  # fmt: skip
+    if rows > decodes:
+        assert chunks is not None
+        _prompts(layer, projected, gates, inputs, states, batch, chunks, out, sizes)
+    return out
+
+
+def _prompts(
+    layer: DeltaLayer, projected: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Rows, chunks: Tensor,
+    out: Tensor, sizes: dict[str, int],
+) -> None:  # fmt: skip
+    rows, decodes, heads = projected.shape[0], batch.num_decodes, layer.value_heads
+
+    def empty(*shape: int, dtype: torch.dtype = projected.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=projected.device)
+
+    q, k = (empty(rows, layer.key_heads, layer.key_dim) for _ in range(2))
+    w, u, within = (empty(rows, heads, width) for width in (layer.key_dim, layer.value_dim, CHUNK))
+    total = empty(rows, heads, dtype=torch.float32)
+    precise = projected.dtype == torch.float32
+    made = q, k, w, u, within, total
+    _chunks[(chunks.shape[0] * heads,)](
+        projected, gates, inputs, chunks, layer.conv, layer.decay, layer.bias, *made, projected.stride(0), gates.stride(0),
+        LENGTH_EPS, **sizes, CHUNK=CHUNK, PRECISE=precise, num_warps=8,
+    )  # fmt: skip
+    columns = min(STATE_COLUMNS, layer.value_dim)
+    sequences = len(batch.query_lens) - decodes
+    roomy = is_roomy(out.device) and not precise
+    _states[(sequences * heads * (layer.value_dim // columns),)](
+        projected, inputs, states, batch.positions, batch.query_start, batch.seq_slots, *made, out, projected.stride(0),
+        decodes, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise, num_warps=4, num_stages=2 if roomy else 1,
+    )  # fmt: skip
+    _gate[(-(-(rows - decodes) // GATE_ROWS) * heads,)](
+        projected, out, layer.norm, projected.stride(0), layer.eps, decodes, rows, **sizes, ROWS=GATE_ROWS, num_warps=4,
+    )  # fmt: skip
+
+
+def plan_chunks(batch: Rows) -> Tensor | None:
+    """The chunks of the sequences with several rows [C, 5] int32: slot, first row, rows, position of the first row, and the
+    sequence's first row. Made on the device; C is a bound, what is behind the last one has no rows. None: there are none."""
+    lengths = batch.query_lens[batch.num_decodes :]
+    if not lengths:
+        return None
+    most = sum(length // CHUNK + 2 for length in lengths)
+    table = torch.zeros((most, 5), dtype=torch.int32, device=batch.positions.device)
+    _plan[(len(lengths),)](
+        batch.positions, batch.query_start, batch.seq_slots, table, batch.num_decodes, len(lengths), CHUNK=CHUNK,
+        SEQUENCES=next_power_of_2(len(lengths)), num_warps=4,
+    )  # fmt: skip
+    return table
+
+
+@jit(do_not_specialize=["first", "count"])
+def _plan(positions, query_start, seq_slots, table, first, count, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr):
+    """A program a sequence: counts the chunks of those before it, and writes its own."""
+    index = tl.program_id(0)
+    each = tl.arange(0, SEQUENCES)
+    there = each < count
+    begins = tl.load(query_start + first + each, there, 0)
+    lengths = tl.load(query_start + first + each + 1, there, 0) - begins
+    starts = tl.load(positions + begins, there, 0)
+    chunks = (starts % CHUNK + lengths + CHUNK - 1) // CHUNK
+    place = tl.sum(tl.where(there & (each < index), chunks, 0), 0)
+    begin = tl.load(query_start + first + index)
+    length = tl.load(query_start + first + index + 1) - begin
+    start = tl.load(positions + begin)
+    slot = tl.load(seq_slots + first + index)
+    for chunk in range(0, (start % CHUNK + length + CHUNK - 1) // CHUNK):
+        edge = (start // CHUNK + chunk) * CHUNK
+        at = tl.maximum(edge, start)
+        stop = tl.minimum(edge + CHUNK, start + length)
+        row = table + (place + chunk) * 5
+        tl.store(row, slot)
+        tl.store(row + 1, begin + at - start)
+        tl.store(row + 2, stop - at)
+        tl.store(row + 3, at)
+        tl.store(row + 4, begin)
+
+
+@jit
+def _fading(gates, head, decay, bias, VALUE_HEADS: tl.constexpr, mask):
+    """Of rows whose gates begin at `gates`: (g, beta)."""
+    b = tl.load(gates + head, mask, 0.0).to(tl.float32)
+    x = tl.load(gates + VALUE_HEADS + head, mask, 0.0).to(tl.float32) + tl.load(bias + head)
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return -tl.exp(tl.load(decay + head)) * softplus, tl.sigmoid(b)
+
+
+@jit
+def _convolved_row(x, ring, conv, at, position, KERNEL: tl.constexpr, CHANNELS: tl.constexpr):
+    """Channels `at` of a row at `x`, behind those that `ring` remembers."""
+    total = tl.load(x + at).to(tl.float32) * tl.load(conv + at * KERNEL + KERNEL - 1)
+    for back in tl.static_range(1, KERNEL):
+        before = ring + ((position - back + KERNEL) % KERNEL) * CHANNELS + at
+        kept = tl.load(before, (at >= 0) & (position >= back), 0.0).to(tl.float32)
+        total += kept * tl.load(conv + at * KERNEL + KERNEL - 1 - back)
+    return total * tl.sigmoid(total)
+
+
+@jit
+def _decode(
+    projected, gates, inputs, states, positions, seq_slots, seq_lens, conv, decay, bias, norm, out, row_stride, gate_stride,
+    eps, length_eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    row = (tl.program_id(0) // VALUE_HEADS).to(tl.int64)
+    head = tl.program_id(0) % VALUE_HEADS
+    i = tl.arange(0, KEY_DIM)
+    j = tl.arange(0, VALUE_DIM)
+    weight = tl.load(norm + j)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.load(seq_lens + row) == 0:
+        tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, tl.zeros([VALUE_DIM], out.dtype.element_ty))
+        return
+    position = tl.load(positions + row)
+    slot = tl.load(seq_slots + row).to(tl.int64)
+    state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(state_at, (i[:, None] >= 0) & (position > 0), 0.0)
+    x = projected + row * row_stride
+    ring = inputs + slot * (KERNEL * CHANNELS)
+    q_at = head // GROUP * KEY_DIM + i
+    v_at = 2 * KEYS + head * VALUE_DIM + j
+    q = _convolved_row(x, ring, conv, q_at, position, KERNEL, CHANNELS)
+    k = _convolved_row(x, ring, conv, KEYS + q_at, position, KERNEL, CHANNELS)
+    v = _convolved_row(x, ring, conv, v_at, position, KERNEL, CHANNELS)
+    own = ring + position % KERNEL * CHANNELS
+    tl.store(own + v_at, tl.load(x + v_at))
+    if head % GROUP == 0:
+        tl.store(own + q_at, tl.load(x + q_at))
+        tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
+    q *= tl.rsqrt(tl.sum(q * q, 0) + length_eps) * (KEY_DIM**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k, 0) + length_eps)
+    g, beta = _fading(gates + row * gate_stride, head, decay, bias, VALUE_HEADS, True)
+    state *= tl.exp(g)
+    correction = beta * (v - tl.sum(state * k[:, None], 0))
+    state += k[:, None] * correction[None, :]
+    tl.store(state_at, state)
+    o = tl.sum(state * q[:, None], 0)
+    o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight
+    z = tl.load(x + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
+    tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+
+
+@jit
+def _convolved(
+    projected, ring, conv, row, first, position, count, at, row_stride, KERNEL: tl.constexpr, CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Channels `at` of `count` rows from `row` on [CHUNK, channels]; the sequence's own rows begin at `first`."""
+    t = tl.arange(0, CHUNK)[:, None]
+    at = at[None, :]
+    there = (t < count) & (at >= 0)
+    total = tl.load(projected + (row + t) * row_stride + at, there, 0.0).to(tl.float32)
+    total *= tl.load(conv + at * KERNEL + KERNEL - 1)
+    for back in tl.static_range(1, KERNEL):
+        own = there & (row + t - back >= first)
+        x = tl.load(projected + (row + t - back) * row_stride + at, own, 0.0).to(tl.float32)
+        kept = there & (row + t - back < first) & (position + t - back >= 0)
+        x += tl.load(ring + ((position + t - back + KERNEL) % KERNEL) * CHANNELS + at, kept, 0.0).to(tl.float32)
+        total += x * tl.load(conv + at * KERNEL + KERNEL - 1 - back)
+    return total * tl.sigmoid(total)
+
+
+@jit
+def _product(a, b, PRECISE: tl.constexpr):
+    if PRECISE:
+        c = tl.dot(a, b, input_precision="tf32x3")
+    else:
+        c = tl.dot(a, b)
+    return c
+
+
+@jit
+def _inverse(system, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
+    """Of I + system, which is strictly lower triangular [CHUNK, CHUNK], float32."""
+    r = tl.arange(0, CHUNK)[:, None]
+    c = tl.arange(0, CHUNK)[None, :]
+    inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))
+    for level in tl.static_range(1, 6):
+        between = tl.where((r >> (level + 1) == c >> (level + 1)) & (r >> level != c >> level), system, 0.0)
+        inverse -= _product(_product(inverse, between, PRECISE), inverse, PRECISE)
+    return inverse
+
+
+@jit
+def _chunks(
+    projected, gates, inputs, chunks, conv, decay, bias, q_out, k_out, w_out, u_out, within_out, total_out, row_stride,
+    gate_stride, length_eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    entry = chunks + tl.program_id(0) // VALUE_HEADS * 5
+    head = tl.program_id(0) % VALUE_HEADS
+    count = tl.load(entry + 2)
+    if count == 0:
+        return
+    ring = inputs + tl.load(entry).to(tl.int64) * (KERNEL * CHANNELS)
+    row = tl.load(entry + 1).to(tl.int64)
+    position = tl.load(entry + 3)
+    first = tl.load(entry + 4).to(tl.int64)
+    dtype = q_out.dtype.element_ty
+    t = tl.arange(0, CHUNK)
+    i = tl.arange(0, KEY_DIM)
+    j = tl.arange(0, VALUE_DIM)
+    there = t < count
+    key_head = head // GROUP
+    q_at = key_head * KEY_DIM + i
+    q = _convolved(projected, ring, conv, row, first, position, count, q_at, row_stride, KERNEL, CHANNELS, CHUNK)
+    q = (q * tl.rsqrt(tl.sum(q * q, 1) + length_eps)[:, None] * (KEY_DIM**-0.5)).to(dtype)
+    k = _convolved(projected, ring, conv, row, first, position, count, KEYS + q_at, row_stride, KERNEL, CHANNELS, CHUNK)
+    k = (k * tl.rsqrt(tl.sum(k * k, 1) + length_eps)[:, None]).to(dtype)
+    if head % GROUP == 0:
+        place = ((row + t) * KEY_HEADS + key_head)[:, None] * KEY_DIM + i[None, :]
+        tl.store(q_out + place, q, there[:, None])
+        tl.store(k_out + place, k, there[:, None])
+    g, beta = _fading(gates + (row + t) * gate_stride, head, decay, bias, VALUE_HEADS, there)
+    total = tl.cumsum(tl.where(there, g, 0.0), 0)
+    beta = tl.where(there, beta, 0.0)
+    at = (row + t) * VALUE_HEADS + head
+    tl.store(total_out + at, total, there)
+    lower = t[:, None] >= t[None, :]
+    faded = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+    within = _product(q, tl.trans(k), PRECISE) * faded
+    tl.store(within_out + at[:, None] * CHUNK + t[None, :], within.to(dtype), there[:, None])
+    system = tl.where(t[:, None] > t[None, :], _product(k, tl.trans(k), PRECISE) * faded * beta[:, None], 0.0)
+    inverse = _inverse(system, CHUNK, PRECISE).to(dtype)
+    w = _product(inverse, (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(dtype), PRECISE)
+    tl.store(w_out + at[:, None] * KEY_DIM + i[None, :], w.to(dtype), there[:, None])
+    v_at = 2 * KEYS + head * VALUE_DIM + j
+    v = _convolved(projected, ring, conv, row, first, position, count, v_at, row_stride, KERNEL, CHANNELS, CHUNK)
+    u = _product(inverse, (v * beta[:, None]).to(dtype), PRECISE)
+    tl.store(u_out + at[:, None] * VALUE_DIM + j[None, :], u.to(dtype), there[:, None])
+
+
+@jit(do_not_specialize=["decodes"])
+def _states(
+    projected, inputs, states, positions, query_start, seq_slots, q_in, k_in, w_in, u_in, within_in, total_in, out, row_stride,
+    decodes,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    PARTS: tl.constexpr = VALUE_DIM // COLUMNS
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % VALUE_HEADS
+    sequence = decodes + tl.program_id(0) // (PARTS * VALUE_HEADS)
+    begin = tl.load(query_start + sequence).to(tl.int64)
+    count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
+    start = tl.load(positions + begin)
+    slot = tl.load(seq_slots + sequence).to(tl.int64)
+    dtype = q_in.dtype.element_ty
+    t = tl.arange(0, CHUNK)
+    i = tl.arange(0, KEY_DIM)
+    j = part * COLUMNS + tl.arange(0, COLUMNS)
+    state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(state_at, (i[:, None] >= 0) & (start > 0), 0.0)
+    for chunk in range(0, (start % CHUNK + count + CHUNK - 1) // CHUNK):
+        edge = (start // CHUNK + chunk) * CHUNK
+        from_ = tl.maximum(edge, start)
+        rows = tl.minimum(edge + CHUNK, start + count) - from_
+        there = (t < rows)[:, None]
+        row = begin + (from_ - start) + t
+        at = row * VALUE_HEADS + head
+        key_at = (row * KEY_HEADS + head // GROUP)[:, None] * KEY_DIM + i[None, :]
+        q = tl.load(q_in + key_at, there, 0.0)
+        k = tl.load(k_in + key_at, there, 0.0)
+        w = tl.load(w_in + at[:, None] * KEY_DIM + i[None, :], there, 0.0)
+        u = tl.load(u_in + at[:, None] * VALUE_DIM + j[None, :], there, 0.0)
+        within = tl.load(within_in + at[:, None] * CHUNK + t[None, :], there, 0.0)
+        total = tl.load(total_in + at, t < rows, 0.0)
+        last = tl.load(total_in + (begin + (from_ - start) + rows - 1) * VALUE_HEADS + head)
+        before = state.to(dtype)
+        corrected = u.to(tl.float32) - _product(w, before, PRECISE)
+        o = tl.exp(total)[:, None] * _product(q, before, PRECISE) + _product(within, corrected.to(dtype), PRECISE)
+        tl.store(out + at[:, None] * VALUE_DIM + j[None, :], o.to(dtype), there)
+        remaining = corrected * tl.exp(tl.where(t < rows, last - total, 0.0))[:, None]
+        state = tl.exp(last) * state + _product(tl.trans(k), remaining.to(dtype), PRECISE)
+    tl.store(state_at, state)
+    ring = inputs + slot * (KERNEL * CHANNELS)
+    v_at = 2 * KEYS + head * VALUE_DIM + j
+    q_at = head // GROUP * KEY_DIM + i
+    for back in tl.static_range(0, KERNEL):
+        if count > back:
+            x = projected + (begin + count - 1 - back) * row_stride
+            own = ring + (start + count - 1 - back) % KERNEL * CHANNELS
+            tl.store(own + v_at, tl.load(x + v_at))
+            if (part == 0) & (head % GROUP == 0):
+                tl.store(own + q_at, tl.load(x + q_at))
+                tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
+
+
+@jit(do_not_specialize=["first", "stop"])
+def _gate(
+    projected, out, norm, row_stride, eps, first, stop,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    head = tl.program_id(0) % VALUE_HEADS
+    row = (first + tl.program_id(0) // VALUE_HEADS * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    j = tl.arange(0, VALUE_DIM)[None, :]
+    there = (row < stop) & (j >= 0)
+    at = out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j
+    o = tl.load(at, there, 0.0).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm + j)
+    z = tl.load(projected + row * row_stride + CHANNELS + head * VALUE_DIM + j, there, 0.0).to(tl.float32)
+    tl.store(at, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty), there)

@@ -1,0 +1,42 @@
+"""The kernels of the gated delta rule on a card against the reference in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.kernels.delta_rule import delta_rule_reference
+from test_kernels_delta import Run, in_triton, make_layer, random_rows
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    "sizes, dtype, tolerance",
+    [((2, 4, 16, 32), torch.float32, 1e-3), ((4, 8, 128, 128), torch.bfloat16, 4e-2), ((2, 2, 64, 128), torch.bfloat16, 4e-2)],
+)
+def test_rows_and_states(sizes: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    layer = make_layer(*sizes)
+    counts = [[300, 90, 1], [1, 1, 1], [64, 1, 70], [1, 130, 1]]
+    rows = {slot: random_rows(layer, sum(step[slot] for step in counts)) for slot in range(3)}
+    rows = {slot: (x.to(dtype), gates.to(dtype)) for slot, (x, gates) in rows.items()}
+    card, exact = on_card(layer, dtype), Run(layer, 3, delta_rule_reference)
+    for step in counts:
+        order = sorted(range(3), key=lambda slot: step[slot] != 1)
+        parts = [slice(exact.lengths[slot], exact.lengths[slot] + step[slot]) for slot in order]
+        want = exact.step([(slot, *(x[part].float() for x in rows[slot])) for slot, part in zip(order, parts, strict=True)])
+        got = card.step([(slot, *(x[part].cuda() for x in rows[slot])) for slot, part in zip(order, parts, strict=True)])
+        for a, b in zip(got, want, strict=True):
+            assert (a.cpu().float() - b).abs().max() <= tolerance * b.abs().max()
+        states = card.states.cpu()
+        assert (states - exact.states).abs().max() <= tolerance * exact.states.abs().max()
+
+
+def on_card(layer, dtype: torch.dtype) -> Run:
+    moved = make_layer(layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim)
+    for name in ("conv", "decay", "bias", "norm"):
+        setattr(moved, name, getattr(layer, name).cuda())
+    run = Run(moved, 3, in_triton, dtype)
+    run.inputs, run.states = run.inputs.cuda(), run.states.cuda()
+    return run
