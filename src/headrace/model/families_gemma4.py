@@ -87,7 +87,8 @@ def _of_layer(c: HfConfig, layer: int, full: bool, same: bool) -> tuple[int, int
     given = c.raw.get("per_layer_config")
     if given is not None and not isinstance(given, dict):
         raise CheckpointError(f"config.json: per_layer_config is {given!r}, wanted an object")
-    own = next((of for key, of in (given or {}).items() if str(key).lstrip("0") == str(layer).lstrip("0")), {})  # "07": 7
+    found = [of for key, of in (given or {}).items() if str(key).lstrip("0") == str(layer).lstrip("0")]  # "07" is 7
+    own: Any = found[0] if found else {}
     if not isinstance(own, dict):
         raise CheckpointError(f"config.json: per_layer_config of layer {layer} is {own!r}, wanted an object")
     of = HfConfig({**c.raw, **own})
