@@ -46,7 +46,7 @@ class TritonLatentAttention(AttentionBackend):
         self.runs, self.dense = plan_runs(batch, AS_IF), []
         if self.expands and kv.k[0].dtype in (torch.bfloat16, torch.float16):
             self.dense, self.runs = split_dense(self.runs, batch)
-        self.keeps_own = bool(self.dense)
+            self.keeps_own = bool(self.dense)
 
     def attend(
         self, q: Tensor, layer: int, kv: KVCache, batch: ForwardBatch, *, scale: float, window: int, softcap: float,
