@@ -62,7 +62,7 @@ def plain(temperature: float) -> list[EngineRequest]:
     return [EngineRequest(f"r{i}", [7 * i + j for j in range(5 + i)], params, seed=i) for i in range(4)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in ("deepseek_v2", "glm4_moe_lite")])
 def test_every_family(variant: str, tmp_path):
     family, overrides = VARIANTS[variant]
     path = str(write_tiny(family, tmp_path / "model", **overrides))
