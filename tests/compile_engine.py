@@ -1,7 +1,8 @@
 """Run an engine for a card that is not there: which kernels it asks for, and in how many forms with the same constants.
 
 Requests come and go, so that steps have any number of prompts, decodes and rows. Where a tensor begins, or what a number is
-divisible by, must not make another form of a kernel: that would be compiled in the middle of serving. Prints JSON: "forms":
+divisible by, must not make another form of a kernel: that would be compiled in the middle of serving. Some of the steps are those
+that a card captures with prompts. Prints JSON: "forms":
 kernel -> for each of its constants and types how many there are; "unforeseen": kernels in forms that compiling ahead, from the
 model's shape alone, does not know of.
 """
@@ -34,6 +35,7 @@ from headrace.model.families import model_config_from_hf
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
 from headrace.worker.batch_state import ALIGN
+from prompt_graphs_driver import UncapturedPrompts
 from tiny_models import write_shape
 
 STEPS = 70
@@ -72,8 +74,12 @@ def main(directory: str) -> None:
     launch._KNOWN = False  # a compiled form is not launched again
     sampler.choose = choose
     JITFunction._do_compile = note  # type: ignore[method-assign]
+    limits = core.scheduler.limits
+    prompts = UncapturedPrompts(core.runner.decoder, core.runner.kv, core.runner.state, 64, 2304, limits.max_num_batched_tokens)
+    prompts.decoder = core.runner.decoder
     rng = random.Random(1)
     for step in range(STEPS):
+        core.runner.prompts = prompts if step % 3 == 0 else None
         for i in range(rng.randint(1, 6) if core.scheduler.num_waiting < 3 else 0):
             settings = complete(SamplingParams(
                 temperature=rng.choice([0.0, 0.6]), top_p=rng.choice([1.0, 0.9]), max_tokens=rng.randint(1, 40), ignore_eos=True
@@ -95,7 +101,9 @@ def unforeseen(core: EngineCore, path: str) -> list[str]:
     for kernel in {kernel for kernel in gc.get_objects() if isinstance(kernel, JITFunction)}:
         kernel.device_caches.clear()
     launches, _ = no_device.note_launches()
-    Stage(Played(model, weights, core.scheduler.limits, torch.bfloat16, "no card", eager=True)).play()
+    stage = Stage(Played(model, weights, core.scheduler.limits, torch.bfloat16, "no card", eager=True))
+    stage.play()
+    stage.captured_prompts()
     ahead = {(launch.name, launch.arguments[0]) for launch in launches}
     return [f"{name} {asked[name, key]} {key}" for name, key in asked.keys() - ahead]
 

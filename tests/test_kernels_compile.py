@@ -84,5 +84,5 @@ def test_a_changing_load_compiles_each_kernel_once(tmp_path):
     found = json.loads(run("compile_engine.py", str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache")))
     assert not found["unforeseen"]
     forms = found["forms"]
-    assert {"_pick", "_filter_all", "_prepare_rows", "_split_attention", "_varlen_attention"} <= set(forms)
+    assert {"_pick", "_filter_all", "_prepare_rows", "_expand_rows", "_split_attention", "_varlen_attention"} <= set(forms)
     assert {count for counts in forms.values() for count in counts} == {1}, forms
