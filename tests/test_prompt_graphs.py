@@ -116,7 +116,8 @@ def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_l
     want = attention_reference(case, 0.3, window, softcap)
     q = torch.cat((case.q, torch.randn(padded, *case.q.shape[1:])))
     nothing = torch.zeros(len(q), dtype=torch.int32)
-    batch = ForwardBatch(nothing, nothing, nothing.long(), *case.tensors(), 0, [], [], context_bound=128)
+    decodes = len(case.query_lens) if min(query_lens) <= FEW_TOKENS else 0
+    batch = ForwardBatch(nothing, nothing, nothing.long(), *case.tensors(), decodes, [], [], context_bound=128)
     shape = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=16, kv_shapes=[SimpleNamespace(heads=2)])
     attention = TritonAttention(shape, torch.device("cpu"))
     kv = SimpleNamespace(k=[case.k_cache], v=[case.v_cache], scales=[(None, None)])
@@ -124,7 +125,7 @@ def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_l
     out = attention.attend(q, 0, kv, batch, scale=0.3, window=window, softcap=softcap)
     torch.testing.assert_close(out[: len(want)].double(), want, rtol=1e-4, atol=2e-5)
     assert not out[len(want) :].any(), "padded rows are zeros"
-    assert {run.kind for run in attention.runs} == {"split", "varlen"} and attention.runs[1].least == FEW_TOKENS + 1
+    assert [run.kind for run in attention.runs] == (["split", "varlen"] if decodes else ["varlen"])
 
 
 class Noted(UncapturedPrompts):
@@ -163,8 +164,8 @@ def test_what_is_captured_before_the_first_request_does_for_all(most, longest, t
     plan = plan_of(counts, [data.draw(st.integers(0, longest - n)) for n in counts])
     graphs.replay(plan, tail)
     context = int((plan.starts + plan.counts).max())
-    key, fits = graphs.replayed[-1], graphs.key_for(rows, count, context, tail)
-    assert key in prepared and key.tokens >= rows and key.seqs >= count and key.context >= min(context, longest)
+    key, fits = graphs.replayed[-1], graphs.key_for(rows, count, min(counts) <= FEW_TOKENS, context, tail)
+    assert key in prepared and key.tokens >= rows and key.seqs > count and key.context >= min(context, longest)
     while graphs.capture_next():
         pass
     graphs.replay(plan, tail)

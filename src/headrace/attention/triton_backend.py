@@ -69,6 +69,8 @@ def plan_runs(batch: ForwardBatch, group: int) -> list[Run]:
 def runs_of_any(batch: ForwardBatch) -> list[Run]:
     """The launches for a batch of which only bounds are known: all sequences go to both kernels, and each takes its own."""
     seqs, rows, context = batch.num_seqs, batch.num_rows, batch.context_bound
+    if not batch.num_decodes:
+        return [Run("varlen", 0, seqs, 0, rows, rows, context, least=1)]
     few = Run("split", 0, seqs, 0, rows, FEW_TOKENS, context)
     return [few, Run("varlen", 0, seqs, 0, rows, rows, context, least=FEW_TOKENS + 1)]
 

@@ -166,7 +166,7 @@ class Stage:
                 launch(inbox[:, :END], turn, self.tables, these)
                 launch_expand(inbox, turn, self.tables, these, rows)
                 for bucket in context_buckets(CONTEXTS, limits.max_model_len):
-                    step = captured_batches(rows, these, each_alone, self.tables.block_tables, bucket)
+                    step = captured_batches(rows, these, each_alone, self.tables.block_tables, bucket, True)
                     self.decoder.logits(self.decoder.forward(step[0], self.kv, step[1]), logits[:seqs])
                 launch_publish(empty(seqs), empty(seqs).bool(), these.part(seqs, 2 * seqs), self.tables, outbox, turn, False)
 

@@ -28,7 +28,7 @@ class ForwardBatch:
     context_lens: list[int]  # [S] host copy of seq_lens
     exact: bool = True
     adapted: bool = False  # some rows are of requests with an adapter
-    context_bound: int = 0  # > 0: no sequence is longer, and the lists are empty: a captured step, of sequences of any rows
+    context_bound: int = 0  # > 0: captured for sequences of any rows, none longer; no lists, and num_decodes is 0 or any
     related: bool = False  # several sequences may be rows of one request (drafts), each reading what those before it write
 
     @property

@@ -50,6 +50,7 @@ LONG_CONTEXT = 16384  # few rows behind more than this are better off where the 
 class PromptKey(NamedTuple):
     tokens: int
     seqs: int
+    decodes: bool  # sequences may have so few rows that attention splits them
     context: int  # bucket
     tail: Tail
 
@@ -116,50 +117,51 @@ class PromptGraphs(StepGraphs[PromptKey]):
     def replay(self, plan: StepPlan, tail: Tail) -> Replayed:
         """Launch the step; its rows are those that are sampled, and padded ones behind."""
         context = int((plan.starts + plan.counts + np.maximum(plan.unverified, 0)).max())
-        key, captured = self._find(self.key_for(plan.num_tokens, len(plan), context, tail))
+        decodes = bool((plan.counts <= FEW_TOKENS).any())
+        key, captured = self._find(self.key_for(plan.num_tokens, len(plan), decodes, context, tail))
         sent = self._send(captured, numbers_of(plan, key.tokens, key.seqs, self.state.dummy_slot), 2 * key.seqs)
         return Replayed(captured.logits, self._ends.part(key.seqs, 2 * key.seqs), sent)
 
-    def key_for(self, tokens: int, seqs: int, context: int, tail: Tail) -> PromptKey:
+    def key_for(self, tokens: int, seqs: int, decodes: bool, context: int, tail: Tail) -> PromptKey:
+        """With a padded sequence, and hardly more of them than tokens. That there are no decodes is worth a graph of its own
+        where sequences are few."""
         size = self.sizes[bisect_left(self.sizes, tokens)]
-        return PromptKey(size, self._seqs_for(size, seqs), self.buckets[bisect_left(self.buckets, context)], tail)
-
-    def _seqs_for(self, size: int, seqs: int) -> int:
-        """With a padded one, and hardly more than tokens."""
-        return min(size + 8, self.seq_sizes[bisect_left(self.seq_sizes, seqs + 1)])
+        room = self.seq_sizes[bisect_left(self.seq_sizes, seqs + 1)]
+        bucket = self.buckets[bisect_left(self.buckets, context)]
+        return PromptKey(size, min(size + 8, room), decodes or room > self.seq_sizes[0], bucket, tail)
 
     def prepare(self) -> None:
         """Capture steps that cover whatever may come, before any comes; what fits better comes in idle time."""
         few, many, sizes = self.seq_sizes[0] - 1, self.seq_sizes[-1] - 1, self.sizes
         rounded = [s for s in sizes if s & (s - 1) == 0 or s == sizes[-1]]
-        shapes = [(s, many, self.buckets[-1]) for s in rounded[::-3]]
-        shapes += [(s, seqs, self.buckets[0]) for s in reversed(rounded) for seqs in (many, few)]
-        for size, seqs, context in shapes:  # a smaller one fits into the memory of a larger
-            key = PromptKey(size, self._seqs_for(size, seqs), context, Tail.FILTERED)
+        shapes = [(s, many, True, self.buckets[-1]) for s in rounded[::-3]]
+        shapes += [(s, *of, self.buckets[0]) for s in reversed(rounded) for of in ((many, True), (few, False))]
+        for shape in shapes:  # a smaller one fits into the memory of a larger
+            key = self.key_for(*shape, Tail.FILTERED)
             if key not in self._graphs and len(self._graphs) < self.max_graphs:
                 self.capture(key)
-        likely = [self.key_for(s, few, 1, tail) for tail in (Tail.FILTERED, Tail.GREEDY, Tail.RANDOM) for s in reversed(sizes)]
-        self._todo += [key for key in likely if key.tail is Tail.FILTERED or key.tokens in rounded]
+        self._todo += [self.key_for(s, few, of, 1, Tail.FILTERED) for of in (False, True) for s in reversed(sizes)]
+        self._todo += [self.key_for(s, few, False, 1, tail) for tail in (Tail.GREEDY, Tail.RANDOM) for s in rounded]
         self._prepared = time.monotonic()
 
     def _covers(self, key: PromptKey, wanted: PromptKey) -> bool:
         if Tail.LOGITS in (key.tail, wanted.tail) or COVERING[key.tail] < COVERING[wanted.tail]:
             return False
-        return all(has >= needs for has, needs in zip(key[:3], wanted[:3], strict=True))
+        return all(has >= needs for has, needs in zip(key[:4], wanted[:4], strict=True))
 
     def _order(self, key: PromptKey) -> tuple[int, ...]:
-        return *key[:3], COVERING[key.tail]
+        return *key[:4], COVERING[key.tail]
 
     def _padding(self, key: PromptKey) -> np.ndarray:
         return numbers_of(None, key.tokens, key.seqs, self.state.dummy_slot)
 
     def _step(self, key: PromptKey) -> Tensor | None:
-        tokens, seqs, context, tail = key
+        tokens, seqs, decodes, context, tail = key
         state, mail, decoder = self.state, self._mailbox, self.decoder
         ends, rows = self._ends.part(0, 2 * seqs), self._rows.part(tokens, seqs)
         prepare_rows(mail.inbox[:, :END], mail.turn, state.tables, ends)
         expand_rows(mail.inbox, mail.turn, state.tables, ends, rows)
-        batch, wanted = captured_batches(rows, ends, self._each_alone, state.block_tables, context)
+        batch, wanted = captured_batches(rows, ends, self._each_alone, state.block_tables, context, decodes)
         logits = decoder.logits(decoder.forward(batch, self.kv, wanted), self._logits[:seqs])
         if tail is Tail.LOGITS:
             return logits
@@ -170,15 +172,15 @@ class PromptGraphs(StepGraphs[PromptKey]):
 
 
 def captured_batches(
-    rows: TokenRows, ends: Rows, each_alone: Tensor, block_tables: Tensor, context: int
+    rows: TokenRows, ends: Rows, each_alone: Tensor, block_tables: Tensor, context: int, decodes: bool
 ) -> tuple[ForwardBatch, WantedRows]:
     """All rows of a step, and those that are sampled: `ends` [2 S] are the last ones of the sequences, and then these.
-    `each_alone` [>= S + 1]: 0, 1, ...; `context` bounds all sequences."""
+    `each_alone` [>= S + 1]: 0, 1, ...; `context` bounds all sequences; `decodes` as of PromptKey."""
     seqs = len(rows.index)
     of_seqs, sampled = ends.part(0, seqs), ends.part(seqs, 2 * seqs)
     batch = ForwardBatch(
         rows.token_ids, rows.positions, rows.slot_mapping, block_tables, of_seqs.seq_slots, rows.query_start, of_seqs.seq_lens,
-        0, [], [], context_bound=context,
+        seqs if decodes else 0, [], [], context_bound=context,
     )  # fmt: skip
     alone = ForwardBatch(
         sampled.token_ids, sampled.positions, sampled.slot_mapping, block_tables, sampled.seq_slots, each_alone[: seqs + 1],
