@@ -22,6 +22,8 @@ from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.decoder import Decoder
 from headrace.model.experts_config import ExpertsConfig
+from headrace.model.formats.gpt_oss_experts import random_mxfp4
+from headrace.model.narrow import compact
 from tile_search import candidates, to_json, tune
 
 CPU = torch.device("cpu")
@@ -115,6 +117,21 @@ def test_experts_of_more_than_a_few_rows() -> None:
     (batch, kv), (_, kv_expected) = (decode_batch(config, lengths, 16) for _ in range(2))
     expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
     assert_close(FastDecode(config, weights, 6, CPU, {16: GEMM}).forward(batch, kv), expected)
+
+
+@pytest.mark.parametrize("lengths", [[33], [3, 1, 20, 7]], ids=["one row", "few rows"])
+def test_experts_in_mxfp4_that_are_longer_than_rows(lengths: list[int]) -> None:
+    config = CONFIGS["gpt-oss"]
+    config = replace(config, hidden_size=160, experts=config.experts and replace(config.experts, inner=96))
+    weights = random_weights(config)
+    for i, layer in enumerate(weights.layers):
+        for name in ("experts_gate_up", "experts_down"):
+            rows, columns = layer.more[name].shape
+            made = random_mxfp4((rows, columns), CPU, torch.Generator().manual_seed(i))
+            layer.more[name] = compact(made, rows)
+    (batch, kv), (_, kv_expected) = (decode_batch(config, lengths, 16) for _ in range(2))
+    expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
+    assert_close(FastDecode(config, weights, len(lengths), CPU, {16: GEMM}).forward(batch, kv), expected)
 
 
 @pytest.mark.parametrize("lengths", [[33], [20, 1, 33]], ids=["one row", "few rows"])
