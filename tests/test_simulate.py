@@ -195,6 +195,22 @@ def test_more_ranks_are_faster_and_less_than_in_proportion():
         roofline(CARDS["h100"], model, torch.bfloat16, 3)
 
 
+def test_a_step_reads_the_experts_that_its_rows_choose():
+    """Of 128 with 8 a row; all of them have to lie somewhere."""
+    model, card = shape("qwen3-30b-a3b"), CARDS["h200"]
+    cost = roofline(card, model, torch.bfloat16, 1)
+    experts = 48 * 128 * 3 * 768 * 2048 * 2
+    assert cost.expert_bytes == experts and cost.chosen == 8 / 128
+    read = [cost._weights(rows) - cost.weight_bytes for rows in (1, 32, 10_000)]
+    assert read == pytest.approx([experts / 16, experts * (1 - (15 / 16) ** 32), experts])
+    sizes = BlockSizes(64, 256, 8192, 8192, 0.9)
+    tokens = 64 * num_blocks(card, model, torch.bfloat16, 1, False, sizes)
+    free = card.memory * 0.9 - 2 * 30.5e9
+    assert 0.8 * free < tokens * 2 * 48 * 4 * 128 * 2 < free
+    with pytest.raises(ParameterError, match="32 heads, 4 key-value heads and 128 experts must divide"):
+        roofline(card, model, torch.bfloat16, 3)
+
+
 def test_many_steps_have_the_very_times_of_single_ones(tmp_path):
     model = shape("qwen3-0.6b")
     work = Work(12, 12, 5000, 0.0, 12, 0.3)
