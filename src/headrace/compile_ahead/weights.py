@@ -38,7 +38,7 @@ def weights_without_data(
     elif quantization != "none" and checkpoint.format == "dummy":
         narrow = {spec.target: _mxfp4(spec) for spec in plan if is_random_mxfp4(checkpoint.config, spec)}
     elif quantization != "none" and checkpoint.quantized_to():
-        narrow = _as_in_file(checkpoint, plan, dtype)
+        narrow = _as_in_file(checkpoint, plan, dtype, 1 if model.experts is None else model.experts.count)
     tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
     tensors: dict[str, Tensor | Weight] = {
         spec.target: narrow.get(spec.target)
@@ -91,16 +91,25 @@ def _mxfp4(spec: WeightSpec) -> Weight:
     return Weight(torch.empty(rows, columns // 2, dtype=torch.uint8, device=META), scales, None, "fp4", GROUP)
 
 
-def _as_in_file(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype) -> dict[str, Weight]:
+def _as_in_file(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype, experts: int) -> dict[str, Weight]:
     entries = narrow_sources(plan, with_quantized(checkpoint, plan), None, keep=True)
     forms: dict[tuple, list[WeightSpec]] = {}
     for spec in plan:
         sources = [entries[name] for name, _ in spec.sources if name in entries]
         if len(spec.shape) == 2 and spec.target != "embedding" and any(hasattr(source, "parts") for source in sources):
             forms.setdefault((_name(spec), spec.shape, *map(_form, sources)), []).append(spec)
-    first = [specs[0] for specs in forms.values()]
+    first = [_of_one(specs[0], experts) for specs in forms.values()]
     read = load_matrices(first, entries, dtype, torch.device("cpu"), keep=True)
-    return {spec.target: _without_data(read[specs[0].target]) for specs in forms.values() for spec in specs}
+    made = {name: _without_data(read[specs[0].target], specs[0].shape[0]) for name, specs in forms.items()}
+    return {spec.target: made[name] for name, specs in forms.items() for spec in specs}
+
+
+def _of_one(spec: WeightSpec, experts: int) -> WeightSpec:
+    """Of a layer's experts the first alone: all of them may be gigabytes."""
+    if not _name(spec).startswith("experts_"):
+        return spec
+    sources = spec.sources[: len(spec.sources) // experts]
+    return replace(spec, shape=(spec.shape[0] // experts, spec.shape[1]), sources=sources)
 
 
 def _form(source: Source) -> tuple:
@@ -111,6 +120,12 @@ def _form(source: Source) -> tuple:
     return tuple((role, part.entry.encoding.name, part.entry.shape) for role, part in parts.items())
 
 
-def _without_data(weight: Weight) -> Weight:
-    scales, zeros = (None if t is None else t.to(META) for t in (weight.scales, weight.zeros))
-    return replace(weight, data=weight.data.to(META), scales=scales, zeros=zeros)
+def _without_data(weight: Weight, rows: int) -> Weight:
+    """The same for so many rows, a multiple of its own."""
+    more = rows // weight.shape[0]
+    data, scales, zeros = (
+        None if t is None else torch.empty(len(t) * more, *t.shape[1:], dtype=t.dtype, device=META)
+        for t in (weight.data, weight.scales, weight.zeros)
+    )
+    assert data is not None
+    return replace(weight, data=data, scales=scales, zeros=zeros)
