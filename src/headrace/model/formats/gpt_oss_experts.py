@@ -19,8 +19,8 @@ from headrace.errors import CheckpointError
 from headrace.model.formats.blocks import powers_of_two
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows, nibbles
-from headrace.model.formats.tensor_file import TensorEntry, head_order
-from headrace.model.narrow import of_filled_e2m1, permuted_heads
+from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.narrow import of_filled_e2m1
 from headrace.model.weight import Weight
 from headrace.model.weight_names import WeightSpec
 
@@ -87,15 +87,15 @@ def _mxfp4(
         size = entry.row_bytes
         own = replace(entry, shape=(rows, size // rows), offset=entry.offset + number * size, num_bytes=size)
         parts[role] = Part(own)
-    order = head_order(rows) if interleaved else None
-    return MatrixSource(name, (rows, columns), parts, partial(_read, order), heads=rows if interleaved else 0)
+    return MatrixSource(name, (rows, columns), parts, partial(_read, interleaved), heads=rows if interleaved else 0)
 
 
-def _read(order: list[int] | None, parts: Mapping[str, Rows], count: int) -> Weight:
+def _read(interleaved: bool, parts: Mapping[str, Rows], count: int) -> Weight:
     """w = e2m1 * 2^(scale - 127)."""
-    codes = nibbles(parts["data"].decoded())
-    weight = of_filled_e2m1(codes, powers_of_two(parts["scale"].raw.view(count, -1)), GROUP)
-    return weight if order is None else permuted_heads(weight, order)
+    codes, scales = nibbles(parts["data"].decoded()), powers_of_two(parts["scale"].raw.view(count, -1))
+    if interleaved:
+        codes, scales = (rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) for rows in (codes, scales))
+    return of_filled_e2m1(codes, scales, GROUP)
 
 
 def random_mxfp4(shape: tuple[int, ...], device: torch.device, generator: torch.Generator) -> Weight:
