@@ -7,8 +7,8 @@ Random weights and cache of the shape of a Qwen3, Llama 3 or Qwen2.5, bfloat16 o
 replays. The paths: `cublas` is Decoder; FastDecode runs with GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with
 all weights loaded before the wait where they fit), wide GEMMs only (`wide`, and `two` with attention in two kernels), and with
 the table in use (`table`): the shipped one or the defaults, what --tune found, or DIR/<card>-<model>.json. The limit of a
-step is (weights + keys and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes ahead of their use (--compile-only does just
-that, without a card, into Triton's cache).
+step is (weights + keys and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes
+ahead of their use (--compile-only does just that, without a card, into Triton's cache).
 
 --ranks N: the part of one of N ranks, on one card; timed with its all-reduces (`echo_group.py`), checked without.
 """
