@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine_driver import BLOCK, assert_all_same, make_core, requests_of_all_kinds, run
 from headrace.attention.triton_backend import FEW_TOKENS, TritonAttention
+from headrace.engine.preparation import Preparation
 from headrace.kernels.prepare import rows_on_host
 from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, expand_on_host, launch_expand
 from headrace.kernels.tables import SlotTables
@@ -171,6 +172,16 @@ def test_what_is_captured_before_the_first_request_does_for_all(most, longest, t
     graphs.replay(plan, tail)
     assert graphs.replayed[-1] == fits or len(graphs._graphs) == graphs.max_graphs
     assert len(graphs._graphs) <= graphs.max_graphs
+
+
+def test_prompts_that_cannot_be_captured_are_computed(caplog) -> None:
+    left: list[bool] = []
+    broken = SimpleNamespace(prepare=lambda: 1 / 0)
+    runner = SimpleNamespace(graphs=None, prompts=broken, leave_preparations=lambda: left.append(True))
+    preparation = Preparation.__new__(Preparation)
+    preparation._wanted, preparation._compilation = True, None
+    preparation.finish(runner, None, 100)
+    assert runner.prompts is None and left == [True] and "failed" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ class Preparation:
         except Exception:
             logger.exception("what is prepared before the first request failed; it is done when it is needed")
             runner.leave_preparations()
+            runner.prompts = None  # what perhaps cannot be captured is not tried among requests
         done = time.perf_counter()
         logger.info("kernels after %.2f s, steps captured and tried after %.2f s", compiled - began, done - compiled)
 
