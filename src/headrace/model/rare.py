@@ -1,6 +1,6 @@
 """What few families have, out of the decoder's way: queries scaled after their rotation, norms after it, LayerNorms.
 
-Only the common decoder runs these; `rare_parts` names them where another path has to step aside.
+Only the common decoder runs these, but for what another path takes by name; `rare_parts` says what makes it step aside.
 """
 
 from __future__ import annotations
