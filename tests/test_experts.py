@@ -50,33 +50,25 @@ def witness_route(logits: list[float], correction: list[float] | None, how: Expe
 @settings(max_examples=80, deadline=None)
 @given(
     score=st.sampled_from(["softmax", "sigmoid", "chosen"]), groups=st.integers(1, 4), size=st.integers(1, 5), data=st.data(),
-    renormalize=st.booleans(), corrected=st.booleans(), seed=st.integers(0, 1000), levels=st.sampled_from([1, 2, 64]),
+    renormalize=st.booleans(), corrected=st.booleans(), seed=st.integers(0, 1000), levels=st.sampled_from([0, 1, 2]),
 )  # fmt: skip
 def test_the_choice(score, groups, size, data, renormalize, corrected, seed, levels):
-    """Few levels: most scores are equal, and the lower id wins."""
+    """With few levels most scores are equal, and the lower id wins: of logits themselves, whose sums are exact."""
     count, taken = groups * size, data.draw(st.integers(1, groups))
     how = ExpertsConfig(
-        count, data.draw(st.integers(1, taken * size)), 1, score=score, renormalize=renormalize, scale=1.5, groups=groups,
-        groups_chosen=taken,
+        count, data.draw(st.integers(1, taken * size)), 1, score="chosen" if levels else score, renormalize=renormalize,
+        scale=1.5, groups=groups, groups_chosen=taken,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(4, count, generator=generator) * levels).round() / levels
-    correction = (torch.randn(count, generator=generator) * levels).round() / levels if corrected else None
-    ids, shares = route(logits, correction, how)
+    logits, correction = torch.randn(4, count, generator=generator), torch.randn(count, generator=generator)
+    if levels:
+        logits, correction = ((t * levels).round() / levels for t in (logits, correction))
+    ids, shares = route(logits, correction if corrected else None, how)
     assert ids.dtype == torch.int32 and shares.dtype == torch.float32
     for row in range(4):
-        wanted, parts = witness_route(logits[row].tolist(), None if correction is None else correction.tolist(), how)
-        if levels < 64 and ids[row].tolist() != wanted:  # what is equal on paper need not be in float32
-            choice = torch.tensor(witness_scores(logits[row], correction, how))
-            torch.testing.assert_close(choice[ids[row].long()], choice[wanted], rtol=1e-6, atol=1e-6)
-            continue
+        wanted, parts = witness_route(logits[row].tolist(), correction.tolist() if corrected else None, how)
         assert ids[row].tolist() == wanted
         torch.testing.assert_close(shares[row], torch.tensor(parts), rtol=1e-5, atol=1e-6)
-
-
-def witness_scores(logits, correction, how):
-    scores = {"softmax": logits.double().softmax(0), "sigmoid": logits.double().sigmoid(), "chosen": logits.double()}[how.score]
-    return (scores if correction is None else scores + correction).tolist()
 
 
 def test_of_equals_the_first_is_chosen():
