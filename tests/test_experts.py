@@ -170,6 +170,8 @@ BASE = {
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "none of 4 layers has experts"),
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
         ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [1, 2, 2, 2]}, "moe_topk is .*alike"),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2, "num_shared_expert": [2] * 4}, "num_shared_expert is 2, supported: 1"),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2, "moe_intermediate_size": [64] * 4}, "moe_intermediate_size is 64, supported: 128"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias is True, supported: False"),
         ("exaone_moe", {"mlp_layer_types": ["dense", "wide"]}, "mlp_layer_types is"),

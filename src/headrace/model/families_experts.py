@@ -173,8 +173,11 @@ def _ernie_moe(c: HfConfig) -> dict[str, Any]:
 
 def _hunyuan_moe(c: HfConfig) -> dict[str, Any]:
     only(c, "use_cla", False)
-    shared = c.count("intermediate_size")
-    return {**hunyuan(c), **experts_of(c, 1, "intermediate_size", renormalize=True, shared_inner=shared)}
+    only(c, "use_mixed_mlp_moe", True)
+    inner = c.count("intermediate_size")
+    for name, wanted in (("moe_intermediate_size", inner), ("num_shared_expert", 1)):
+        only(HfConfig({name: _alike(name, c.raw.get(name))}), name, wanted)
+    return {**hunyuan(c), **experts_of(c, 1, "intermediate_size", renormalize=True, shared_inner=inner)}
 
 
 def _glm4_moe(c: HfConfig) -> dict[str, Any]:
