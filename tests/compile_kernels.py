@@ -39,7 +39,7 @@ from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton
 from headrace.kernels.lora import add_lora, group_rows, new_pair
-from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
+from headrace.kernels.norm import add_normed_triton, add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.sample_ranks import WORDS, sample_parts
@@ -139,6 +139,18 @@ def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, nor
             )  # fmt: skip
 
     return run
+
+
+def gemma4() -> None:
+    """What closes a layer, and values made of keys."""
+    x, angles = meta(32, 5376), meta(4096, 256, dtype=torch.float32)
+    for factor in (None, meta(1)):
+        add_normed_triton(x, x, meta(5376), 1e-6, factor)
+    kv, weight = SimpleNamespace(k=[meta(1000, 64, 4, 512)], v=[meta(1000, 64, 4, 512)], scales=[(None, None)]), meta(512)
+    qkv_rope_write_triton(
+        meta(32, 36 * 512), ints(32), angles, angles, kv, 0, ints(32, dtype=torch.int64), num_heads=32, num_kv_heads=4,  # type: ignore[arg-type]
+        head_dim=512, q_norm=weight, k_norm=weight, eps=1e-6, norm_offset=0.0, normed_values=True,
+    )  # fmt: skip
 
 
 def rows(count: int) -> Callable[[], None]:
@@ -331,6 +343,7 @@ CASES: dict[str, Callable[[], None]] = {
     "delta net in float32": delta(torch.float32),
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
+    "Gemma 4": gemma4,
     "fused queries of 512": fused(5376, 32, 0, 512, 21504, True, 512),
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
     "adapters of 32 rows": adapters(32, 16),

@@ -198,17 +198,18 @@ def flat_cache(blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torc
 
 def check_qkv(
     write: Callable, close: Callable, heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, *,
-    rows: int, block: int, keep: bool, dtype: torch.dtype = torch.float32, device: str = "cpu",
+    rows: int, block: int, keep: bool, dtype: torch.dtype = torch.float32, device: str = "cpu", **values: bool,
 ) -> None:  # fmt: skip
     """What `write` makes of random rows, writes to a cache of three blocks and keeps, against the reference in float32."""
-    qkv = torch.randn((rows, (heads + 2 * kv_heads) * head_dim), device=device).to(dtype)
+    parts = heads + (2 - values.pop("keys_alone", False)) * kv_heads
+    qkv = torch.randn((rows, parts * head_dim), device=device).to(dtype)
     angle = torch.rand((100, rot // 2), device=device) * 6
     where = torch.randint(0, 100, (rows,), dtype=torch.int32, device=device), angle.cos(), angle.sin()
     slots = torch.randperm(3 * block, device=device)[:rows]
     sizes = {"none": (0, 0), "head": (head_dim, head_dim), "full": (heads * head_dim, kv_heads * head_dim)}[norm]
     weights = [torch.randn(n, device=device).to(dtype) if n else None for n in sizes]
     got_kv, want_kv = (flat_cache(3, block, kv_heads, head_dim, kind, device) for kind in (dtype, torch.float32))
-    options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "norm_offset": 0.5}
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "norm_offset": 0.5, **values}
 
     def norms(given: list[Tensor | None]) -> dict[str, Tensor | None]:
         return dict(zip(("q_norm", "k_norm"), given, strict=True))
@@ -218,7 +219,10 @@ def check_qkv(
     want, _ = qkv_rope_write_reference(qkv.float(), *where, want_kv, 0, slots, **wide, **options)
     close(got, want)
     close(got_kv.k[0].flatten(0, 1), want_kv.k[0].flatten(0, 1))
-    assert torch.equal(got_kv.v[0].float(), want_kv.v[0])
+    if values:
+        close(got_kv.v[0].flatten(0, 1), want_kv.v[0].flatten(0, 1))
+    else:
+        assert torch.equal(got_kv.v[0].float(), want_kv.v[0])
     assert (own is not None) == keep
     for kept, cached in zip(own or (), (got_kv.k[0], got_kv.v[0]), strict=False):
         assert torch.equal(kept, cached.flatten(0, 1)[slots])

@@ -10,6 +10,8 @@ from headrace.kernels import activation, norm, qkv
 from headrace.kernels.activation import act_mul_reference, act_mul_triton
 from headrace.kernels.norm import (
     NormTile,
+    add_normed_reference,
+    add_normed_triton,
     add_rms_norm_reference,
     add_rms_norm_triton,
     rms_norm_reference,
@@ -81,6 +83,22 @@ def test_act_mul(kind, width: int) -> None:
 @pytest.mark.parametrize("keep", [False, True])
 def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep: bool) -> None:
     check_qkv(qkv_rope_write_triton, close, heads, kv_heads, head_dim, rot, norm, rows=6, block=16, keep=keep)
+
+
+@pytest.mark.parametrize("keys_alone", [False, True])
+@pytest.mark.parametrize("rot", [80, 32])
+def test_normed_values(keys_alone: bool, rot: int) -> None:
+    options = {"rows": 6, "block": 16, "keep": False, "keys_alone": keys_alone, "normed_values": True}
+    check_qkv(qkv_rope_write_triton, close, 4, 2, 80, rot, "head", **options)
+
+
+@pytest.mark.parametrize("factor", [None, torch.tensor([0.3])])
+def test_add_normed(factor) -> None:
+    x, total, weight = torch.randn(5, 2 * 96)[:, :96], torch.randn(5, 96), torch.randn(96)
+    want = total.clone()
+    add_normed_reference(want, x, weight, 1e-6, factor)
+    add_normed_triton(total, x, weight, 1e-6, factor)
+    close(total, want)
 
 
 def test_qkv_padded_rows_write_nothing() -> None:

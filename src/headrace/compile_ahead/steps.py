@@ -121,7 +121,7 @@ class Stage:
         few = max_tokens(group)
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
-        self.forward([300], [300], keep=True)  # for attention that takes the rows' own keys, or gathers others'
+        self.forward([300], [300], keep=self.model.per_layer is None)  # attention may want own keys
         keeps = next(layer for layer, of in enumerate(self.model.kv_shapes) if of.heads)
         out = empty(SPLIT_CONTEXT, *self.kv.k[keeps].shape[2:], dtype=self.dtype)
         if self.kv.k[0].dtype == self.dtype and self.model.latent is None:

@@ -109,3 +109,50 @@ def add_rms_norm(
     """new_residual = residual + scale * x; returns (RMSNorm(new_residual), new_residual), both [T, H] in x's dtype."""
     run = add_rms_norm_triton if on_gpu(x) else add_rms_norm_reference
     return run(x, residual, weight, eps, offset, scale)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _add_normed(
+    x_ptr, weight_ptr, total_ptr, factor_ptr, eps, x_stride, num_rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (column < WIDTH) & (row < num_rows)
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)  # cold: before the wait
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / WIDTH + eps)
+    place = total_ptr + row * WIDTH + column
+    total = tl.load(place, mask=mask, other=0.0).to(tl.float32) + x * rstd * weight
+    if FACTOR:
+        total *= tl.load(factor_ptr).to(tl.float32)
+    tl.store(place, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+_adder = Launcher(_add_normed)
+
+
+def add_normed_reference(total: Tensor, x: Tensor, weight: Tensor, eps: float, factor: Tensor | None = None) -> None:
+    """See `add_normed`."""
+    total += rms_norm_reference(x, weight, eps)
+    if factor is not None:
+        total *= factor
+
+
+def add_normed_triton(total: Tensor, x: Tensor, weight: Tensor, eps: float, factor: Tensor | None = None) -> None:
+    """See `add_normed`; rounded once."""
+    rows, width = x.shape
+    tile = default_tile(width)
+    if rows:
+        _adder(
+            -(-rows // tile.rows), (x, weight, total, weight if factor is None else factor), (eps, x.stride(0)), (rows,),
+            num_warps=tile.num_warps, WIDTH=width, BLOCK=next_power_of_2(width), ROWS=tile.rows, FACTOR=factor is not None,
+        )  # fmt: skip
+
+
+def add_normed(total: Tensor, x: Tensor, weight: Tensor, eps: float, factor: Tensor | None = None) -> None:
+    """total = (total + RMSNorm(x)) * factor, in place: total, x [T, H], weight [H], factor [1]."""
+    (add_normed_triton if on_gpu(x) else add_normed_reference)(total, x, weight, eps, factor)

@@ -48,13 +48,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def qkv_rope_write_reference(
     qkv: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, norm_offset: float,
+    eps: float, norm_offset: float, normed_values: bool = False,
 ) -> Rotated:  # fmt: skip
     """See `qkv_rope_write`."""
     if positions is not None:
         cos, sin = rotation_rows(cos, sin, positions)
     rows, num_qk = qkv.shape[0], num_heads + num_kv_heads
-    heads = qkv.view(rows, num_qk + num_kv_heads, head_dim)
+    heads = qkv.view(rows, -1, head_dim)
+    values = heads[:, heads.shape[1] - num_kv_heads :]
+    if normed_values:
+        values = rms_norm_reference(values, torch.ones(head_dim, device=qkv.device), eps)
     if q_norm is None or k_norm is None:
         qk = heads[:, :num_qk]
     elif q_norm.numel() == head_dim:  # one norm per head
@@ -68,7 +71,7 @@ def qkv_rope_write_reference(
     qk = _rotate(qk, cos, sin)
     if not num_kv_heads:
         return Rotated(qk)
-    kv.write(layer, qk[:, num_heads:], heads[:, num_qk:], slot_mapping)
+    kv.write(layer, qk[:, num_heads:], values, slot_mapping)
     return Rotated(qk[:, :num_heads])
 
 
@@ -77,8 +80,8 @@ def _qkv_rope_write(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
     k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, eps, offset, q_stride, k_stride, v_stride, token_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    REST_PAD: tl.constexpr, PACK: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    REST_PAD: tl.constexpr, PACK: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes PACK heads of one row, all queries, all keys or all values; a row's programs are neighbours.
 
@@ -126,6 +129,18 @@ def _qkv_rope_write(
     there = head < heads
     scale_at = (slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK
     if is_v:
+        if V_NORM:
+            a = low.to(tl.float32)
+            b = high.to(tl.float32)
+            square = tl.sum(a * a + b * b, 1, keep_dims=True)
+            if REST > 0:
+                c = tail.to(tl.float32)
+                square += tl.sum(c * c, 1, keep_dims=True)
+            rstd = tl.rsqrt(square / HEAD_DIM + eps)
+            low = (a * rstd).to(src.dtype.element_ty)
+            high = (b * rstd).to(src.dtype.element_ty)
+            if REST > 0:
+                tail = (c * rstd).to(src.dtype.element_ty)
         if slot >= 0:
             store_head(
                 cache, scales, low, high, tail, low_at, tail_at, half, rest, scale_at, there, HALF, REST, FP8
@@ -181,11 +196,12 @@ def default_tile(num_heads: int, head_dim: int) -> QkvTile:
 def qkv_rope_write_triton(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, norm_offset: float, keep: bool = False, tile: QkvTile | None = None,
+    eps: float, norm_offset: float, normed_values: bool = False, keep: bool = False, tile: QkvTile | None = None,
 ) -> Rotated:  # fmt: skip
     """See `qkv_rope_write`."""
-    rows = qkv.shape[0]
-    q, k, v = qkv.split_with_sizes((num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim), 1)
+    assert not (keep and normed_values), "kept values are those of the projection"
+    rows, q_size, kv_size = qkv.shape[0], num_heads * head_dim, num_kv_heads * head_dim
+    q, k, v = qkv[:, :q_size], qkv[:, q_size : q_size + kv_size], qkv[:, qkv.shape[1] - kv_size :]
     weights = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     if weights is not None and weights[0].numel() != head_dim:  # over the whole projection
         q, k = (rms_norm_triton(x, weight, eps, norm_offset) for x, weight in zip((q, k), weights, strict=True))
@@ -206,7 +222,7 @@ def qkv_rope_write_triton(
         (eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1)),
         num_warps=tile.num_warps, HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
         HALF_PAD=next_power_of_2(half), REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads,
-        NORM=weights is not None, KEEP=keep, BLOCK=k_cache.shape[1], FP8=k_scales is not None,
+        NORM=weights is not None, V_NORM=normed_values, KEEP=keep, BLOCK=k_cache.shape[1], FP8=k_scales is not None,
     )  # fmt: skip
     return rotated
 
@@ -214,12 +230,14 @@ def qkv_rope_write_triton(
 def qkv_rope_write(
     qkv: Tensor, positions: Tensor | None, cos: Tensor, sin: Tensor, kv: KVCache, layer: int, slot_mapping: Tensor, *,
     num_heads: int, num_kv_heads: int, head_dim: int, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, norm_offset: float, keep: bool = False,
+    eps: float, norm_offset: float, normed_values: bool = False, keep: bool = False,
 ) -> Rotated:  # fmt: skip
     """Split, norm, rotate; write keys and values to the cache.
 
     qkv [T, (num_heads + 2 num_kv_heads) * head_dim]; positions [T] int32 index the rows of cos, sin [P, rot/2] float32.
-    Without key-value heads queries are all there is, and nothing is written.
+    Without key-value heads queries are all there is, and nothing is written. `normed_values`: each head of the values is
+    normed, too, without a weight; where qkv has none, [T, (num_heads + num_kv_heads) * head_dim], they are made of the keys
+    as these come.
     On the CPU positions may be None: cos and sin are then what `rotation_rows` made of them, once for all layers.
     q_norm, k_norm: RMSNorm weights, [head_dim] (per head) or [num_heads * head_dim], [num_kv_heads * head_dim] (whole
     projection), or None. Only the first rot dimensions of a head are rotated (halves paired). slot_mapping [T] int64:
@@ -230,9 +248,10 @@ def qkv_rope_write(
         assert positions is not None
         return qkv_rope_write_triton(
             qkv, positions, cos, sin, kv, layer, slot_mapping, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, keep=keep,
+            head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset,
+            normed_values=normed_values, keep=keep,
         )  # fmt: skip
     return qkv_rope_write_reference(
         qkv, positions, cos, sin, kv, layer, slot_mapping, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset,
+        head_dim=head_dim, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, normed_values=normed_values,
     )  # fmt: skip

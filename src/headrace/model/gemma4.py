@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headrace.kernels.activation import act_mul
 from headrace.kernels.experts import choose, run_experts
-from headrace.kernels.norm import rms_norm
+from headrace.kernels.norm import add_normed, rms_norm
 from headrace.model.batch import WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import LayerWeights
 from headrace.model.experts import ExpertsMlp
-from headrace.model.linear import Linear, MakeLinear
+from headrace.model.linear import MakeLinear
 from headrace.model.mixer import Mixer, Pass, SelfAttention
 from headrace.model.mlp import Mlp
 from headrace.model.ranks import VocabPart
@@ -31,31 +31,14 @@ def gemma4_form(
     assert config.per_layer is not None
     sizes = config.per_layer.sizes[layer]
     attention.layer = sizes.source
-    if sizes.kv_heads:
-        attention.qkv = NormedValues(attention.qkv, config, w.more["layer_scalar"])
-    else:
+    attention.normed_values = True
+    if not sizes.kv_heads:
         attention.k_norm = attention.q_norm  # of no keys
     closing = ClosingMlp(mlp, w.more, config, make, group)
     if not config.per_layer.inputs:
         return attention, closing
     inputs = None if layer else LayerInputs(w.more, config, make, group)
     return WithInputs(attention, closing, inputs, layer), closing
-
-
-class NormedValues(Linear):
-    """A fused projection, and then an RMSNorm without weight over each head of the values. Where there are none, the keys are
-    the values, too."""
-
-    def __init__(self, product: Linear, config: ModelConfig, like: Tensor):
-        super().__init__(product)
-        self.sizes, self.eps = (config.q_size + config.kv_size, config.kv_size), config.norm_eps
-        self.weight = torch.ones(config.head_dim, dtype=like.dtype, device=like.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        projected = super().__call__(x)
-        begin, size = self.sizes
-        values = projected[:, -size:].unflatten(1, (-1, len(self.weight)))
-        return torch.cat((projected[:, :begin], rms_norm(values, self.weight, self.eps).flatten(1)), 1)
 
 
 class LayerInputs:
@@ -123,11 +106,12 @@ class ClosingMlp:
         out = self.dense(x)
         if self.experts is not None:
             out = rms_norm(out, self.dense_norm, self.eps) + rms_norm(self.experts(total), self.experts_norm, self.eps)
-        total += rms_norm(out, self.norm, self.eps)
-        if self.rows is not None:
-            inner = act_mul(torch.cat((self.gate(total), self.rows), 1), self.activation)
-            total += rms_norm(self.back(inner), self.input_norm, self.eps)
-        total *= self.scalar
+        if self.rows is None:
+            add_normed(total, out, self.norm, self.eps, self.scalar)
+            return
+        add_normed(total, out, self.norm, self.eps)
+        inner = act_mul(torch.cat((self.gate(total), self.rows), 1), self.activation)
+        add_normed(total, self.back(inner), self.input_norm, self.eps, self.scalar)
 
     def __call__(self, x: Tensor) -> Tensor:
         raise TypeError("what this part does is no addition to the residual stream")

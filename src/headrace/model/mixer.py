@@ -46,7 +46,7 @@ class SelfAttention:
         norm_offset: float, sinks: Tensor | None = None,
     ):  # fmt: skip
         self.qkv, self.out, self.config, self.layer = qkv, out, config, layer
-        self.norm_offset, self.sinks = norm_offset, sinks
+        self.norm_offset, self.sinks, self.normed_values = norm_offset, sinks, False
         self.rope, self.window = config.rope_of(layer), config.window(layer)
         self.q_norm, self.k_norm = before_rotation(config, q_norm), before_rotation(config, k_norm)
 
@@ -60,7 +60,7 @@ class SelfAttention:
             projected, shared.positions, cos, sin, kv, self.layer, batch.slot_mapping,
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             q_norm=self.q_norm, k_norm=self.k_norm, eps=config.norm_eps, norm_offset=self.norm_offset,
-            keep=attention.keeps_own,
+            normed_values=self.normed_values, keep=attention.keeps_own,
         )  # fmt: skip
         if last is not None:
             batch, q = last.batch, q[last.index]
