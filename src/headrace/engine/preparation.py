@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,10 @@ from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.extras import is_installed
+from headrace.lora.core import CoreAdapters
+from headrace.lora.format import Version
+from headrace.lora.names import salted
+from headrace.lora.pool import AdapterPool
 from headrace.model.checkpoint import Checkpoint
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.config import Limits
@@ -37,6 +42,7 @@ Tell = Callable[[str, int, int], None]  # what is done, and of what can be count
 SAY_SECONDS = 2.0  # between lines of the log that count
 PROMPTS = (24, 300, 300, 4500)  # tokens of the prompts of our own; the third begins like the second, the last is not captured
 OUTPUTS = 6
+OWN = "own"  # what stands for an adapter
 
 
 def tell_nobody(doing: str, done: int = 0, total: int = 0) -> None:
@@ -109,15 +115,23 @@ def answer_own(runner: ModelRunner, limits: Limits, vocab_size: int) -> None:
     and no estimate of the engine's sees them."""
     core = EngineCore(Scheduler(replace(limits, max_itl=None, kv_cache_events="off")), runner, vocab_size=vocab_size)
     longest = min(limits.max_num_batched_tokens, limits.max_len - OUTPUTS - 1)
-    for number, tokens in enumerate(PROMPTS):
+    adapters = [""]
+    if isinstance(pool := runner.state.adapters, AdapterPool):  # one that adds nothing stands for all
+        core.adapters = CoreAdapters(1, pool.assign, pool.unload)
+        core.adapters.load(Version(OWN, ""))
+        adapters.append(OWN)
+    for number, (lora, tokens) in enumerate(product(adapters, PROMPTS)):
         prompt = [(7 * i + 13) % vocab_size for i in range(min(tokens + 40 * number, longest))]
         if not prompt:
             return
         for temperature in (0.0, 0.8):
             top_p = 0.9 if temperature else 1.0
-            params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=OUTPUTS, ignore_eos=True).resolved({})
-            core.add(EngineRequest(f"own-{number}-{temperature}", array("i", prompt), params, number))
+            params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=OUTPUTS, ignore_eos=True, lora=lora)
+            name, salt = f"own-{number}-{temperature}", salted("", lora)
+            core.add(EngineRequest(name, array("i", prompt), params.resolved({}), number, cache_salt=salt))
             core.step()  # the next one's prompt is computed beside this one's decodes
     while core.has_work:
         core.step()
+    if core.adapters is not None:
+        core.adapters.unload(OWN)
     core.close()

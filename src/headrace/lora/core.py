@@ -29,7 +29,7 @@ class CoreAdapters:
         self._load(version, self._free[-1])
         self._slots[version.digest] = self._free.pop()
         self.state[version.digest] = ""
-        logger.info("adapter %s loaded", version.path)
+        logger.info("adapter %s loaded", version.path or version.digest)
 
     def try_load(self, version: Version) -> None:
         """As `load`; a failure is told by `state`."""

@@ -159,6 +159,10 @@ class AdapterPool:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return AdapterRead(tensors, check(parsed(files.config, where), shapes, self.modules, self.max_rank, where))
 
+    def assign(self, version: Version, slot: int) -> None:
+        """A slot as it is: before the first adapter zeros, which add nothing."""
+        self._numbers[version.digest] = slot + 1
+
     def load(self, version: Version, slot: int) -> None:
         """An adapter into a slot that no request has. Raises CheckpointError."""
         tensors, found = self.read(version)
@@ -177,7 +181,7 @@ class AdapterPool:
                     pair.b[slot, first:end, :rank] = b[part.rows.start : part.rows.stop].to(self.device)
                     pair.scales[slot, index] = matrices.scale
                 first = end
-        self._numbers[version.digest] = slot + 1
+        self.assign(version, slot)
 
     def unload(self, digest: str) -> None:
         """Its slot is free; launched steps may still read it, and end before it is written again."""
