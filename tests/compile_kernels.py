@@ -348,6 +348,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fused 135M": fused(576, 9, 3, 64, 1536, False, 64),
     "adapters of 32 rows": adapters(32, 16),
     "adapters of 2000 rows": adapters(2000, 128),
+    "adapters of 300 rows": adapters(300, 16),
     "sampling": sampling,
     "ranks' sampling": sampling_of_ranks,
     "all-reduce of 2": push(2, 4096),

@@ -53,4 +53,4 @@ def test_together_as_each_alone(options: dict, tmp_path: Path) -> None:
             core.adapters.unload(versions["b"].digest)
             for name in ("b", "a"):
                 core.adapters.load(versions[name])
-    assert VOCAB == core.vocab_size
+    assert core.vocab_size == VOCAB

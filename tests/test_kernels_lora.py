@@ -38,7 +38,7 @@ def exact(y: torch.Tensor, x: torch.Tensor, pair: Pair, adapters: list[int]) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "rank"), [(1, 4), (20, 16), (70, 40)])
+@pytest.mark.parametrize(("rows", "rank"), [(1, 4), (20, 16), (70, 40), *([(700, 16), (700, 100)] if DEVICE == "cuda" else [])])
 def test_against_float64(rows: int, rank: int, dtype: torch.dtype) -> None:
     pair, x = pair_of(rank, dtype), random(rows, COLUMNS, dtype=dtype, seed=5)
     adapters = [(7 * row) % 4 if rows > 1 else 2 for row in range(rows)]

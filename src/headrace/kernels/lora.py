@@ -18,8 +18,7 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_p
 MIN_RANK = 16  # that matrix units take; smaller ranks are filled up with zeros
 FEW_ROWS, SOME_ROWS = 64, 512  # of a step: up to here sums are cut into more parts, as there are too few programs without
 GROUP_BLOCK = 1024
-NARROW, WIDE = 128, 256  # outputs of a tile, of products with fewer and with more than MANY
-MANY = 16384
+WIDTHS = (128, 256)  # outputs of an expanding program
 
 
 class ShrinkTile(NamedTuple):
@@ -32,17 +31,23 @@ class ShrinkTile(NamedTuple):
 
 class ExpandTile(NamedTuple):
     block_m: int
+    block_n: int  # one of WIDTHS
     num_warps: int
 
 
-def shrink_tile(rows: int, columns: int) -> ShrinkTile:
-    most = 16 if rows <= FEW_ROWS else 4 if rows <= SOME_ROWS else 1
-    parts = max(1, min(most, columns // 256))
-    return ShrinkTile(parts, 16, 256, 4, 1) if rows <= FEW_ROWS else ShrinkTile(parts, 64, 64, 4, 3)
+def shrink_tile(rows: int, columns: int, width: int) -> ShrinkTile:
+    """For x [rows, columns] and A of `width` rows in all. Of few rows a program reads all that it needs of A at once, as far as
+    there are not too many parts."""
+    if rows > FEW_ROWS:
+        return ShrinkTile(max(1, min(4 if rows <= SOME_ROWS else 1, columns // 256)), 64, 64, 4, 3)
+    block_k = min(512, (1 << 14) // min(64, next_power_of_2(width)), next_power_of_2(columns))
+    return ShrinkTile(min(32, -(-columns // block_k)), 16, block_k, 4, 1)
 
 
-def expand_tile(rows: int) -> ExpandTile:
-    return ExpandTile(16, 4) if rows <= FEW_ROWS else ExpandTile(64, 4)
+def expand_tile(rows: int, outputs: int) -> ExpandTile:
+    if rows <= FEW_ROWS:
+        return ExpandTile(16, 128 if outputs < 16384 else 256, 4)
+    return ExpandTile(32, 128, 4) if rows <= SOME_ROWS else ExpandTile(64, 128, 8)
 
 
 @dataclass(slots=True)
@@ -53,32 +58,29 @@ class Pair:
     a: Tensor  # [slots, slices * rank, in]
     b: Tensor  # [slots, out, rank]
     scales: Tensor  # [slots, slices] float32
-    tiles: Tensor  # [any, 3] int32: slice, first output, and the one behind the last; none wider than `width`
+    tiles: dict[int, Tensor]  # of each of WIDTHS [any, 3] int32: slice, first output, and the one behind the last
     ends: tuple[int, ...]  # of the slices, along the outputs
-    width: int
 
     @property
     def rank(self) -> int:
         return self.b.shape[2]
 
 
-def new_pair(
-    slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device, width: int = 0
-) -> Pair:
+def new_pair(slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Pair:
     """Zeros, for slices of so many outputs; `rank` is filled up to what kernels take."""
     rank = max(MIN_RANK, next_power_of_2(rank))
-    width = width or (NARROW if sum(sizes) < MANY else WIDE)
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    tiles = [
-        (index, first, min(first + width, end))
-        for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        for first in range(end - size, end, width)
-    ]
+    tiles = {}
+    for width in WIDTHS:
+        found = [
+            (index, first, min(first + width, end))
+            for index, (size, end) in enumerate(zip(sizes, ends, strict=True)) for first in range(end - size, end, width)
+        ]  # fmt: skip
+        tiles[width] = torch.tensor(found, dtype=torch.int32).to(device)
     return Pair(
         torch.zeros((slots, len(sizes) * rank, columns), dtype=dtype, device=device),
         torch.zeros((slots, sum(sizes), rank), dtype=dtype, device=device),
-        torch.zeros((slots, len(sizes)), dtype=torch.float32, device=device),
-        torch.tensor(tiles, dtype=torch.int32).to(device), tuple(ends), width,
+        torch.zeros((slots, len(sizes)), dtype=torch.float32, device=device), tiles, tuple(ends),
     )  # fmt: skip
 
 
@@ -118,7 +120,14 @@ def add_lora_reference(y: Tensor, x: Tensor, pair: Pair, adapters: Tensor) -> No
 
 def add_lora(y: Tensor, x: Tensor, pair: Pair, groups: Groups) -> None:
     """As `add_lora_reference`, on a card."""
-    expand(y, shrink(x, pair, groups, shrink_tile(*x.shape)), pair, groups, expand_tile(len(x)))
+    (rows, columns), width = x.shape, pair.a.shape[1]
+    shrunk = shrink(x, pair, groups, shrink_tile(rows, columns, width))
+    expand(y, shrunk, pair, groups, expand_tile(rows, y.shape[1]))
+
+
+def num_groups(rows: int, block_m: int) -> int:
+    """Programs that share the rows of one adapter; few rows are seldom all of one."""
+    return 1 if rows <= FEW_ROWS else min(-(-rows // block_m), 64)
 
 
 def shrink(x: Tensor, pair: Pair, groups: Groups, tile: ShrinkTile) -> Tensor:
@@ -127,7 +136,7 @@ def shrink(x: Tensor, pair: Pair, groups: Groups, tile: ShrinkTile) -> Tensor:
     out = torch.empty((tile.parts, rows, width), dtype=torch.float32, device=x.device)
     block_r = min(64, next_power_of_2(width))
     each = -(-columns // (tile.parts * tile.block_k)) * tile.block_k
-    _shrink[(tile.parts * -(-width // block_r), slots, min(-(-rows // tile.block_m), 64))](
+    _shrink[(tile.parts * -(-width // block_r), slots, num_groups(rows, tile.block_m))](
         x, pair.a, groups.order, groups.counts, out, rows, x.stride(0), columns, width, each, PARTS=tile.parts,
         BLOCK_M=tile.block_m, BLOCK_R=block_r, BLOCK_K=tile.block_k, AHEAD=each == tile.block_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl(x),
@@ -138,10 +147,11 @@ def shrink(x: Tensor, pair: Pair, groups: Groups, tile: ShrinkTile) -> Tensor:
 def expand(y: Tensor, shrunk: Tensor, pair: Pair, groups: Groups, tile: ExpandTile) -> None:
     """y [T, out] += the sum of `shrunk` over its parts, times the scales and B^T."""
     parts, rows, width = shrunk.shape
-    block_r = min(64, pair.rank)
-    _expand[(len(pair.tiles), len(pair.b), min(-(-rows // tile.block_m), 64))](
-        y, shrunk, pair.b, pair.scales, pair.tiles, groups.order, groups.counts, rows, y.stride(0), y.shape[1], width,
-        SLICES=pair.scales.shape[1], PARTS=parts, RANK=pair.rank, BLOCK_M=tile.block_m, BLOCK_N=pair.width, BLOCK_R=block_r,
+    block_r = min(64 if rows <= FEW_ROWS else 32, pair.rank)
+    tiles = pair.tiles[tile.block_n]
+    _expand[(len(tiles), len(pair.b), num_groups(rows, tile.block_m))](
+        y, shrunk, pair.b, pair.scales, tiles, groups.order, groups.counts, rows, y.stride(0), y.shape[1], width,
+        SLICES=pair.scales.shape[1], PARTS=parts, RANK=pair.rank, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=block_r,
         num_warps=tile.num_warps, **pdl(y),
     )  # fmt: skip
 
@@ -218,7 +228,7 @@ def _expand(
         there = (m < count)[:, None] & (n < end)[None, :]
         before = tl.load(place, there, 0.0).to(tl.float32)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for low in tl.static_range(0, RANK, BLOCK_R):
+        for low in range(0, RANK, BLOCK_R):
             if RANK > BLOCK_R:
                 r = low + tl.arange(0, BLOCK_R)
                 right = tl.load(matrix + r[:, None], here, 0.0)

@@ -89,7 +89,7 @@ class AdapterPool:
     def num_bytes(self) -> int:
         """Of all slots, and of what the largest step needs beside them."""
         pairs = [product.pair for product in self._products.values()]
-        held = sum(t.numel() * t.itemsize for pair in pairs for t in (pair.a, pair.b, pair.scales, pair.tiles))
+        held = sum(t.numel() * t.itemsize for pair in pairs for t in (pair.a, pair.b, pair.scales))
         return held + 4 * self.max_rows * (self.slots + max(pair.a.shape[1] for pair in pairs))
 
     # ---------------------------------------------------------------- products
