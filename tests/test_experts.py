@@ -167,6 +167,7 @@ BASE = {
         ("qwen3_moe", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, wanted an integer in"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts is 0"),
         ("qwen3_moe", {"num_experts": 100_000}, "num_experts is 100000"),
+        ("qwen3_moe", {"num_experts": 4096, "num_hidden_layers": 10_000}, r"num_experts is 4096, wanted an integer in \[1, 26\]"),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "none of 4 layers has experts"),
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers is 'all'"),
         ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [1, 2, 2, 2]}, "moe_topk is .*alike"),

@@ -7,7 +7,7 @@ from typing import Literal
 
 # softmax: over all experts, before the choice; sigmoid: of each; chosen: softmax over the chosen ones' logits
 Score = Literal["softmax", "sigmoid", "chosen"]
-MOST_EXPERTS = 4096
+MOST_EXPERTS, MOST_IN_ALL = 4096, 1 << 18  # of a layer, of a model
 
 
 @dataclass(frozen=True, slots=True)

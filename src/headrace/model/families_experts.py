@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.experts_config import MOST_EXPERTS, ExpertsConfig
+from headrace.model.experts_config import MOST_EXPERTS, MOST_IN_ALL, ExpertsConfig
 from headrace.model.family import Family, every_layer, granite, hunyuan, typed_windows
 from headrace.model.hf_config import HfConfig
 from headrace.model.weight_names import HUNYUAN_NAMES, PRE_NORM_NAMES
@@ -59,7 +59,7 @@ def experts_of(c: HfConfig, count: int, inner: str, **fields: Any) -> dict[str, 
     CheckpointError for numbers that do not go together."""
     c = HfConfig({name: _alike(name, value) if name in (*_COUNTS, *_CHOSEN) else value for name, value in c.raw.items()})
     counts, choices = (next((n for n in names if c.raw.get(n) is not None), names[-1]) for names in (_COUNTS, _CHOSEN))
-    number = c.count(counts, count, most=MOST_EXPERTS)
+    number = c.count(counts, count, most=min(MOST_EXPERTS, MOST_IN_ALL // c.num_layers()))
     experts = ExpertsConfig(number, c.count(choices, most=number), c.count(inner), **fields)
     groups, taken = experts.groups, experts.groups_chosen
     if number % groups or taken > groups or taken * (number // groups) < experts.chosen:
