@@ -9,7 +9,7 @@ import torch
 
 from agreement import BF16_TOLERANCE, compare, with_rows
 from engine_driver import make_core, make_requests, run
-from headrace.model.decoder import row_elements
+from headrace.model.row_elements import row_elements
 from tiny_models import write_tiny
 
 pytestmark = pytest.mark.gpu

@@ -25,9 +25,9 @@ from headrace.errors import CheckpointError, ParameterError
 from headrace.kernels.latent_rows import latent_rope_write_reference
 from headrace.model import latent as latent_model
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
-from headrace.model.decoder import row_elements
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
+from headrace.model.row_elements import row_elements
 from headrace.model.shard import sizes_of
 from headrace.model.weight import Weight
 from headrace.sampling.params import SamplingParams

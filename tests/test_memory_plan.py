@@ -15,7 +15,7 @@ from headrace.engine.build import resolve
 from headrace.errors import CapacityError, ParameterError
 from headrace.machine import available_memory, usable_cores
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import row_elements
+from headrace.model.row_elements import row_elements
 from headrace.model.shard import Shard
 from headrace.worker import memory_plan
 from headrace.worker.memory_plan import (

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from headrace.cache import fp8
-from headrace.cache.layer_shape import LayerShape
+from headrace.cache.layer_shape import CacheShape
 from headrace.cache.memory import zeros
 from headrace.cache.state_pool import NoStates, States
-
-
-class CacheShape(Protocol):
-    """What a model's cache follows from; a ModelConfig has it."""
-
-    @property
-    def kv_shapes(self) -> tuple[LayerShape, ...]: ...
-
 
 SCALE_BYTES = 4  # of the scale that the numbers of one head at one position share in int8 and FP8
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class LayerShape(NamedTuple):
@@ -11,3 +11,10 @@ class LayerShape(NamedTuple):
     heads: int
     k_dim: int
     v_dim: int
+
+
+class CacheShape(Protocol):
+    """What a model's cache follows from; a ModelConfig has it."""
+
+    @property
+    def kv_shapes(self) -> tuple[LayerShape, ...]: ...

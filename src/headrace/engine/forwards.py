@@ -22,12 +22,13 @@ from headrace.model.loader import load_model
 from headrace.model.narrow_loader import formats_of
 from headrace.model.parts import weight_bytes
 from headrace.model.rare import as_needed
+from headrace.model.row_elements import row_elements
 from headrace.model.shard import WHOLE, Group, Shard
 from headrace.native.forward import NativeDecoder, why_not
 from headrace.native.load import NativeUnavailable, find_library
 from headrace.native.precision import choose_precision, for_draft, stored_encodings
 from headrace.scheduler.config import Limits
-from headrace.worker.memory_plan import plan_memory, row_elements
+from headrace.worker.memory_plan import plan_memory
 
 logger = logging.getLogger(__name__)
 

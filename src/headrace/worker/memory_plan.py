@@ -18,7 +18,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError
 from headrace.machine import available_memory
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import row_elements
+from headrace.model.row_elements import row_elements
 from headrace.sampling.logprobs import PROMPT_CHUNK_BYTES, SAMPLED_CHUNK_BYTES
 from headrace.scheduler.config import Limits
 from headrace.worker.batch_state import BatchState

@@ -126,7 +126,7 @@ def num_blocks(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int, t
 
     Raises CapacityError if none do.
     """
-    from headrace.model.decoder import row_elements
+    from headrace.model.row_elements import row_elements
     from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes
 
     limits, item = Limits(model, dtype, Machine("", 1.0, 1.0)), dtype.itemsize
