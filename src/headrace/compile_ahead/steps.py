@@ -23,6 +23,7 @@ from headrace.fast_decode.forward import MAX_ROWS, FastDecode, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import max_tokens
+from headrace.kernels.experts_triton import row_steps
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
@@ -115,7 +116,10 @@ class Stage:
     def prompts(self) -> None:
         most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
         group = self.attention.group if isinstance(self.attention, TritonAttention) else AS_IF
-        for tokens in (*PROMPTS, FEW_ROWS_WIDENED + 1, 1024):
+        experts, counts = self.model.experts, [*PROMPTS, FEW_ROWS_WIDENED + 1, 1024]
+        if experts is not None:
+            counts += row_steps(experts.chosen, len(experts.here), self.dtype.itemsize, most)
+        for tokens in dict.fromkeys(counts):
             if tokens <= most:
                 self.forward([tokens], [tokens])
         few = max_tokens(group)

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
 
 BLOCK_E = 16
 BLOCK_K = 128
-SMALLEST_PART = 256  # columns
-MOST_PARTS = 8
+SMALLEST_PART = 128  # columns
+MOST_PARTS = 16
 
 
 class Routing(Protocol):
@@ -50,9 +50,13 @@ def _router_parts(
     router = router_ptr + tl.minimum(re, E - 1)[:, None] * K + rk[None, :]
     rows = x_ptr + tl.minimum(rt, T - 1)[None, :].to(tl.int64) * K + rk[:, None]
     if PDL:
+        line = part * PART + tl.arange(0, PART // 32) * 32
+        touch(router_ptr + tl.minimum(re, E - 1)[:, None] * K + tl.minimum(line, K - 1)[None, :])
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
+    small = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)  # what the router's second and third piece add: chains of their own
+    smaller = tl.zeros([BLOCK_E, BLOCK_T], tl.float32)
     for k in range(0, PART, BLOCK_K):
         w = tl.load(router + k, mask=(rk + k < K)[None, :], other=0.0)
         x = tl.load(rows + k, mask=(rk + k < K)[:, None], other=0.0)
@@ -61,11 +65,12 @@ def _router_parts(
             w -= first.to(tl.float32)
             second = w.to(tl.bfloat16)
             third = (w - second.to(tl.float32)).to(tl.bfloat16)
-            acc = tl.dot(third, x, acc)
-            acc = tl.dot(second, x, acc)
+            smaller = tl.dot(third, x, smaller)
+            small = tl.dot(second, x, small)
             acc = tl.dot(first, x, acc)
         else:
             acc = tl.dot(w, x.to(tl.float32), acc, input_precision="ieee")
+    acc += small + smaller
     place = (part * T + rt)[None, :].to(tl.int64) * E + re[:, None]
     tl.store(out_ptr + place, acc, mask=(rt < T)[None, :] & (re < E)[:, None])
 
@@ -146,10 +151,13 @@ def _route(
     ids = tl.zeros([BLOCK_C], tl.int32)
     shares = tl.full([BLOCK_C], NONE if SCORE == "chosen" else 0.0, tl.float32)
     for j in tl.static_range(CHOSEN):
-        at = tl.argmax(choice, 0)  # of equals the first
+        score, at = tl.max(choice, 0, return_indices=True)  # of equals the first
+        if correction_ptr is not None:
+            score = tl.sum(tl.where(places == at, scores, 0.0), 0)
         ids = tl.where(columns == j, at // BLOCK_S * SIZE + at % BLOCK_S, ids)
-        shares = tl.where(columns == j, tl.sum(tl.where(places == at, scores, 0.0), 0), shares)
+        shares = tl.where(columns == j, score, shares)
         choice = tl.where(places == at, NONE, choice)
+    shares += 0.0 * tl.sum(tl.where(tl.reshape(there, (BLOCK_G * BLOCK_S,)), scores, 0.0), 0)  # no number, if one is none
     if SCORE == "chosen":
         shares = tl.exp(shares - tl.max(shares, 0))
         shares = shares / tl.sum(shares, 0)

@@ -10,6 +10,7 @@ already on their way, the first ones' before the wait for the first kernel. What
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,10 @@ def _row_glu(
         gdc_launch_dependents()
     expert = tl.load(ids_ptr + pair) - first_expert
     if (expert < 0) | (expert >= count):
+        return
+    place = out_ptr + pair.to(tl.int64) * out_width + column
+    if tl.program_id(0) * BLOCK_N >= N:  # past its end a row is 0
+        tl.store(place, tl.zeros([BLOCK_N], out_ptr.dtype.element_ty), mask=column < out_width)
         return
     row = pair // CHOSEN
     factor = 1.0
@@ -78,8 +83,8 @@ def _row_glu(
     if bias_ptr is not None:
         g += tl.load(bias_ptr + gate_rows, mask=gate_rows < ends[0], other=0.0).to(tl.float32)
         u += tl.load(bias_ptr + up_rows, mask=up_rows < ends[1], other=0.0).to(tl.float32)
-    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)  # past its end a row is 0
-    tl.store(out_ptr + pair.to(tl.int64) * out_width + column, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
+    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)
+    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
 
 
 @jit
@@ -111,12 +116,14 @@ def _row_down(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1)
     rk = tl.arange(0, BLOCK)
-    # The choice was made by a kernel that had ended when the first one let this one start: it may be read before the wait.
+    # The choice was made by a kernel that had ended when the first one let this one start: it may be read before the wait, from
+    # the L2 cache, as what lies in the multiprocessor's may be older.
     experts = ()
     for j in tl.static_range(CHOSEN):
-        expert = tl.load(ids_ptr + row * CHOSEN + j) - first_expert
+        expert = tl.load(ids_ptr + row * CHOSEN + j, cache_modifier=".cg") - first_expert
+        share = tl.load(shares_ptr + row * CHOSEN + j, cache_modifier=".cg")
         held = (expert >= 0) & (expert < count)
-        experts = experts + ((tl.where(held, expert, 0), held, tl.where(held, tl.load(shares_ptr + row * CHOSEN + j), 0.0)),)
+        experts = experts + ((tl.where(held, expert, 0), held, tl.where(held, share, 0.0)),)
     steps = ()
     total = tl.zeros([BLOCK_N, SUMS], tl.float32)
     acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
@@ -156,19 +163,43 @@ def _row_down(
     finish_row(y, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, row, column, N, scale, norm_offset)
 
 
-REGISTERS = 64  # of a thread, for weights that are on their way
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """A program's work: block_n columns of a result in steps of block_k; `ahead` steps' weights are on their way."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    ahead: int
+
+    def arguments(self, weight: NarrowMatrix, experts: int) -> dict[str, int]:
+        steps = experts * -(-held_width(weight) // self.block_k)
+        return {
+            "K": held_width(weight), "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "AHEAD": min(self.ahead, steps),
+            "num_warps": self.num_warps,
+        }  # fmt: skip
 
 
-def _constants(weight: NarrowMatrix, block_n: int, warps: int, of_row: int, matrices: int) -> dict[str, int]:
-    """`of_row`: warps side by side along a row, each with 512 bytes of it."""
+def _tile(weight: NarrowMatrix, block_n: int, warps: int, of_row: int, matrices: int, registers: int) -> RowTile:
+    """`of_row`: warps side by side along a row, each with 512 bytes of it. `registers`: of a thread, for what is on its way."""
     per_byte, size = packed(weight.kind), weight.data.element_size()
     block_k = step_columns(weight.kind, 512 // size * per_byte * of_row)
-    steps = -(-held_width(weight) // block_k)
     a_step = matrices * block_n * block_k * size // per_byte // (4 * 32 * warps)
     if weight.kind != "float":
         a_step *= 2  # and their scales
-    ahead = max(1, REGISTERS // max(1, a_step))
-    return {"K": held_width(weight), "BLOCK_N": block_n, "BLOCK_K": block_k, "AHEAD": ahead, "steps": steps}
+    return RowTile(block_n, block_k, warps, max(1, registers // max(1, a_step)))
+
+
+def glu_tile(weight: NarrowMatrix) -> RowTile:
+    """Measured on an H200, as is the other: of floats a thread has two columns' gate and up weights at once."""
+    width = weight.data.shape[1] * weight.data.element_size()
+    warps = 4 if width >= 2048 else 2 if width >= 1024 else 1
+    return _tile(weight, 2 if weight.kind == "float" else 4, warps, warps, 2, 64)
+
+
+def down_tile(weight: NarrowMatrix, columns: int) -> RowTile:
+    """`columns`: of all rows."""
+    return _tile(weight, 8 if columns >= 8 * num_multiprocessors(weight.data.device) else 4, 4, 1, 1, 48)
 
 
 def row_glu(
@@ -176,14 +207,11 @@ def row_glu(
     activation: str, clamp: float, factors: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x [T, K], ids [T, k] -> out [T * k, W] = gated products of the held experts, 0 past `columns`; `factors` [T]: of x."""
-    width = weight.data.shape[1] * weight.data.element_size()
-    warps = 4 if width >= 2048 else 2 if width >= 1024 else 1
-    own = _constants(weight, 4, warps, warps, 2)
-    own["AHEAD"] = min(own["AHEAD"], own.pop("steps"))
-    _row_glu[-(-out.shape[1] // own["BLOCK_N"]), ids.numel()](
+    tile = glu_tile(weight)
+    _row_glu[-(-out.shape[1] // tile.block_n), ids.numel()](
         x, bias_ptr=bias, ids_ptr=ids, factors_ptr=factors, out_ptr=out, N=columns, out_width=out.shape[1], first_expert=first,
-        count=count, clamp=clamp, CHOSEN=ids.shape[1], ACTIVATION="clamped" if clamp else activation, num_warps=warps, **own,
-        **arguments(weight, x), **pdl(x),
+        count=count, clamp=clamp, CHOSEN=ids.shape[1], ACTIVATION="clamped" if clamp else activation,
+        **tile.arguments(weight, 1), **arguments(weight, x), **pdl(x),
     )  # fmt: skip
 
 
@@ -217,13 +245,11 @@ def row_down(
 ) -> Tensor | None:  # fmt: skip
     """x [T * k, K], ids, shares [T, k] -> out [T, N]: the sums over held experts; of a residual the sums of squares."""
     rows, columns = (out if isinstance(out, Tensor) else out.total).shape
-    block_n = 8 if columns * rows >= 16 * num_multiprocessors(x.device) else 4
-    own = _constants(weight, block_n, 4, 1, 1)
-    own["AHEAD"] = min(own["AHEAD"], own.pop("steps") * ids.shape[1])
-    tiles = -(-columns // block_n)
+    tile = down_tile(weight, rows * columns)
+    tiles = -(-columns // tile.block_n)
     target = alone(out) if isinstance(out, Tensor) else out.arguments(tiles)
     _row_down[tiles, rows](
         x, bias_ptr=bias, ids_ptr=ids, shares_ptr=shares, N=columns, first_expert=first, count=count, CHOSEN=ids.shape[1],
-        num_warps=4, **target, **own, **arguments(weight, x), **pdl(x),
+        **target, **tile.arguments(weight, ids.shape[1]), **arguments(weight, x), **pdl(x),
     )  # fmt: skip
     return target["sumsq_ptr"]

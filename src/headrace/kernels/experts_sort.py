@@ -66,14 +66,20 @@ class Sorted:
     tiles: Tensor
 
 
+def sort_form(pairs: int, count: int, block_m: int) -> tuple[int, int, bool]:
+    """Rows of a tile, pairs that a program looks at in a step, and whether a slot stands for whole tiles rather than a pair:
+    that which takes fewer slots."""
+    block = next((n for n in AT_ONCE if pairs <= n), AT_ONCE[-1])
+    return block_m, block, pairs // block_m + count < pairs
+
+
 def sort_pairs(ids: Tensor, count: int, first: int, block_m: int) -> Sorted:
     """ids [T, k] int32 -> the pairs t * k + j of experts `first` to `first` + `count`, in tiles of up to `block_m`."""
     pairs = ids.numel()
-    dense = pairs // block_m + count < pairs
+    _, block, dense = sort_form(pairs, count, block_m)
     slots = pairs // block_m + count if dense else pairs
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((slots, 3), dtype=torch.int32, device=ids.device)
-    block = next((n for n in AT_ONCE if pairs <= n), AT_ONCE[-1])
     _sort[count,](
         ids, order, tiles, P=pairs, first=first, count=count, slots=slots, BLOCK=block, BLOCK_M=block_m, DENSE=dense,
         num_warps=4 if block <= 1024 else 8, **pdl(ids),

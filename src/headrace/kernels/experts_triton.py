@@ -17,11 +17,11 @@ from torch import Tensor
 from headrace.kernels.activation import Activation
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts
 from headrace.kernels.experts_row import Joining, row_down, row_glu
-from headrace.kernels.experts_sort import sort_pairs
+from headrace.kernels.experts_sort import sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
-__all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "run_experts"]
+__all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
 MOST_BYTES = 512 << 20  # of what lies between the kernels; more rows are computed in parts
@@ -111,3 +111,14 @@ def _tiles(
 def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     """That are computed at once: a power of two."""
     return min(MOST_ROWS, 1 << (MOST_BYTES // (chosen * (inner * dtype.itemsize + hidden * 4))).bit_length() - 1)
+
+
+def row_steps(chosen: int, count: int, itemsize: int, most: int) -> list[int]:
+    """The fewest rows, up to `most`, of each combination of forms that kernels take: one-row products, sizes of tiles and of a
+    sort's steps."""
+    found: dict[tuple, int] = {}
+    for rows in range(1, most + 1):
+        pairs = rows * chosen
+        form: tuple = (0,) if rows <= ROW_FORM else sort_form(pairs, count, tile_rows(pairs, count, itemsize))
+        found.setdefault(form, rows)
+    return list(found.values())
