@@ -74,6 +74,7 @@ class Decoder:
         self.vocab = None if group is None else VocabPart(group, config.vocab_size, device)
         kinds = dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))
         self.rope = {kind: rope_tables(kind, length, device) for kind in kinds}
+        self.writing = config.num_layers if config.per_layer is None else config.per_layer.writing
         self.tokenless: TokenlessIds | None = None
         self.hidden_state_hook: HiddenStateHook | None = None
         self.adapters: Any = None  # an AdapterPool: it is told whose the rows are, before the layers
@@ -112,10 +113,11 @@ class Decoder:
         if not on_gpu(positions):  # no fused kernel: gather once for all layers
             shared.tables = {kind: rotation_rows(*table, positions) for kind, table in self.rope.items()}
             shared.positions = None
+        all_rows = self.hidden_state_hook is not None or self.adapters is not None
         for index, layer in enumerate(layers):
             if self.hidden_state_hook is not None:
                 self.hidden_state_hook(index, residual, batch)
-            last = wanted if index + 1 == len(layers) else None
+            last = wanted if index + 1 == (len(layers) if all_rows else self.writing) else None
             if last is not None:  # before keys and values are written: `keeps_own` is for the attention of these rows
                 self.attention.begin(last.batch, kv)
             attended = layer.mixer(normed, shared, last)

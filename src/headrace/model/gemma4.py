@@ -81,7 +81,19 @@ class WithInputs:
             normed = self.inputs.normed(normed)
         rows = shared.more[self.layer]
         self.closing.rows = rows if last is None else rows[last.index]
-        return self.attention(normed, shared, last)
+        attended = self.attention(normed, shared, last)
+        if last is not None:
+            _leave_out(shared, last)
+        return attended
+
+
+def _leave_out(shared: Pass, last: WantedRows) -> None:
+    """Layers that follow have these rows alone."""
+    shared.batch, shared.more = last.batch, shared.more[:, last.index]
+    if shared.positions is not None:
+        shared.positions = last.batch.positions
+    else:
+        shared.tables = {kind: (cos[last.index], sin[last.index]) for kind, (cos, sin) in shared.tables.items()}
 
 
 class ClosingMlp:

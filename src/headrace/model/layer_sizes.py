@@ -27,6 +27,13 @@ class PerLayer:
     input_rows: int = 0  # of its table
 
     @property
+    def writing(self) -> int:
+        """From this layer on (counted from 1) rows that nobody asks for can be left out: no later one writes keys. With inputs
+        only, whose mixers see to that."""
+        owners = [layer for layer, of in enumerate(self.sizes) if of.kv_heads]
+        return min(owners[-1] + 2, len(self.sizes)) if self.inputs else len(self.sizes)
+
+    @property
     def row_elements(self) -> int:
         """Numbers of a row while all layers' inputs are made: of the table, of the first embedding, scaled, normed, both."""
         return 5 * len(self.sizes) * self.inputs
