@@ -72,11 +72,14 @@ class TritonLatentAttention(AttentionBackend):
 
 def expands(model: ModelConfig, device: torch.device) -> bool:
     """Whether cuDNN takes heads of this model's sizes here, and does so on the cards that it was measured on."""
-    if model.latent is None or capability(device)[0] != 9 or not torch.backends.cudnn.is_available():
+    latent = model.latent
+    if latent is None or capability(device)[0] != 9 or not torch.backends.cudnn.is_available():
         return False
-    q = torch.zeros((1024, model.num_heads, model.latent.query), dtype=torch.bfloat16, device=device)
+    if latent.query % 8 or latent.value % 8:
+        return False
+    q = torch.zeros((1024, model.num_heads, latent.query), dtype=torch.bfloat16, device=device)
     try:
-        value = q.new_zeros((*q.shape[:2], model.latent.value))
+        value = q.new_zeros((*q.shape[:2], latent.value))
         TritonLatentAttention(model, device).attend_dense(Dense(0, 1, 1024), q, q, value, 1.0)
     except RuntimeError:
         return False
