@@ -242,7 +242,7 @@ def default_tile(rank: int, itemsize: int, rows: int, hopper: bool, roomy: bool)
         return LatentTile(32, 16, 4, 2, 16, False)
     if not hopper:
         return LatentTile(32, 32, 8, 2, 16, False)
-    return LatentTile(64, 64 if hopper else 32, 8 if rows >= 32 else 4, 2, 64 if hopper else 32, False)
+    return LatentTile(64, 64, 8, 2, 64 if rows > 32 else 16, False)
 
 
 @dataclass(slots=True)
