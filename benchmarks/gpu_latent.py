@@ -4,7 +4,7 @@
 
 One card, one run, CUDA-graph replays on rotating caches as in gpu_kernels.py. Decode: percent are of the cached rows (576
 numbers of 16 bits a token, read once) over the copy bandwidth measured here; with many heads the products are the limit.
-Prefill: of what meets latents, and of keys and values of heads by cuDNN, made from the latents in the same time. --sweep: also by
+Prefill: of what meets latents, and of keys and values of heads by cuDNN, made from the latents in the same time. --sweep: and
 other tiles.
 """
 
