@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 
+from headrace.cache.state_pool import LayerStates
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
 from headrace.engine.messages import EngineRequest
@@ -75,11 +76,11 @@ def kernels(model: ModelConfig, bandwidth: float) -> dict[str, float]:
         decodes = sum(count == 1 for count in counts)
         batch = SimpleNamespace(
             positions=positions, seq_slots=slot, seq_lens=begins[1:] - begins[:-1] + 1, query_start=begins, query_lens=counts,
-            num_decodes=decodes,
+            num_decodes=decodes, num_verified=0,
         )  # fmt: skip
-        chunks = plan_chunks(batch)
+        chunks, kept = plan_chunks(batch), LayerStates(inputs, states, None)
         gates = rows[:, delta.channels + delta.v_size :]
-        took = seconds(lambda: delta_rule_triton(layer, rows, gates, inputs, states, batch, chunks), 20)  # noqa: B023
+        took = seconds(lambda: delta_rule_triton(layer, rows, gates, kept, batch, chunks), 20)  # noqa: B023
         name = f"{decodes} decodes" if decodes else f"prompt of {counts[0]}"
         found[f"{name}, us"] = 1e6 * took
         if decodes:

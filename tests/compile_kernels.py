@@ -24,6 +24,7 @@ import compile_ahead
 import gpu_decode
 from echo_group import EchoGroup
 from headrace.cache import fp8
+from headrace.cache.state_pool import LayerStates
 from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
@@ -175,11 +176,12 @@ def delta(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
         f32, width = torch.float32, 8192 + 4096 + 64
         layer = DeltaLayer(16, 32, 128, 128, meta(8192, 4, dtype=f32), *(meta(32, dtype=f32) for _ in range(2)), meta(128, dtype=f32), 1e-6)
         batch = SimpleNamespace(
-            positions=ints(201), seq_slots=ints(2), seq_lens=ints(2), query_start=ints(3), query_lens=[1, 200], num_decodes=1
-        )
+            positions=ints(201), seq_slots=ints(2), seq_lens=ints(2), query_start=ints(3), query_lens=[1, 200], num_decodes=1, num_verified=0,
+        )  # fmt: skip
         rows = meta(201, width, dtype=dtype)
-        pool = meta(5, 4, 8192, dtype=dtype), meta(5, 32, 128, 128, dtype=f32)
-        delta_rule_triton(layer, rows, rows[:, 8192 + 4096 :], *pool, batch, plan_chunks(batch))
+        for ring, behind in (((4, 8192), None), ((13, 8192 + 64), ints(5, 32))):
+            kept = LayerStates(meta(5, *ring, dtype=dtype), meta(5, 32, 128, 128, dtype=f32), behind)
+            delta_rule_triton(layer, rows, rows[:, 8192 + 4096 :], kept, batch, plan_chunks(batch))
 
     return run
 

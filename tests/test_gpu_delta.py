@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.cache.state_pool import LayerStates
 from headrace.kernels.delta_rule import delta_rule_reference
 from test_kernels_delta import Run, in_triton, make_layer, random_rows
 
@@ -29,8 +30,8 @@ def test_rows_and_states(sizes: tuple[int, int, int, int], dtype: torch.dtype, t
         got = card.step([(slot, *(x[part].cuda() for x in rows[slot])) for slot, part in zip(order, parts, strict=True)])
         for a, b in zip(got, want, strict=True):
             assert (a.cpu().float() - b).abs().max() <= tolerance * b.abs().max()
-        states = card.states.cpu()
-        assert (states - exact.states).abs().max() <= tolerance * exact.states.abs().max()
+        states = card.kept.states.cpu()
+        assert (states - exact.kept.states).abs().max() <= tolerance * exact.kept.states.abs().max()
 
 
 def on_card(layer, dtype: torch.dtype) -> Run:
@@ -38,5 +39,5 @@ def on_card(layer, dtype: torch.dtype) -> Run:
     for name in ("conv", "decay", "bias", "norm"):
         setattr(moved, name, getattr(layer, name).cuda())
     run = Run(moved, 3, in_triton, dtype)
-    run.inputs, run.states = run.inputs.cuda(), run.states.cuda()
+    run.kept = LayerStates(run.kept.inputs.cuda(), run.kept.states.cuda(), None)
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from drafting import Guesser, drafting_core
 from engine_driver import BLOCK, assert_all_same, complete, lonely_answers, make_core, make_requests, requests_of_all_kinds, run
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
@@ -69,10 +70,8 @@ def test_all_kinds_of_requests_beside_each_other(make):
 
 def test_what_such_a_model_does_not_do_is_refused(model, tmp_path):
     other = str(write_tiny("qwen3", tmp_path))
-    itself = {"speculative_method": "draft_model"}
-    for target, options in ((model, {"speculative_method": "ngram"}), (model, itself | {"speculative_model": other}), (other, itself | {"speculative_model": model})):  # fmt: skip
-        with pytest.raises(ParameterError, match="speculative_m"):
-            build_engine(EngineConfig(model=target, device="cpu", **options))
+    with pytest.raises(ParameterError, match="speculative_model"):
+        build_engine(EngineConfig(model=other, device="cpu", speculative_method="draft_model", speculative_model=model))
     with pytest.raises(ParameterError, match="2 key heads of delta nets"):
         build_engine(EngineConfig(model=model, device="cpu", tensor_parallel_size=4))
 
@@ -114,3 +113,16 @@ def test_preempted_ones_go_on_from_their_snapshots(make, alone):
     want = {r.id: run(make(enable_prefix_caching=False), [r])[r.id] for r in requests}
     assert_all_same(run(core, requests), want)
     assert core.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0])
+def test_wrong_drafts_are_taken_back(make, alone, model, quality):
+    """Also where the next step is launched before it is known which were right, and sequences are preempted."""
+    want, requests = alone(2, 10), make_requests(2, 10, VOCAB)
+    guesser = Guesser({name: result.ids for name, result in want.items()}, VOCAB, quality)
+    for options in ({}, {"overlap": True}, {"overlap": True, "num_kv_blocks": 12, "max_num_batched_tokens": 9}):
+        core = drafting_core(model, guesser, **options)
+        assert_all_same(run(core, requests), want, f"{options}")
+        assert_all_same(run(core, requests), want, f"{options}, again")
+        stats = core.speculator.stats
+        assert (stats.num_accepted_tokens > 0) == (quality > 0) and stats.num_draft_tokens > 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.cache.state_pool import LayerStates
 from headrace.kernels.delta_layer import DeltaLayer
 from headrace.kernels.delta_rule import delta_rule_reference
 from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
@@ -22,6 +23,7 @@ class Batch:
     seq_slots: Tensor
     query_lens: list[int]
     num_decodes: int
+    num_verified: int
     query_start: Tensor
     seq_lens: Tensor
 
@@ -61,26 +63,35 @@ def by_definition(layer: DeltaLayer, projected: Tensor, gates: Tensor) -> Tensor
 class Run:
     """Sequences that go on, step by step; what others left in their slots is not a number."""
 
-    def __init__(self, layer: DeltaLayer, slots: int, rule=delta_rule_reference, dtype: torch.dtype = torch.float32):
+    def __init__(self, layer: DeltaLayer, slots: int, rule=delta_rule_reference, dtype: torch.dtype = torch.float32, drafts: int = 0):
         self.layer, self.rule = layer, rule
-        self.inputs = torch.full((slots, RING, layer.channels), torch.nan, dtype=dtype)
-        self.states = torch.full((slots, layer.value_heads, layer.key_dim, layer.value_dim), torch.nan)
+        ring = (RING + 2 * drafts + 1, layer.channels + 2 * layer.value_heads) if drafts else (RING, layer.channels)
+        inputs = torch.full((slots, *ring), torch.nan, dtype=dtype)
+        states = torch.full((slots, layer.value_heads, layer.key_dim, layer.value_dim), torch.nan)
+        behind = torch.full((slots, layer.value_heads), 99, dtype=torch.int32) if drafts else None
+        self.kept = LayerStates(inputs, states, behind)
         self.lengths = [0] * slots
+        self.apart = False  # each row is a sequence, as in captured steps
 
-    def step(self, work: list[tuple[int, Tensor, Tensor]]) -> list[Tensor]:
-        """(slot, next rows, their gates), those of one row first -> out of each."""
+    def step(self, work: list[tuple[int, Tensor, Tensor]], verified: int = 0) -> list[Tensor]:
+        """(slot, next rows, their gates), those of one row first -> out of each; of the first `verified` drafts may follow."""
         counts = [len(rows) for _, rows, _ in work]
         positions = [self.lengths[slot] + i for (slot, _, _), n in zip(work, counts, strict=True) for i in range(n)]
         for (slot, _, _), count in zip(work, counts, strict=True):
             self.lengths[slot] += count
         batch = Batch(
             torch.tensor(positions, dtype=torch.int32), torch.tensor([slot for slot, _, _ in work], dtype=torch.int32), counts,
-            sum(n == 1 for n in counts), torch.tensor([0, *counts]).cumsum(0).int(),
+            next((i for i, n in enumerate(counts) if n != 1), len(counts)), verified, torch.tensor([0, *counts]).cumsum(0).int(),
             torch.tensor([self.lengths[slot] for slot, _, _ in work], dtype=torch.int32),
         )  # fmt: skip
-        batch = Batch(**{name: x.to(self.states.device) if isinstance(x, Tensor) else x for name, x in vars(batch).items()})
+        if self.apart:
+            batch = Batch(
+                batch.positions, batch.seq_slots.repeat_interleave(torch.tensor(counts)), [1] * len(positions), len(positions), 0,
+                torch.arange(len(positions) + 1, dtype=torch.int32), batch.positions + 1,
+            )  # fmt: skip
+        batch = Batch(**{name: x.to(self.kept.states.device) if isinstance(x, Tensor) else x for name, x in vars(batch).items()})
         rows, gates = (torch.cat([w[i] for w in work]) for i in (1, 2))
-        return list(self.rule(self.layer, rows, gates, self.inputs, self.states, batch).split(counts))
+        return list(self.rule(self.layer, rows, gates, self.kept, batch).split(counts))
 
 
 def random_rows(layer: DeltaLayer, count: int) -> tuple[Tensor, Tensor]:
@@ -89,8 +100,8 @@ def random_rows(layer: DeltaLayer, count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, width + 5)[:, :width], torch.randn(count, 2 * layer.value_heads) * 3
 
 
-def in_triton(layer: DeltaLayer, rows: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Batch) -> Tensor:
-    return delta_rule_triton(layer, rows, gates, inputs, states, batch, plan_chunks(batch))
+def in_triton(layer: DeltaLayer, rows: Tensor, gates: Tensor, kept: LayerStates, batch: Batch) -> Tensor:
+    return delta_rule_triton(layer, rows, gates, kept, batch, plan_chunks(batch))
 
 
 RULES = {"torch": delta_rule_reference, "triton": in_triton}
@@ -128,3 +139,29 @@ def test_several_sequences_in_one_step(rule: str) -> None:
             found[slot].append(out)
     for slot, parts in found.items():
         torch.testing.assert_close(torch.cat(parts).double(), by_definition(layer, *sequences[slot]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_wrong_drafts_leave_nothing_behind(rule: str) -> None:
+    """Rows of a prompt, of drafts of which some are right, of a prompt behind them, and of another sequence beside all these."""
+    torch.manual_seed(3)
+    layer, drafts = make_layer(), 3
+    rows, gates = random_rows(layer, 40)
+    other = random_rows(layer, 20)
+    run, found, beside = Run(layer, 3, RULES[rule], drafts=drafts), [], []
+    # how many rows, how many of them are right, whether they may be wrong; 0 right ones: the step came to nothing
+    steps = [(7, 7, False), (1, 1, True), (4, 2, True), (4, 4, True), (3, 0, True), (1, 1, True), (2, 1, True), (9, 9, False), (4, 4, True), (1, 1, True)]
+    for count, right, may_be_wrong in steps:
+        begin, run.apart = run.lengths[1], may_be_wrong and len(found) % 2 == 0
+        mine = [x[begin : begin + count].clone() for x in (rows, gates)]
+        for x in mine:
+            x[right + (not right) :] = torch.randn_like(x[right + (not right) :])
+        at = run.lengths[2]
+        work = [(1, *mine), (2, *(x[at : at + 2] for x in other))]
+        outs = run.step(work, verified=2 if may_be_wrong else 0)
+        run.lengths[1], run.lengths[2] = begin + right, at + (1 if may_be_wrong else 2)
+        found.append(outs[0][:right])
+        beside.append(outs[1][: 1 if may_be_wrong else 2])
+    for got, of in ((torch.cat(found), (rows, gates)), (torch.cat(beside), other)):
+        want = by_definition(layer, *(x[: len(got)] for x in of))
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)

@@ -226,7 +226,9 @@ def build_worker(
     limits = with_snapshots(fit_context(config, replace(limits, num_blocks=num_blocks)), plan.num_snapshots, group, device)
     kv = KVCache(part, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
     if part.delta is not None:
-        kv.states = StatePool(part.delta, limits.max_num_seqs + 1, limits.num_snapshots, forward.dtype, device)
+        kv.states = StatePool(
+            part.delta, limits.max_num_seqs + 1, limits.num_snapshots, forward.dtype, device, limits.max_drafts
+        )
     state = BatchState(limits.max_num_seqs, limits.max_model_len, limits.block_size, device)
     if isinstance(forward, Decoder) and forward.adapters is not None:
         state.adapters, forward.adapters.table = forward.adapters, state.tables.ints
@@ -354,7 +356,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
-        max_draft_rows=0 if hybrid else draft_rows(config, device),
+        max_draft_rows=0 if hybrid and config.speculative_method is None else draft_rows(config, device),
+        max_drafts=config.num_speculative_tokens if hybrid and config.speculative_method is not None else 0,
         enable_prefix_caching=caching,
         kv_cache_events=config.kv_cache_events if caching and not hybrid else "off",
         num_snapshots=SNAPSHOTS * config.max_num_seqs if caching and hybrid else 0,

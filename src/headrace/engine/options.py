@@ -33,9 +33,6 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     check_machine(config.tensor_parallel_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")
-    if model.delta is not None and config.speculative_method is not None:
-        allowed = "nothing for this model: what its layers keep of a draft cannot be taken back"
-        raise ParameterError("speculative_method", config.speculative_method, allowed)
     driver = _has_cuda_driver() if here else config.device != "cpu"
     if config.device == "cuda" and not driver:
         raise ParameterError("device", config.device, "auto or cpu here: there is no NVIDIA driver")

@@ -20,6 +20,7 @@ class Rows(Protocol):
     query_start: Tensor
     query_lens: list[int]
     num_decodes: int
+    num_verified: int
 
 
 @dataclass(slots=True, eq=False)

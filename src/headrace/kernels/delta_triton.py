@@ -1,6 +1,7 @@
 """The gated delta rule on a card (see delta_rule.py): single rows in one kernel, prompts in chunks of 64 rows.
 
     rows of decodes   _decode   a program a row and value head: convolution, state read and written once, norm, gate
+                      _verify   the same where some rows may be wrong: the state is made of those before them only
     rows of prompts   _chunks   a program a chunk and value head, all at once: what of a chunk does not need the state before it
                       _states   a program a sequence, value head and part of its columns: from chunk to chunk
                       _gate     norm and gate
@@ -15,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.cache.state_pool import LayerStates
 from headrace.kernels.delta_layer import CHUNK, LENGTH_EPS, DeltaLayer, Rows
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, is_roomy, jit, next_power_of_2, pdl, tl
 
@@ -23,34 +25,45 @@ GATE_ROWS = 16
 
 
 def delta_rule_triton(
-    layer: DeltaLayer, projected: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Rows,
-    chunks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """See `delta_rule`. `chunks`: see `plan_chunks`; needed where a sequence has several rows. Padded rows touch no state."""
-    rows, decodes = projected.shape[0], batch.num_decodes
+    layer: DeltaLayer, projected: Tensor, gates: Tensor, kept: LayerStates, batch: Rows, chunks: Tensor | None = None
+) -> Tensor:
+    """See `delta_rule`. `chunks`: see `plan_chunks`; needed where a sequence is a prompt. Padded rows touch no state."""
+    rows, alone = projected.shape[0], batch.num_decodes
     out = torch.empty((rows, layer.value_heads * layer.value_dim), dtype=projected.dtype, device=projected.device)
     sizes = dict(
         KEY_HEADS=layer.key_heads, VALUE_HEADS=layer.value_heads, KEY_DIM=layer.key_dim, VALUE_DIM=layer.value_dim,
-        KERNEL=layer.conv.shape[1],
+        KERNEL=layer.conv.shape[1], RING=kept.inputs.shape[1], WIDTH=kept.inputs.shape[2],
     )  # fmt: skip
-    strides = projected.stride(0), gates.stride(0)
-    if decodes:
-        _decode[(decodes * layer.value_heads,)](
-            projected, gates, inputs, states, batch.positions, batch.seq_slots, batch.seq_lens, layer.conv, layer.decay,
-            layer.bias, layer.norm, out, *strides, layer.eps, LENGTH_EPS, **sizes,
-            num_warps=8 if layer.key_dim * layer.value_dim > 4096 else 4, **pdl(projected),
+    weights = layer.conv, layer.decay, layer.bias, layer.norm
+    strides = projected.stride(0), gates.stride(0), layer.eps, LENGTH_EPS
+    options = dict(num_warps=8 if layer.key_dim * layer.value_dim > 4096 else 4, **pdl(projected))
+    if kept.behind is not None:
+        alone, count = first_prompt(batch), batch.seq_slots.shape[0]
+        _verify[(count * layer.value_heads,)](
+            projected, gates, kept.inputs, kept.states, kept.behind, batch.positions, batch.seq_slots, batch.seq_lens,
+            batch.query_start, *weights, out, *strides, count, alone, **sizes, **options,
         )  # fmt: skip
-    if rows > decodes:
+    elif alone:
+        _decode[(alone * layer.value_heads,)](
+            projected, gates, kept.inputs, kept.states, batch.positions, batch.seq_slots, batch.seq_lens, *weights, out,
+            *strides, **sizes, **options,
+        )  # fmt: skip
+    if alone < len(batch.query_lens):
         assert chunks is not None
-        _prompts(layer, projected, gates, inputs, states, batch, chunks, out, sizes)
+        _prompts(layer, projected, gates, kept, batch, chunks, out, sizes, alone)
     return out
 
 
+def first_prompt(batch: Rows) -> int:
+    """The sequences before it have one row, or rows that are to be verified."""
+    return max(batch.num_decodes, batch.num_verified)
+
+
 def _prompts(
-    layer: DeltaLayer, projected: Tensor, gates: Tensor, inputs: Tensor, states: Tensor, batch: Rows, chunks: Tensor,
-    out: Tensor, sizes: dict[str, int],
+    layer: DeltaLayer, projected: Tensor, gates: Tensor, kept: LayerStates, batch: Rows, chunks: Tensor, out: Tensor,
+    sizes: dict[str, int], first: int,
 ) -> None:  # fmt: skip
-    rows, decodes, heads = projected.shape[0], batch.num_decodes, layer.value_heads
+    rows, heads, before = projected.shape[0], layer.value_heads, sum(batch.query_lens[:first])
 
     def empty(*shape: int, dtype: torch.dtype = projected.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=projected.device)
@@ -61,31 +74,34 @@ def _prompts(
     precise = projected.dtype == torch.float32
     made = q, k, w, u, within, total
     _chunks[(chunks.shape[0] * heads,)](
-        projected, gates, inputs, chunks, layer.conv, layer.decay, layer.bias, *made, projected.stride(0), gates.stride(0),
+        projected, gates, kept.inputs, chunks, layer.conv, layer.decay, layer.bias, *made, projected.stride(0), gates.stride(0),
         LENGTH_EPS, **sizes, CHUNK=CHUNK, PRECISE=precise, num_warps=8,
     )  # fmt: skip
     columns = min(STATE_COLUMNS, layer.value_dim)
-    sequences = len(batch.query_lens) - decodes
+    sequences = len(batch.query_lens) - first
     roomy = is_roomy(out.device) and not precise
+    behind = kept.states if kept.behind is None else kept.behind
     _states[(sequences * heads * (layer.value_dim // columns),)](
-        projected, inputs, states, batch.positions, batch.query_start, batch.seq_slots, *made, out, projected.stride(0),
-        decodes, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise, num_warps=4, num_stages=2 if roomy else 1,
+        projected, gates, kept.inputs, kept.states, behind, batch.positions, batch.query_start, batch.seq_slots, *made, out,
+        projected.stride(0), gates.stride(0), first, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise,
+        DRAFTS=kept.behind is not None, num_warps=4, num_stages=2 if roomy else 1,
     )  # fmt: skip
-    _gate[(-(-(rows - decodes) // GATE_ROWS) * heads,)](
-        projected, out, layer.norm, projected.stride(0), layer.eps, decodes, rows, **sizes, ROWS=GATE_ROWS, num_warps=4,
+    _gate[(-(-(rows - before) // GATE_ROWS) * heads,)](
+        projected, out, layer.norm, projected.stride(0), layer.eps, before, rows, **sizes, ROWS=GATE_ROWS, num_warps=4,
     )  # fmt: skip
 
 
 def plan_chunks(batch: Rows) -> Tensor | None:
-    """The chunks of the sequences with several rows [C, 5] int32: slot, first row, rows, position of the first row, and the
+    """The chunks of prompts [C, 5] int32: slot, first row, rows, position of the first row, and the
     sequence's first row. Made on the device; C is a bound, what is behind the last one has no rows. None: there are none."""
-    lengths = batch.query_lens[batch.num_decodes :]
+    first = first_prompt(batch)
+    lengths = batch.query_lens[first:]
     if not lengths:
         return None
     most = sum(length // CHUNK + 2 for length in lengths)
     table = torch.zeros((most, 5), dtype=torch.int32, device=batch.positions.device)
     _plan[(len(lengths),)](
-        batch.positions, batch.query_start, batch.seq_slots, table, batch.num_decodes, len(lengths), CHUNK=CHUNK,
+        batch.positions, batch.query_start, batch.seq_slots, table, first, len(lengths), CHUNK=CHUNK,
         SEQUENCES=next_power_of_2(len(lengths)), num_warps=4,
     )  # fmt: skip
     return table
@@ -128,11 +144,11 @@ def _fading(gates, head, decay, bias, VALUE_HEADS: tl.constexpr, mask):
 
 
 @jit
-def _convolved_row(x, ring, conv, at, position, KERNEL: tl.constexpr, CHANNELS: tl.constexpr):
+def _convolved_row(x, ring, conv, at, position, KERNEL: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr):
     """Channels `at` of a row at `x`, behind those that `ring` remembers."""
     total = tl.load(x + at).to(tl.float32) * tl.load(conv + at * KERNEL + KERNEL - 1)
     for back in tl.static_range(1, KERNEL):
-        before = ring + ((position - back + KERNEL) % KERNEL) * CHANNELS + at
+        before = ring + ((position - back + RING) % RING) * WIDTH + at
         kept = tl.load(before, (at >= 0) & (position >= back), 0.0).to(tl.float32)
         total += kept * tl.load(conv + at * KERNEL + KERNEL - 1 - back)
     return total * tl.sigmoid(total)
@@ -143,6 +159,7 @@ def _decode(
     projected, gates, inputs, states, positions, seq_slots, seq_lens, conv, decay, bias, norm, out, row_stride, gate_stride,
     eps, length_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
@@ -164,13 +181,13 @@ def _decode(
     state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(state_at, (i[:, None] >= 0) & (position > 0), 0.0)
     x = projected + row * row_stride
-    ring = inputs + slot * (KERNEL * CHANNELS)
+    ring = inputs + slot * (RING * WIDTH)
     q_at = head // GROUP * KEY_DIM + i
     v_at = 2 * KEYS + head * VALUE_DIM + j
-    q = _convolved_row(x, ring, conv, q_at, position, KERNEL, CHANNELS)
-    k = _convolved_row(x, ring, conv, KEYS + q_at, position, KERNEL, CHANNELS)
-    v = _convolved_row(x, ring, conv, v_at, position, KERNEL, CHANNELS)
-    own = ring + position % KERNEL * CHANNELS
+    q = _convolved_row(x, ring, conv, q_at, position, KERNEL, RING, WIDTH)
+    k = _convolved_row(x, ring, conv, KEYS + q_at, position, KERNEL, RING, WIDTH)
+    v = _convolved_row(x, ring, conv, v_at, position, KERNEL, RING, WIDTH)
+    own = ring + position % RING * WIDTH
     tl.store(own + v_at, tl.load(x + v_at))
     if head % GROUP == 0:
         tl.store(own + q_at, tl.load(x + q_at))
@@ -189,9 +206,103 @@ def _decode(
 
 
 @jit
+def _reached(x, x_stride, ring, conv, at, t, position, KERNEL: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr):
+    """Channels `at` of position t: those from `position` on are rows at `x`, those before it lie in the ring."""
+    total = tl.zeros(at.shape, tl.float32)
+    for back in tl.static_range(0, KERNEL):
+        p = t - back
+        new = tl.load(x + (p - position) * x_stride + at, (at >= 0) & (p >= position), 0.0).to(tl.float32)
+        old = tl.load(ring + (p + RING) % RING * WIDTH + at, (at >= 0) & (p >= 0) & (p < position), 0.0).to(tl.float32)
+        total += (new + old) * tl.load(conv + at * KERNEL + KERNEL - 1 - back)
+    return total * tl.sigmoid(total)
+
+
+@jit(do_not_specialize=["count", "verified"])
+def _verify(
+    projected, gates, inputs, states, behind, positions, seq_slots, seq_lens, query_start, conv, decay, bias, norm, out,
+    row_stride, gate_stride, eps, length_eps, count, verified,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Where there may be drafts: the state catches up to the rows of this step, which are right or not, and stays there; then
+    these, of the first `verified` sequences. The first of several sequences of one slot does for all of them."""
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
+    V_WIDTH: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    sequence = tl.program_id(0) // VALUE_HEADS
+    head = tl.program_id(0) % VALUE_HEADS
+    i = tl.arange(0, KEY_DIM)
+    j = tl.arange(0, VALUE_DIM)
+    weight = tl.load(norm + j)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(query_start + sequence).to(tl.int64)
+    slot = tl.load(seq_slots + sequence).to(tl.int64)
+    if tl.load(seq_lens + sequence) == 0:
+        tl.store(out + row * V_WIDTH + head * VALUE_DIM + j, tl.zeros([VALUE_DIM], out.dtype.element_ty))
+        return
+    before = tl.load(seq_slots + tl.maximum(sequence, 1) - 1)
+    if (sequence > 0) & (sequence < verified) & (before == slot):
+        return
+    end = sequence
+    if sequence < verified:
+        end += 1
+        more = (end < verified) & (tl.load(seq_slots + end, end < verified, 0) == slot)
+        while more:
+            end += 1
+            more = (end < verified) & (tl.load(seq_slots + end, end < verified, 0) == slot)
+    new = (tl.load(query_start + end) - row).to(tl.int32)
+    position = tl.load(positions + row)
+    behind_at = behind + slot * VALUE_HEADS + head
+    begin = tl.where(position > 0, tl.load(behind_at), 0)
+    state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(state_at, (i[:, None] >= 0) & (begin > 0), 0.0)
+    if begin == position:  # a first one must not find what somebody else left
+        tl.store(state_at, state)
+    x = projected + row * row_stride
+    ring = inputs + slot * (RING * WIDTH)
+    q_at = head // GROUP * KEY_DIM + i
+    v_at = 2 * KEYS + head * VALUE_DIM + j
+    for t in range(begin, position + new):
+        q = _reached(x, row_stride, ring, conv, q_at, t, position, KERNEL, RING, WIDTH)
+        k = _reached(x, row_stride, ring, conv, KEYS + q_at, t, position, KERNEL, RING, WIDTH)
+        v = _reached(x, row_stride, ring, conv, v_at, t, position, KERNEL, RING, WIDTH)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + length_eps) * (KEY_DIM**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + length_eps)
+        of = gates + (row + t - position) * gate_stride
+        if t < position:
+            of = ring + t % RING * WIDTH + CHANNELS
+        g, beta = _fading(of, head, decay, bias, VALUE_HEADS, True)
+        state *= tl.exp(g)
+        correction = beta * (v - tl.sum(state * k[:, None], 0))
+        state += k[:, None] * correction[None, :]
+        if t == position - 1:
+            tl.store(state_at, state)
+        if t >= position:
+            at = row + t - position
+            o = tl.sum(state * q[:, None], 0)
+            o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight
+            z = tl.load(projected + at * row_stride + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
+            tl.store(out + at * V_WIDTH + head * VALUE_DIM + j, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+    tl.store(behind_at, position)
+    for t in range(position, position + new):
+        x = projected + (row + t - position) * row_stride
+        own = ring + t % RING * WIDTH
+        tl.store(own + v_at, tl.load(x + v_at))
+        if head % GROUP == 0:
+            tl.store(own + q_at, tl.load(x + q_at))
+            tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
+        of = gates + (row + t - position) * gate_stride
+        tl.store(own + CHANNELS + head, tl.load(of + head))
+        tl.store(own + CHANNELS + VALUE_HEADS + head, tl.load(of + VALUE_HEADS + head))
+
+
+@jit
 def _convolved(
-    projected, ring, conv, row, first, position, count, at, row_stride, KERNEL: tl.constexpr, CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    projected, ring, conv, row, first, position, count, at, row_stride, KERNEL: tl.constexpr, RING: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Channels `at` of `count` rows from `row` on [CHUNK, channels]; the sequence's own rows begin at `first`."""
     t = tl.arange(0, CHUNK)[:, None]
@@ -203,7 +314,7 @@ def _convolved(
         own = there & (row + t - back >= first)
         x = tl.load(projected + (row + t - back) * row_stride + at, own, 0.0).to(tl.float32)
         kept = there & (row + t - back < first) & (position + t - back >= 0)
-        x += tl.load(ring + ((position + t - back + KERNEL) % KERNEL) * CHANNELS + at, kept, 0.0).to(tl.float32)
+        x += tl.load(ring + ((position + t - back + RING) % RING) * WIDTH + at, kept, 0.0).to(tl.float32)
         total += x * tl.load(conv + at * KERNEL + KERNEL - 1 - back)
     return total * tl.sigmoid(total)
 
@@ -234,17 +345,17 @@ def _chunks(
     projected, gates, inputs, chunks, conv, decay, bias, q_out, k_out, w_out, u_out, within_out, total_out, row_stride,
     gate_stride, length_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
     entry = chunks + tl.program_id(0) // VALUE_HEADS * 5
     head = tl.program_id(0) % VALUE_HEADS
     count = tl.load(entry + 2)
     if count == 0:
         return
-    ring = inputs + tl.load(entry).to(tl.int64) * (KERNEL * CHANNELS)
+    ring = inputs + tl.load(entry).to(tl.int64) * (RING * WIDTH)
     row = tl.load(entry + 1).to(tl.int64)
     position = tl.load(entry + 3)
     first = tl.load(entry + 4).to(tl.int64)
@@ -255,9 +366,9 @@ def _chunks(
     there = t < count
     key_head = head // GROUP
     q_at = key_head * KEY_DIM + i
-    q = _convolved(projected, ring, conv, row, first, position, count, q_at, row_stride, KERNEL, CHANNELS, CHUNK)
+    q = _convolved(projected, ring, conv, row, first, position, count, q_at, row_stride, KERNEL, RING, WIDTH, CHUNK)
     q = (q * tl.rsqrt(tl.sum(q * q, 1) + length_eps)[:, None] * (KEY_DIM**-0.5)).to(dtype)
-    k = _convolved(projected, ring, conv, row, first, position, count, KEYS + q_at, row_stride, KERNEL, CHANNELS, CHUNK)
+    k = _convolved(projected, ring, conv, row, first, position, count, KEYS + q_at, row_stride, KERNEL, RING, WIDTH, CHUNK)
     k = (k * tl.rsqrt(tl.sum(k * k, 1) + length_eps)[:, None]).to(dtype)
     if head % GROUP == 0:
         place = ((row + t) * KEY_HEADS + key_head)[:, None] * KEY_DIM + i[None, :]
@@ -277,21 +388,21 @@ def _chunks(
     w = _product(inverse, (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(dtype), PRECISE)
     tl.store(w_out + at[:, None] * KEY_DIM + i[None, :], w.to(dtype), there[:, None])
     v_at = 2 * KEYS + head * VALUE_DIM + j
-    v = _convolved(projected, ring, conv, row, first, position, count, v_at, row_stride, KERNEL, CHANNELS, CHUNK)
+    v = _convolved(projected, ring, conv, row, first, position, count, v_at, row_stride, KERNEL, RING, WIDTH, CHUNK)
     u = _product(inverse, (v * beta[:, None]).to(dtype), PRECISE)
     tl.store(u_out + at[:, None] * VALUE_DIM + j[None, :], u.to(dtype), there[:, None])
 
 
 @jit(do_not_specialize=["decodes"])
 def _states(
-    projected, inputs, states, positions, query_start, seq_slots, q_in, k_in, w_in, u_in, within_in, total_in, out, row_stride,
-    decodes,
+    projected, gates, inputs, states, behind, positions, query_start, seq_slots, q_in, k_in, w_in, u_in, within_in, total_in,
+    out, row_stride, gate_stride, decodes,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
     PARTS: tl.constexpr = VALUE_DIM // COLUMNS
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % VALUE_HEADS
@@ -328,23 +439,26 @@ def _states(
         remaining = corrected * tl.exp(tl.where(t < rows, last - total, 0.0))[:, None]
         state = tl.exp(last) * state + _product(tl.trans(k), remaining.to(dtype), PRECISE)
     tl.store(state_at, state)
-    ring = inputs + slot * (KERNEL * CHANNELS)
+    ring = inputs + slot * (RING * WIDTH)
     v_at = 2 * KEYS + head * VALUE_DIM + j
     q_at = head // GROUP * KEY_DIM + i
     for back in tl.static_range(0, KERNEL):
         if count > back:
             x = projected + (begin + count - 1 - back) * row_stride
-            own = ring + (start + count - 1 - back) % KERNEL * CHANNELS
+            own = ring + (start + count - 1 - back) % RING * WIDTH
             tl.store(own + v_at, tl.load(x + v_at))
             if (part == 0) & (head % GROUP == 0):
                 tl.store(own + q_at, tl.load(x + q_at))
                 tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
+    if DRAFTS:
+        tl.store(behind + slot * VALUE_HEADS + head, start + count, part == 0)
 
 
 @jit(do_not_specialize=["first", "stop"])
 def _gate(
     projected, out, norm, row_stride, eps, first, stop,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM

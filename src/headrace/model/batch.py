@@ -29,6 +29,7 @@ class ForwardBatch:
     exact: bool = True
     adapted: bool = False  # some rows are of requests with an adapter
     context_bound: int = 0  # > 0: captured for sequences of any rows, none longer; no lists, and num_decodes is 0 or any
+    num_verified: int = 0  # so many sequences, the last of them with drafts, have rows that may be wrong
     related: bool = False  # several sequences may be rows of one request (drafts), each reading what those before it write
 
     @property

@@ -49,7 +49,7 @@ class GatedDeltaNet:
         gates = projected[:, self.split :] if self.gates is None else self.gates(normed)
         if shared.more is None:
             shared.more = chunk_table(shared.batch)
-        out = delta_rule(self.rule, projected, gates, *shared.kv.states.of(self.layer), shared.batch, shared.more)
+        out = delta_rule(self.rule, projected, gates, shared.kv.states.of(self.layer), shared.batch, shared.more)
         return out if last is None else out[last.index]
 
 

@@ -29,7 +29,7 @@ from headrace.model.formats.quantized_sources import quantized_sources
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.gpt_oss import GPT_OSS
 from headrace.model.narrow import compact, fitted, quantized
-from headrace.model.narrow_loader import Source, load_matrices, narrow_sources, part_of
+from headrace.model.narrow_loader import KEPT_FLOATS, Source, load_matrices, narrow_sources, part_of
 from headrace.model.parts import parts_of, taken
 from headrace.model.rope_layout import in_halves
 from headrace.model.shard import WHOLE, Shard
@@ -190,7 +190,7 @@ def random_weights(
     for target, tensor in random_tensors(source, config, plan, dtype, device):
         if (part := parts.get(target)) is None:
             continue
-        if len(part.shape) == 2 and not part.exact and not part.wide and target not in ("embedding", "lm_head"):
+        if len(part.shape) == 2 and not part.exact and not part.wide and target.rpartition(".")[2] not in KEPT_FLOATS:
             weight = part_of(fitted(quantized(tensor, made)), specs[target], part, dtype)
             yield target, compact(weight, part.shape[0]) if keep else dequantized(weight, dtype)
         else:

@@ -28,6 +28,8 @@ from headrace.model.weight_names import Slice, WeightSpec
 
 _CPU_PIECE = 1 << 22  # bytes
 _DEVICE_PIECE = 1 << 25
+# what no option quantizes; the gates of a delta net are a few rows that decide how fast all is forgotten
+KEPT_FLOATS = ("embedding", "lm_head", "delta_gates")
 _ALIGNED = 16  # bytes: where tensors begin in a buffer
 Source = TensorEntry | MatrixSource
 
@@ -49,7 +51,7 @@ def narrow_sources(
                 continue
             if keep and spec.target != "embedding" and (source := gguf_source(entry)) is not None:
                 found[name] = source
-            elif made is not None and spec.target not in ("embedding", "lm_head") and entry.encoding.name in FLOATS:
+            elif made is not None and spec.target.rpartition(".")[2] not in KEPT_FLOATS and entry.encoding.name in FLOATS:
                 found[name] = MatrixSource(name, entry.shape, {"data": Part(entry)}, partial(_quantize, kind=made))
     return found
 

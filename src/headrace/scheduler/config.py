@@ -22,6 +22,7 @@ class Limits:
     num_blocks: int
     num_snapshots: int = 0  # states that the prefix index can keep; 0: layers have none, or nobody goes on from another's
     max_draft_rows: int = 0  # decodes are filled up to so many rows with drafts; 0: no speculation
+    max_drafts: int = 0  # of a request in a step; 0: as many as there are rows for
     enable_prefix_caching: bool = True
     kv_cache_events: Literal["off", "hashes", "tokens"] = "off"  # what the prefix index can tell of what enters and leaves it
     max_itl: float | None = None  # seconds that a step with decodes is expected to take at most, but for one block of prefill

@@ -10,8 +10,8 @@ from headrace.scheduler.request import Request
 class Drafting:
     """Gives decodes rows with drafts, and takes back what was wrong of them."""
 
-    def __init__(self, blocks: BlockManager):
-        self._blocks = blocks
+    def __init__(self, blocks: BlockManager, max_drafts: int = 0):
+        self._blocks, self._max_drafts = blocks, max_drafts
         self.num_rows = 0  # sequences with drafts in flight
 
     def row(self, request: Request, step: Scheduled, most: int) -> bool:
@@ -52,6 +52,7 @@ class Drafting:
         others need.
         """
         blocks, start, capacity = self._blocks, request.num_scheduled + request.num_unverified, request.capacity
+        most = min(most, 1 + self._max_drafts) if self._max_drafts else most
         count = min(1 + request.num_drafts, most, request.limit - start - 1)
         if start + count > capacity:
             spare = max(0, blocks.tree.num_available - len(blocks.decoding)) if blocks.starved is None else 0

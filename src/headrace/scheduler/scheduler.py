@@ -53,7 +53,7 @@ class Scheduler:
     def __init__(self, limits: Limits):
         self.limits = limits
         self._blocks = BlockManager(limits)
-        self._drafting = Drafting(self._blocks)
+        self._drafting = Drafting(self._blocks, limits.max_drafts)
         self.pool, self.tree, self._admission = self._blocks.pool, self._blocks.tree, self._blocks.admission
         self.live, self.stats = self._blocks.live, self._blocks.stats  # by id: all requests that are not finished
         bound, most = limits.max_itl, limits.max_num_batched_tokens

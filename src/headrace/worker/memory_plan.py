@@ -127,7 +127,7 @@ def plan_memory(
         "graphs": 0,
         "reserve": 0,
     }
-    state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype)
+    state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype, limits.max_drafts)
     terms["recurrent"] = (max_num_seqs + 1) * state_bytes  # one of padded rows
     used_by_others = 0
     if device.type == "cuda":

@@ -131,6 +131,7 @@ class ModelRunner:
         # more rows than there are slots are more than attention takes as sequences
         only = len(sampled) < stops[-1] and len(sampled) <= len(self.state.block_tables) and not asking
         batch, wanted, rows = self.state.prepare(plan.slots, plan.starts, plan.counts, plan.unverified, sampled, only)
+        batch.num_verified = 1 + int(plan.drafts.nonzero()[0].max(initial=-1))
         hidden = self.decoder.forward(batch, self.kv, wanted)
         self.kv.states.keep(plan.kept)
         pending = Pending(plan, None, rows)
