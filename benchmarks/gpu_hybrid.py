@@ -29,7 +29,7 @@ from headrace.model.families import model_config_from_hf
 from headrace.model.parts import weight_bytes
 from headrace.sampling.params import SamplingParams
 
-DECODES, PROMPTS = (1, 32, 128), (4096, 8192, 32768)
+DECODES, PROMPTS = (1, 32), (4096, 8192, 32768)
 
 
 def seconds(run: Callable[[], object], repeat: int = 10) -> float:
@@ -90,7 +90,10 @@ def kernels(model: ModelConfig, bandwidth: float) -> dict[str, float]:
 
 def engine(path: str, model: ModelConfig, bandwidth: float, speed: float) -> dict[str, float]:
     """Decode steps and prompts through the whole engine."""
-    options = dict(load_format="dummy", skip_tokenizer_init=True, max_num_seqs=max(DECODES), max_model_len=max(PROMPTS) + 1024)
+    options = dict(
+        load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False, max_num_seqs=max(DECODES),
+        max_model_len=max(PROMPTS) + 1024,
+    )  # fmt: skip
     core = build_engine(EngineConfig(model=path, device="cuda", **options)).core  # type: ignore[arg-type]
     delta, found = model.delta, {}
     assert delta is not None
@@ -108,10 +111,11 @@ def engine(path: str, model: ModelConfig, bandwidth: float, speed: float) -> dic
         return times
 
     for count in DECODES:
-        run(count, 100, 64)
-        times = run(count, 100, 220)
-        step = sorted(b - a for a, b in zip(times[-180:], times[-179:], strict=False))[85]
+        run(count, 100, 40)
+        times = run(count, 100, 140)
+        step = sorted(b - a for a, b in zip(times[-100:], times[-99:], strict=False))[48]
         limit = (weights + count * 2 * state) / bandwidth
+        print(f"decode of {count}: {1e3 * step:.3f} ms, {limit / step:.3f} of the limit", flush=True)
         found[f"decode of {count}, ms"], found[f"decode of {count}, of the limit"] = 1e3 * step, limit / step
     for tokens in PROMPTS:
         run(1, tokens, 1)
@@ -119,6 +123,7 @@ def engine(path: str, model: ModelConfig, bandwidth: float, speed: float) -> dic
         run(1, tokens, 1)
         took = time.perf_counter() - began
         found[f"prompt of {tokens}, ms"] = 1e3 * took
+        print(f"prompt of {tokens}: {1e3 * took:.1f} ms", flush=True)
         found[f"prompt of {tokens}, us a token"] = 1e6 * took / tokens
         found[f"prompt of {tokens}, of the limit"] = 2 * tokens * (weights / 2) / speed / took
     return found
@@ -134,14 +139,13 @@ def main() -> None:
     bandwidth, speed = measured_limits()
     result = {"card": torch.cuda.get_device_name(), "copy, TB/s": bandwidth / 1e12, "product, TFLOP/s": speed / 1e12}
     print(json.dumps(result), flush=True)
-    for part in (kernels(model, bandwidth), None):
-        if part is None:
-            with tempfile.TemporaryDirectory() as directory:
-                (Path(directory) / "config.json").write_text(json.dumps(config))
-                part = engine(directory, model, bandwidth, speed)
-        result |= part
-        for name, value in part.items():
-            print(f"{name}: {value:.3f}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        for measure in (lambda: kernels(model, bandwidth), lambda: engine(directory, model, bandwidth, speed)):
+            part = measure()
+            result |= part
+            for name, value in part.items():
+                print(f"{name}: {value:.3f}", flush=True)
     if args.out:
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -34,10 +34,27 @@ def test_rows_and_states(sizes: tuple[int, int, int, int], dtype: torch.dtype, t
         assert (states - exact.kept.states).abs().max() <= tolerance * exact.kept.states.abs().max()
 
 
-def on_card(layer, dtype: torch.dtype) -> Run:
+def on_card(layer, dtype: torch.dtype, drafts: int = 0) -> Run:
     moved = make_layer(layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim)
     for name in ("conv", "decay", "bias", "norm"):
         setattr(moved, name, getattr(layer, name).cuda())
-    run = Run(moved, 3, in_triton, dtype)
-    run.kept = LayerStates(run.kept.inputs.cuda(), run.kept.states.cuda(), None)
+    run = Run(moved, 3, in_triton, dtype, drafts)
+    run.kept = LayerStates(*(None if x is None else x.cuda() for x in (run.kept.inputs, run.kept.states, run.kept.behind)))
     return run
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_wrong_drafts_leave_nothing_behind(apart: bool) -> None:
+    """As one sequence, and as captured steps have them, against the reference; a prompt follows, and more drafts."""
+    torch.manual_seed(4)
+    layer = make_layer(4, 8, 128, 128)
+    rows, gates = (x.bfloat16() for x in random_rows(layer, 120))
+    exact, card = Run(layer, 2, delta_rule_reference, drafts=3), on_card(layer, torch.bfloat16, drafts=3)
+    for count, right in ((70, 70), (4, 2), (4, 1), (1, 1), (30, 30), (3, 3), (4, 4)):
+        begin, verified = exact.lengths[1], count < 5
+        part = slice(begin, begin + count)
+        card.apart = apart and verified
+        (want,) = exact.step([(1, rows[part].float(), gates[part].float())], verified=int(verified))
+        (got,) = card.step([(1, rows[part].cuda(), gates[part].cuda())], verified=int(verified))
+        assert (got.cpu().float() - want).abs().max() <= 4e-2 * want.abs().max()
+        exact.lengths[1] = card.lengths[1] = begin + right
