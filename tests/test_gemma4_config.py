@@ -28,7 +28,7 @@ GIVEN: dict[str, list[Any]] = {
 def test_layers_are_of_the_sizes_that_transformers_reads():
     import transformers
 
-    for values in random.Random(4).sample(list(itertools.product(*GIVEN.values())), 30):
+    for values in random.Random(4).sample(list(itertools.product(*GIVEN.values())), 12):
         given = dict(zip(GIVEN, values, strict=True))
         config = {name: value for name, value in (BASE | given).items() if value is not ...}
         theirs = transformers.Gemma4TextConfig(**copy.deepcopy({k: v for k, v in config.items() if k != "model_type"}))

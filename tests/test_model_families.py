@@ -19,8 +19,6 @@ VARIANTS = {
     "mistral-full": ("mistral", {"sliding_window": None}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "gemma3-plain": ("gemma3", {"rope_parameters": None, "layer_types": None, "num_hidden_layers": 7}),
-    "gemma4-experts": ("gemma4", EXPERTS),
-    "gemma4-small": ("gemma4", SMALL),
     "gemma4-all": ("gemma4", EXPERTS | SMALL),
     "phi3-window": ("phi3", {"sliding_window": 10}),
     "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": None, "no_rope_layer_interval": 2}),

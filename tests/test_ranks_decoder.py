@@ -34,9 +34,8 @@ VARIANTS = {  # several ranks have the same key-value head where there are fewer
     "llama-bias": ("llama", {**HEADS, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "olmo2-whole-keys": ("olmo2", HEADS),
-    "gemma4-experts": ("gemma4", EXPERTS),
-    "gemma4-small": ("gemma4", SMALL),
     **{family: (family, {"linear_num_key_heads": 4}) for family in TINY_HYBRID},
+    "gemma4-all": ("gemma4", EXPERTS | SMALL),
     "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True}),
 }
 
