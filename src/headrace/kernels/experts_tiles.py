@@ -106,7 +106,7 @@ class ExpertTile:
 def tile_rows(pairs: int, count: int, itemsize: int) -> int:
     """Of a tile, so that most experts' rows are one tile where rows are few, and tiles are large where they are many."""
     mean = pairs / count
-    rows = 16 if mean <= 8 else 32 if mean <= 20 else 64 if mean <= 64 else 128
+    rows = 16 if mean <= 8 else 32 if mean <= 20 else 64 if mean <= 48 else 128
     return rows if itemsize == 2 else min(rows, 32)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.activation import Activation
@@ -19,6 +18,7 @@ from headrace.kernels.experts_route import Routing, Squares, choose, route, rout
 from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
 __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
@@ -62,10 +62,25 @@ def add_experts(
     return sums
 
 
+@jit
+def _pad_rows(x_ptr, out_ptr, width, out_width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0)
+    tl.store(out_ptr + row * out_width + column, x, mask=column < out_width)
+
+
 def _whole(x: Tensor, weight: NarrowMatrix) -> Tensor:
     """Packed numbers come in whole runs of columns: what a row lacks is 0."""
-    missing = held_width(weight) - x.shape[1]
-    return F.pad(x, (0, missing)) if missing else x.contiguous()
+    (rows, width), held = x.shape, held_width(weight)
+    if width == held:
+        return x.contiguous()
+    out = x.new_empty(rows, held)
+    _pad_rows[rows, -(-held // 1024)](x.contiguous(), out, width, held, BLOCK=1024, num_warps=4, **pdl(x))
+    return out
 
 
 @dataclass(frozen=True, slots=True)
