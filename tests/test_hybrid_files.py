@@ -62,6 +62,15 @@ def test_a_wrapped_file_holds_what_a_plain_one_does(family: str, tmp_path: Path)
             assert torch.equal(a.data if isinstance(a, Weight) else a, b.data if isinstance(b, Weight) else b)
 
 
+def test_quantizing_leaves_the_gates_alone(tmp_path: Path) -> None:
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(write_tiny("qwen3_next", tmp_path))))
+    config = model_config_from_hf(checkpoint.config)
+    weights = load_model(checkpoint, config, torch.float32, torch.device("cpu"), quantization="int8", narrow=True)
+    for layer in (layer for layer in weights.layers if layer.more.get("delta_conv") is not None):
+        assert (layer.qkv.kind, layer.o.kind, layer.more["delta_gates"].kind) == ("int8", "int8", "float")
+        assert all(layer.more[name].dtype == torch.float32 for name in ("delta_conv", "delta_decay", "delta_bias", "delta_norm"))
+
+
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     path = write_tiny("qwen3_5", tmp_path)
     config = json.loads((path / "config.json").read_text())

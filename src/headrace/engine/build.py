@@ -350,6 +350,8 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
     if config.num_kv_blocks is not None and num_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
     caching, hybrid = config.enable_prefix_caching, model.delta is not None
+    if hybrid and caching and config.kv_cache_events != "off":
+        logger.warning("no KV cache events: whether a prefix of this model can be gone on from, its blocks do not tell")
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
