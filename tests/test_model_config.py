@@ -232,7 +232,7 @@ PAIRS: dict[str, dict[str, list[Any]]] = {  # fields that speak of one thing; ..
         "rope_theta": [..., 777.0], "rope_parameters": [..., None, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 999.0}],
     },
 }  # fmt: skip
-WINDOWED = ("gpt_oss", "qwen2_moe", "exaone_moe", "qwen3_moe", "mixtral", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2", "gemma4_text")  # of the others Transformers keeps what it does not use
+WINDOWED = ("gpt_oss", "qwen2_moe", "exaone_moe", "qwen3_moe", "mixtral", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "olmo3", "smollm3", "exaone4", "ministral3", "starcoder2", "cohere2", "gemma4_text", "gemma4_unified_text")  # of the others Transformers keeps what it does not use
 
 
 def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def meaning(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     theirs.allow_global_per_layer_attribute_access = True
     return {
         "windows": windows if any(windows) and kind in WINDOWED else (),
-        "head_dim": 512 if kind == "gemma4_text" else getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
+        "head_dim": 512 if kind.startswith("gemma4") else getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
         "num_kv_heads": theirs.num_key_value_heads or theirs.num_attention_heads,
         "dtype": str(theirs.dtype or "float32").removeprefix("torch."),
         "theta": rope.get("full_attention", rope)["rope_theta"],
@@ -273,7 +273,7 @@ def test_fields_that_speak_of_one_thing_mean_what_transformers_takes_them_for(ki
             theirs = meaning(kind, config)
         except Exception:  # some classes take no null, where ours take it for absent
             continue
-        if kind in ("gemma3_text", "gemma4_text", "olmo3") and config.get("rope_parameters"):  # have two: Transformers drops what is neither
+        if kind in ("gemma3_text", "gemma4_text", "gemma4_unified_text", "olmo3") and config.get("rope_parameters"):  # have two: Transformers drops what is neither
             with pytest.raises(CheckpointError, match="full_attention and sliding_attention"):
                 model_config_from_hf(config)
             continue

@@ -13,6 +13,13 @@ TINY_GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "num_attention_heads": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        },
+    ),
 }  # fmt: skip
 EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
 SMALL = {

@@ -179,12 +179,13 @@ def without_shared(entries: Mapping[str, Any], config: ModelConfig) -> dict[str,
     return {name: entry for name, entry in entries.items() if name not in unread}
 
 
+_DEFAULTS = {
+    "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+}  # fmt: skip
 GEMMA4_FAMILIES: Mapping[str, Family] = {
-    "gemma4_text": Family(
-        ("Gemma4ForCausalLM",), _gemma4, GEMMA4_NAMES,
-        {
-            "head_dim": 256, "num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 131_072,
-        },
+    "gemma4_text": Family(("Gemma4ForCausalLM",), _gemma4, GEMMA4_NAMES, _DEFAULTS),
+    "gemma4_unified_text": Family(
+        ("Gemma4UnifiedForCausalLM",), _gemma4, GEMMA4_NAMES,
+        {**_DEFAULTS, "max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
     ),
 }  # fmt: skip

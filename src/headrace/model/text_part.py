@@ -18,6 +18,9 @@ WRAPPERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
         "model_type": "gemma3_text", "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,
     },
     "Gemma4ForConditionalGeneration": {"model_type": "gemma4_text", "vocab_size": 262_144, "num_attention_heads": 8},
+    "Gemma4UnifiedForConditionalGeneration": {
+        "model_type": "gemma4_unified_text", "vocab_size": 262_144, "num_attention_heads": 8,
+    },
 })  # fmt: skip
 # Where these lie: in the files of Transformers 4 and of others, in those of Transformers 5.
 _TEXT = {
