@@ -54,6 +54,21 @@ def test_against_float64(rows: int, rank: int, dtype: torch.dtype) -> None:
     assert torch.equal(found[without], y[without])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32])
+def test_of_rows_that_are_not_normed_yet(dtype: torch.dtype) -> None:
+    """As fused decode steps have them: divided by their root mean square, and added to a residual in float32."""
+    pair, x = pair_of(16, dtype), random(20, COLUMNS, dtype=dtype, seed=5)
+    squares, y = random(20, 3, seed=7).square() * COLUMNS, random(20, sum(SIZES), seed=6)
+    adapters = [(7 * row) % 4 for row in range(20)]
+    factor = 0.3 * torch.rsqrt(squares.double().sum(1, keepdim=True) / COLUMNS + 1e-5)
+    wanted = y + factor * (exact(y, x, pair, adapters) - y)
+    found, reference, of_rows = y.clone(), y.clone(), torch.tensor(adapters, device=DEVICE)
+    add_lora(found, x, pair, group_rows(of_rows, SLOTS), squares, 1e-5, 0.3)
+    add_lora_reference(reference, x, pair, of_rows, squares, 1e-5, 0.3)
+    for one in (found, reference):
+        close(one, wanted, 1e-6 if dtype == torch.float32 else 5e-3)
+
+
 def test_a_row_is_the_same_bits_beside_others() -> None:
     pair, x = pair_of(16, DTYPES[-1]), random(20, COLUMNS, dtype=DTYPES[-1], seed=5)
     y = random(20, sum(SIZES), dtype=DTYPES[-1], seed=6)

@@ -8,18 +8,24 @@ import pytest
 import torch
 
 from adapters import ALL, merged, write_adapter
+from fast_decode_cases import CONFIGS, decode_batch, random_weights
+from headrace.attention.torch_backend import TorchAttention
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.forward import FastDecode, FastDecoder
 from headrace.lora.format import examine
 from headrace.lora.pool import AdapterPool
 from headrace.lora.targets import modules_of, why_not
 from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
 from headrace.model.linear import make_linear
 from headrace.model.loader import load_model
 from headrace.model.shard import WHOLE
 from model_harness import Sequences
 from rank_threads import ThreadGroup, run_ranks
+from test_fast_decode import TABLES
 from test_model_families import tokens
 from tiny_models import TINY, write_tiny
 
@@ -87,6 +93,35 @@ def test_as_if_merged(variant: str, tmp_path: Path) -> None:
     for size in range(2, VARIANTS[variant] + 1):
         for rank in run_ranks(size, lambda group: logits(base, work, [first, second], group)):
             torch.testing.assert_close(rank, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("granite", "gemm"), ("other activation, offset, partial rotation", "gemm"), ("qwen2, window in one layer", "gemv")],
+)
+def test_the_fused_step_adds_what_the_decoder_does(name: str, table: str) -> None:
+    config, rows = CONFIGS[name], min(3, max(TABLES[table]))
+    weights, pool = random_weights(config), AdapterPool(config, WHOLE, 2, 8, 64, torch.float32, CPU)
+    torch.manual_seed(3)
+    for product in pool._products.values():
+        for tensor in (product.pair.a, product.pair.b, product.pair.scales):
+            tensor.normal_(0, 0.3)
+    found = []
+    for adapted in (True, True, False):
+        batch, kv = decode_batch(config, [150, 1, 33][:rows], 16)
+        pool.table = torch.zeros((6, 5), dtype=torch.int64)
+        pool.table[batch.seq_slots.long(), 4] = torch.tensor([2, 0, 1][:rows])
+        batch.adapted = adapted
+        if len(found) == 0:
+            decoder = Decoder(config, weights, TorchAttention(), make=pool.make(weights, make_linear))
+        else:
+            decoder = FastDecoder(config, weights, TorchAttention(), FastDecode(config, weights, rows, CPU, TABLES[table]))
+        decoder.adapters = pool
+        found.append((decoder.decode(batch, kv), *kv.k, *kv.v))
+    for one, other in zip(found[0], found[1], strict=True):
+        assert ((one - other).norm() / one.norm()) < 2e-5
+    assert (found[0][0] - found[2][0]).norm() / found[0][0].norm() > 0.02
 
 
 @pytest.mark.parametrize("family", [family for family in TINY if family.startswith(("deepseek", "qwen3_5", "qwen3_next", "glm4_moe_lite"))])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode.adapters import Adds, adapted_glu
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.embed_residual import embed_residual
@@ -184,7 +185,9 @@ class FastDecode:
         step = tiles.attention.keys if isinstance(tiles.attention, SplitTile) else tiles.attention.block_n
         return min(max(fill, needed), max(1, -(-context // step)))
 
-    def forward(self, batch: ForwardBatch, kv: KVCache, hook: HiddenStateHook | None = None) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, kv: KVCache, hook: HiddenStateHook | None = None, adapters: Adds | None = None
+    ) -> Tensor:
         """Logits [rows, V] of a batch whose sequences have one row each; writes the rows' keys and values to `kv`.
         Sequences of one slot must be marked `related`. `hook` gets the residual stream in float32.
 
@@ -217,7 +220,11 @@ class FastDecode:
             step = steps[index]
             sumsq_o = self._squares(self.sumsq_o, rows, step.o)
             qkv = self._project(normed, layer.qkv, qkv_buffer, step.qkv, sumsq_down, layer.qkv_bias)
+            if adapters is not None:
+                adapters.add_to(f"layers.{index}.qkv", qkv[0], normed, squares=sumsq_down, eps=eps)
             self._attend(qkv, batch, kv, index, layer, splits, attention)
+            if adapters is not None:  # the residual grows before the product's kernel, which takes its squares, adds to it
+                adapters.add_to(f"layers.{index}.o", total, self.attended[:rows], scale=config.residual_scale)
             after, following = norms[2 * index + 1 : 2 * index + 3]
             self._add(self.attended[:rows], layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias)
             if config.experts is not None and config.experts.at(index):
@@ -225,7 +232,11 @@ class FastDecode:
                 sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset)
                 continue
             squares = sumsq_o if self.ranks is None else None
-            glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=config.activation)
+            if adapters is None:
+                glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=config.activation)
+            else:
+                inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
+                adapters.add_to(f"layers.{index}.down", total, inner, scale=config.residual_scale)
             sumsq_down = self._squares(self.sumsq_down, rows, step.down)
             self._add(inner, layer.down, total, normed, sumsq_down, following, step.down, layer.down_bias)
         return self._project(
@@ -317,9 +328,12 @@ class FastDecoder(Decoder):
         self.fast = fast
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        if batch.num_rows > self.fast.max_rows or (batch.adapted and self.adapters is not None):
+        adapters = self.adapters if batch.adapted else None
+        if batch.num_rows > self.fast.max_rows or (adapters is not None and self.fast.ranks is not None):
             return super().decode(batch, kv)
-        return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook))
+        if adapters is not None:
+            adapters.begin(batch, None)
+        return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook, adapters))
 
     def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
         """As Decoder; where few rows of several ranks are added up, in the kernel that does so."""

@@ -102,8 +102,14 @@ def group_rows(adapters: Tensor, slots: int) -> Groups:
     return Groups(order, counts)
 
 
-def add_lora_reference(y: Tensor, x: Tensor, pair: Pair, adapters: Tensor) -> None:
-    """y [T, out] += what the rows' adapters [T] (see `group_rows`) make of x [T, in]."""
+def add_lora_reference(
+    y: Tensor, x: Tensor, pair: Pair, adapters: Tensor, squares: Tensor | None = None, eps: float = 0.0, scale: float = 1.0
+) -> None:
+    """y [T, out] += what the rows' adapters [T] (see `group_rows`) make of x [T, in], times `scale`.
+
+    With `squares` [T, any] float32, partial sums of squares of the rows that x are made of, divided by their root mean square.
+    """
+    factor = torch.tensor(scale) if squares is None else scale * torch.rsqrt(squares.sum(1, keepdim=True) / x.shape[1] + eps)
     rank = pair.rank
     for one in adapters.unique().tolist():
         if not one:
@@ -115,14 +121,17 @@ def add_lora_reference(y: Tensor, x: Tensor, pair: Pair, adapters: Tensor) -> No
             part = (shrunk[:, index * rank : (index + 1) * rank] * pair.scales[slot, index]).to(x.dtype)
             added.append(part @ pair.b[slot, first:end].T)
             first = end
-        y.index_add_(0, rows, torch.cat(added, 1))
+        of_rows = factor if squares is None else factor[rows]
+        y.index_add_(0, rows, (torch.cat(added, 1) * of_rows).to(y.dtype))
 
 
-def add_lora(y: Tensor, x: Tensor, pair: Pair, groups: Groups) -> None:
+def add_lora(
+    y: Tensor, x: Tensor, pair: Pair, groups: Groups, squares: Tensor | None = None, eps: float = 0.0, scale: float = 1.0
+) -> None:
     """As `add_lora_reference`, on a card."""
     (rows, columns), width = x.shape, pair.a.shape[1]
     shrunk = shrink(x, pair, groups, shrink_tile(rows, columns, width))
-    expand(y, shrunk, pair, groups, expand_tile(rows, y.shape[1]))
+    expand(y, shrunk, pair, groups, expand_tile(rows, y.shape[1]), squares, columns, eps, scale)
 
 
 def num_groups(rows: int, block_m: int) -> int:
@@ -139,20 +148,29 @@ def shrink(x: Tensor, pair: Pair, groups: Groups, tile: ShrinkTile) -> Tensor:
     _shrink[(tile.parts * -(-width // block_r), slots, num_groups(rows, tile.block_m))](
         x, pair.a, groups.order, groups.counts, out, rows, x.stride(0), columns, width, each, PARTS=tile.parts,
         BLOCK_M=tile.block_m, BLOCK_R=block_r, BLOCK_K=tile.block_k, AHEAD=each == tile.block_k, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **pdl(x),
+        num_stages=tile.num_stages, **_pdl(x),
     )  # fmt: skip
     return out
 
 
-def expand(y: Tensor, shrunk: Tensor, pair: Pair, groups: Groups, tile: ExpandTile) -> None:
+def _pdl(x: Tensor) -> dict[str, bool]:
+    """Of more rows the groups may have been made just before."""
+    return pdl(x) if len(x) <= FEW_ROWS else {"PDL": False}
+
+
+def expand(
+    y: Tensor, shrunk: Tensor, pair: Pair, groups: Groups, tile: ExpandTile, squares: Tensor | None = None, columns: int = 1,
+    eps: float = 0.0, scale: float = 1.0,
+) -> None:  # fmt: skip
     """y [T, out] += the sum of `shrunk` over its parts, times the scales and B^T."""
     parts, rows, width = shrunk.shape
     block_r = min(64 if rows <= FEW_ROWS else 32, pair.rank)
     tiles = pair.tiles[tile.block_n]
     _expand[(len(tiles), len(pair.b), num_groups(rows, tile.block_m))](
-        y, shrunk, pair.b, pair.scales, tiles, groups.order, groups.counts, rows, y.stride(0), y.shape[1], width,
-        SLICES=pair.scales.shape[1], PARTS=parts, RANK=pair.rank, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=block_r,
-        num_warps=tile.num_warps, **pdl(y),
+        y, shrunk, pair.b, pair.scales, tiles, groups.order, groups.counts, squares, rows, y.stride(0), y.shape[1], width,
+        0 if squares is None else squares.shape[1], columns, eps, scale, SLICES=pair.scales.shape[1], PARTS=parts,
+        RANK=pair.rank, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=block_r,
+        SQUARES=0 if squares is None else next_power_of_2(squares.shape[1]), num_warps=tile.num_warps, **_pdl(y),
     )  # fmt: skip
 
 
@@ -205,8 +223,9 @@ def _shrink(
 
 @jit(do_not_specialize=["rows"])
 def _expand(
-    y, shrunk, b, scales, tiles, order, counts, rows, y_stride, outputs, width, SLICES: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    y, shrunk, b, scales, tiles, order, counts, squares, rows, y_stride, outputs, width, num_squares, columns, eps, factor,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, SQUARES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(1).to(tl.int64)
     tile = tiles + tl.program_id(0) * 3
@@ -237,4 +256,10 @@ def _expand(
             for part in tl.static_range(PARTS):
                 left += tl.load(source + part * rows * width, (m < count)[:, None], 0.0)
             total = tl.dot((left * scale).to(right.dtype), right, total, input_precision="ieee")
+        total *= factor
+        if SQUARES:
+            s = tl.arange(0, SQUARES)
+            inside = (m < count)[:, None] & (s < num_squares)[None, :]
+            mine = tl.load(squares + row[:, None] * num_squares + s[None, :], inside, 0.0)
+            total *= tl.rsqrt(tl.sum(mine, 1) / columns + eps)[:, None]
         tl.store(place, (before + total).to(y.dtype.element_ty), there)

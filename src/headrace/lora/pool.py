@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load as tensors_of
@@ -133,7 +133,11 @@ class AdapterPool:
             numbers = numbers.repeat_interleave(batch.query_start.diff(), output_size=batch.num_rows)
         return _StepRows(numbers, self.slots)
 
-    def add(self, product: Product, y: Tensor, x: Tensor) -> None:
+    def add_to(self, target: str, y: Tensor, x: Tensor, **options: Any) -> None:
+        """As `add`, by a WeightSpec's target, and with more of add_lora's arguments."""
+        self.add(self._products[target], y, x, **options)
+
+    def add(self, product: Product, y: Tensor, x: Tensor, **options: Any) -> None:
         """y [T, out] += what the adapters of the rows x [T, in] make of them; rows of a product that come in several parts come
         in order."""
         rows = self._last if product.behind else self._rows
@@ -141,9 +145,9 @@ class AdapterPool:
             return
         numbers, groups = rows.next(id(product), len(x))
         if on_gpu(x):
-            add_lora(y, x, product.pair, groups())
+            add_lora(y, x, product.pair, groups(), **options)
         else:
-            add_lora_reference(y, x, product.pair, numbers)
+            add_lora_reference(y, x, product.pair, numbers, **options)
 
     # ---------------------------------------------------------------- slots
 
@@ -194,6 +198,8 @@ class _StepRows:
     def __init__(self, numbers: Tensor, slots: int):
         self._numbers, self._slots = numbers, slots
         self._groups: dict[tuple[int, int], Groups] = {}
+        if on_gpu(numbers):  # before the layers: kernels take them for what is long there
+            self._groups[0, len(numbers)] = group_rows(numbers, slots)
         self._done: dict[int, int] = {}  # by product: rows that it has had
 
     def next(self, product: int, count: int):
