@@ -28,7 +28,8 @@ _TEXT = {
 }  # fmt: skip
 _IMAGES = (  # and sounds
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
-    "embed_vision.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.",
+    "embed_vision.", "model.embed_vision.", "vision_embedder.", "model.vision_embedder.", "model.audio_tower.",
+    "model.embed_audio.",
 )  # fmt: skip
 _OF_ALL = (
     "quantization_config", "compression_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
