@@ -126,7 +126,7 @@ class Supply(FakeSupply):
     def new(self, number: int = 0) -> EngineCore:
         core = super().new(number)
         pool = core.runner.state.adapters
-        core.adapters = CoreAdapters(self.config.max_loras, pool.load, pool.unload)
+        core.adapters = CoreAdapters(self.config.max_loras, pool.read, pool.load, pool.unload)
         return core
 
     async def take(self, number: int) -> FakeCore:

@@ -54,7 +54,8 @@ def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGrou
     if adapters is not None:
         pool = Always(whole, shard, 2, 8, 64, torch.float32, CPU)
         for slot, adapter in enumerate(adapters):
-            pool.load(examine(adapter, modules_of(whole), 8), slot)
+            version = examine(adapter, modules_of(whole), 8)
+            pool.load(version, slot, pool.read(version))
         make = pool.make(weights, make_linear)
     run = Sequences(whole if group is None else shard.config(whole), weights, max_len=48, num_seqs=3, make=make, group=group)
     run.decoder.adapters = pool

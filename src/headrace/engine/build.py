@@ -157,9 +157,10 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
 
 
 def core_adapters(config: EngineConfig, runner: ModelRunner) -> CoreAdapters:
+    pool = runner.state.adapters
     if isinstance(runner, LeadingRunner):
-        return CoreAdapters(config.max_loras, runner.load_adapter, runner.unload_adapter)
-    return CoreAdapters(config.max_loras, runner.state.adapters.load, runner.state.adapters.unload)
+        return CoreAdapters(config.max_loras, pool.read, runner.load_adapter, runner.unload_adapter)
+    return CoreAdapters(config.max_loras, pool.read, pool.load, pool.unload)
 
 
 def build_leader(

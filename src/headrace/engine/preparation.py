@@ -117,7 +117,7 @@ def answer_own(runner: ModelRunner, limits: Limits, vocab_size: int) -> None:
     longest = min(limits.max_num_batched_tokens, limits.max_len - OUTPUTS - 1)
     adapters = [""]
     if isinstance(pool := runner.state.adapters, AdapterPool):  # one that adds nothing stands for all
-        core.adapters = CoreAdapters(1, pool.assign, pool.unload)
+        core.adapters = CoreAdapters(1, lambda version: None, pool.assign, pool.unload)
         core.adapters.load(Version(OWN, ""))
         adapters.append(OWN)
     for number, (lora, tokens) in enumerate(product(adapters, PROMPTS)):

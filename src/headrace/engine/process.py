@@ -92,6 +92,8 @@ class CoreLoop:
         busy = self.core.has_work or (is_quiet and self.core.idle())
         if not self._receive(wait=not busy):
             return False
+        if self.core.adapters is not None and self.core.adapters.turn():
+            self.stats.adapters, self._stats_due = dict(self.core.adapters.state), True
         outputs = self._step() if self.core.has_work else Outputs()
         now = time.monotonic()
         stats = None
@@ -148,6 +150,8 @@ class CoreLoop:
                 self._change(message)
             elif isinstance(message, Add):
                 try:
+                    if (adapter := message.request.params.lora) and self.core.adapters is not None:
+                        self.core.adapters.wait(adapter)
                     self.core.add(message.request)
                 except HeadraceError as e:
                     from headrace.engine.outputs import refused
@@ -159,10 +163,9 @@ class CoreLoop:
         adapters = self.core.adapters
         assert adapters is not None
         if isinstance(message, LoadAdapter):
-            adapters.try_load(message.version)
+            adapters.begin(message.version)
         else:
             adapters.unload(message.digest)
-        self.stats.adapters = dict(adapters.state)
 
     def _watch(self, on: bool) -> None:
         glass = self.glass

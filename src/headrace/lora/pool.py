@@ -163,20 +163,20 @@ class AdapterPool:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return AdapterRead(tensors, check(parsed(files.config, where), shapes, self.modules, self.max_rank, where))
 
-    def assign(self, version: Version, slot: int) -> None:
+    def assign(self, version: Version, slot: int, found: AdapterRead | None = None) -> None:
         """A slot as it is: before the first adapter zeros, which add nothing."""
         self._numbers[version.digest] = slot + 1
 
-    def load(self, version: Version, slot: int) -> None:
-        """An adapter into a slot that no request has. Raises CheckpointError."""
-        tensors, found = self.read(version)
+    def load(self, version: Version, slot: int, found: AdapterRead) -> None:
+        """An adapter that was read into a slot that no request has."""
+        tensors, found_matrices = found
         for product in self._products.values():
             pair, first = product.pair, 0
             for whole in (pair.a, pair.b, pair.scales):
                 whole[slot].zero_()
             for index, part in enumerate(product.parts):
                 end = first + len(part.rows)
-                if (matrices := found.get(plain(part.name))) is not None:
+                if (matrices := found_matrices.get(plain(part.name))) is not None:
                     rank, begin = matrices.rank, index * pair.rank
                     a, b = tensors[matrices.a], tensors[matrices.b]
                     if (order := order_of(part.name, self.model)) is not None:

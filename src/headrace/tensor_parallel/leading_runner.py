@@ -7,7 +7,7 @@ it fails in between, they have done what it has not, and nobody can go on: all e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.lora.format import Version
 from headrace.sampling.penalties import UserProcessor
@@ -67,11 +67,9 @@ class LeadingRunner(ModelRunner):
         self._together(Capture(key.rows, key.context, key.tail.value, key.related, key.adapted), lambda: graphs.capture(key))
         return True
 
-    def load_adapter(self, version: Version, slot: int) -> None:
-        """Of all ranks' pools (AdapterPool.load)."""
-        pool = self.state.adapters
-        pool.read(version)  # what is wrong with it is found before anybody else is told
-        self._together(LoadAdapter(version, slot), lambda: pool.load(version, slot))
+    def load_adapter(self, version: Version, slot: int, found: Any) -> None:
+        """Of all ranks' pools (AdapterPool.load); the others read it now, and this one has found nothing wrong with it."""
+        self._together(LoadAdapter(version, slot), lambda: self.state.adapters.load(version, slot, found))
 
     def unload_adapter(self, digest: str) -> None:
         self._together(UnloadAdapter(digest), lambda: self.state.adapters.unload(digest))

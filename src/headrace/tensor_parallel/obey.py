@@ -32,7 +32,8 @@ def obey(runner: ModelRunner, inbox: Reader, decoder: msgspec.msgpack.Decoder[To
             assert runner.graphs is not None
             runner.graphs.capture(Key(message.rows, message.context, Tail(message.tail), message.related, message.adapted))
         elif isinstance(message, LoadAdapter):
-            runner.state.adapters.load(message.version, message.slot)
+            adapters = runner.state.adapters
+            adapters.load(message.version, message.slot, adapters.read(message.version))
         elif isinstance(message, UnloadAdapter):
             runner.state.adapters.unload(message.digest)
         elif isinstance(message, End):
