@@ -72,7 +72,7 @@ class Decoder:
         device, length = self.embedding.device, max_model_len or config.max_position
         self.attention = scaling_queries(attention, config, weights.layers, length, device)
         self.vocab = None if group is None else VocabPart(group, config.vocab_size, device)
-        kinds = dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))
+        kinds = dict.fromkeys(map(config.rope_of, range(config.num_layers)))
         self.rope = {kind: rope_tables(kind, length, device) for kind in kinds}
         self.writing = config.num_layers if config.per_layer is None else config.per_layer.writing
         self.tokenless: TokenlessIds | None = None
@@ -88,17 +88,14 @@ class Decoder:
         With `wanted` only those rows' hidden states [R, H].
         """
         residual = self.embed(batch.token_ids)
-        normed, weight = residual, self.layers[0].input_norm
-        if weight is not None:
-            normed = norm(residual, weight, self.config.norm_eps, self.norm_offset)
+        weight = self.layers[0].input_norm
+        normed = residual if weight is None else norm(residual, weight, self.config.norm_eps, self.norm_offset)
         return self.run_layers(normed, residual, batch, kv, wanted)[0]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] int32 -> [T, H]: the residual stream before the first layer."""
-        if self.vocab is None:
-            return embed(token_ids, self.embedding, self.embed_scale)
-        rows = self.vocab.embed(token_ids, self.embedding)
-        return rows if self.embed_scale == 1.0 else rows.mul_(self.embed_scale)
+        rows_of = embed if self.vocab is None else self.vocab.embed
+        return rows_of(token_ids, self.embedding, self.embed_scale)
 
     def run_layers(
         self, normed: Tensor, residual: Tensor, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None

@@ -54,10 +54,7 @@ class LayerInputs:
 
     def __call__(self, embedded: Tensor, token_ids: Tensor) -> Tensor:
         """[T, H], [T] int32 -> [layers, T, inputs]."""
-        if self.part is None:
-            own = embed(token_ids, self.table, self.scale)
-        else:
-            own = self.part.embed(token_ids, self.table).mul_(self.scale)
+        own = (embed if self.part is None else self.part.embed)(token_ids, self.table, self.scale)
         said = (self.projection(embedded) * embedded.shape[1] ** -0.5).unflatten(1, self.shape)
         both = rms_norm(said, self.norm, self.eps) + own.unflatten(1, self.shape)
         return (both * 0.5**0.5).transpose(0, 1)

@@ -23,12 +23,14 @@ class VocabPart:
         self._all = TokenlessIds(np.ones(vocab_size, np.bool_), device)
         self._masked: tuple[TokenlessIds | None, TokenlessIds | None] = None, self._all.part(self.ids, self.rows)
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """The rows of all ranks' tables [rows, H] for token_ids [T] int32, the nearest for one that is in none: [T, H]."""
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        """The rows of all ranks' tables [rows, H] for token_ids [T] int32, the nearest for one that is in none, times `scale`:
+        [T, H]."""
         here = token_ids.clamp(0, self.vocab_size - 1) - self.ids.start
         there = (here >= 0) & (here < len(self.ids))
         found = F.embedding(here.clamp(0, self.rows - 1), table)
-        return self.group.sum(found.masked_fill_(~there[:, None], 0.0))
+        rows = self.group.sum(found.masked_fill_(~there[:, None], 0.0))
+        return rows if scale == 1.0 else rows.mul_(scale)
 
     def mask(self, logits: Tensor, tokenless: TokenlessIds | None) -> Tensor:
         """-inf, in place, for what is no token among this part's logits [R, rows]; `tokenless` is of the whole vocabulary."""
