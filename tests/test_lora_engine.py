@@ -20,7 +20,7 @@ from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
-from headrace.errors import ParameterError
+from headrace.errors import CheckpointError, ParameterError
 from headrace.lora.core import CoreAdapters
 from scheduler_driver import admit_greedily
 from server_driver import soon
@@ -230,6 +230,10 @@ def test_names_of_adapters_are_names_of_models(supply: Supply, wanted) -> None:
     served(supply, play)
 
 
+def broken(version):
+    raise CheckpointError("its files have changed")
+
+
 def test_who_may_load_what(supply: Supply, adapters) -> None:
     async def play(server: Server) -> None:
         for key, status in (("user", 401), ("", 401)):
@@ -248,7 +252,12 @@ def test_who_may_load_what(supply: Supply, adapters) -> None:
         config.write_text(config.read_text() + " ")
         assert await server.load("d", "fourth") == 400  # three are the most
         assert await server.unload("a") == 200 and await server.load("d", "fourth") == 400
-        assert await server.unload("c") == 200 and await server.load("d", "fourth") == 200
+        assert await server.unload("c") == 200
+        second = supply.cores[1].core.adapters
+        read, second._read = second._read, broken  # one core cannot: none has it, and its place is free
+        assert await server.load("d", "fourth") == 400 and "d" not in server.client.adapters()
+        second._read = read
+        assert await server.load("d", "fourth") == 200 and await server.says("d") is not None
 
     served(supply, play)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from adapters import ALL, merged, write_adapter
 from fast_decode_cases import CONFIGS, decode_batch, random_weights
@@ -24,6 +25,7 @@ from headrace.model.linear import make_linear
 from headrace.model.loader import load_model
 from headrace.model.shard import WHOLE
 from model_harness import Sequences
+from quantized_checkpoints import FORMATS, write_quantized
 from rank_threads import ThreadGroup, run_ranks
 from test_fast_decode import TABLES
 from test_model_families import tokens
@@ -94,6 +96,18 @@ def test_as_if_merged(variant: str, tmp_path: Path) -> None:
     for size in range(2, VARIANTS[variant] + 1):
         for rank in run_ranks(size, lambda group: logits(base, work, [first, second], group)):
             torch.testing.assert_close(rank, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["gptq", "fp8"])
+def test_beside_weights_that_are_held_narrow(form: str, tmp_path: Path) -> None:
+    format_ = next(format_ for name, format_ in FORMATS.items() if name.startswith(form))
+    tiny = write_quantized(tmp_path / "narrow", format_)
+    plain = write_tiny("qwen3", tmp_path / "plain", num_hidden_layers=1, tie_word_embeddings=False)
+    save_file({name: matrix.contiguous() for name, matrix in tiny.matrices.items()}, plain / "model.safetensors", metadata={"format": "pt"})
+    adapter = write_adapter(tmp_path / "adapter", plain, size=0.3)
+    work = [([(0, tokens(9, seed=1))], None), ([(0, [5])], None)]
+    found, wanted = logits(str(tmp_path / "narrow"), work, [adapter]), logits(merged(tmp_path / "merged", plain, adapter), work)
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")

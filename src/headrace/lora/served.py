@@ -47,6 +47,7 @@ class ServedAdapters:
             self.names = named_adapters(config, model)
         self.held = {version.digest: version for version in self.names.values()}  # by cores, some under no name any more
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        self._loading = asyncio.Lock()
 
     async def load(self, name: str, path: str, replace: bool = True) -> None:
         """From a directory inside of `lora_dir`. Raises ParameterError or CheckpointError; then nothing has changed."""
@@ -59,18 +60,20 @@ class ServedAdapters:
             raise ParameterError("lora_name", name, "a name that no adapter has, without load_inplace")
         where = inside(config.lora_dir, path)
         version = await asyncio.to_thread(examine, where, modules_of(self._model), config.max_lora_rank)
-        old = self.names.get(name)
-        if version.digest not in self.held:
-            await self._hold(name, version)
-        elif version.digest in self._leaving:
-            self._leaving.pop(version.digest).cancel()
-        self.names[name] = version
-        if old is not None:
-            self._leave(old)
+        async with self._loading:
+            if version.digest not in self.held:
+                await self._hold(name, version)
+            elif version.digest in self._leaving:
+                self._leaving.pop(version.digest).cancel()
+            old, self.names[name] = self.names.get(name), version
+            if old is not None:
+                self._leave(old)
 
     async def _hold(self, name: str, version: Version) -> None:
         """Have all cores load it."""
         most = self._config.max_loras
+        while any(version.digest in state for state in self._cores.adapter_states()):
+            await asyncio.sleep(LOOK_SECONDS)  # they have let go of it, or will, and not said so yet
         if len(self.held) >= most:
             raise ParameterError("lora_name", name, f"at most {most} adapters at the same time (max_loras), one must go first")
         self.held[version.digest] = version
@@ -94,7 +97,7 @@ class ServedAdapters:
             raise ParameterError("lora_name", name, f"one of {', '.join(self.names)}" if self.names else "none: there is none")
         task = self._leave(self.names.pop(name))
         if task is not None:
-            await asyncio.shield(task)
+            await asyncio.wait({task})
 
     def _leave(self, version: Version) -> asyncio.Task[None] | None:
         """Let go of it when nobody has it any more, unless another name means the same."""
