@@ -65,7 +65,7 @@ def test_narrow_products_compile() -> None:
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 
-@pytest.mark.parametrize(("capability", "part"), [(86, "products of 64 rows"), (86, "experts of 1024 rows"), (120, "varlen head 256 window"), (90, "latent 128 heads")])
+@pytest.mark.parametrize(("capability", "part"), [(86, "products of 64 rows"), (86, "experts of 1024 rows in FP4"), (120, "varlen head 256 window"), (90, "latent 128 heads")])
 def test_tiles_fit_their_cards(capability: int, part: str) -> None:
     """The largest ones; `make conformance` has them all."""
     kernels = compiled(capability, part)

@@ -82,7 +82,7 @@ def router_parts(x: Tensor, router: Tensor) -> Tensor:
     parts = -(-width // part)
     out = torch.empty((parts, rows, experts), dtype=torch.float32, device=x.device)
     if rows:
-        block_t = 16 if rows <= 64 else 64
+        block_t = 64 if rows > 64 and x.dtype == torch.bfloat16 else 16
         _router_parts[-(-rows // block_t), -(-experts // BLOCK_E), parts](
             x.contiguous(), router, out, T=rows, E=experts, K=width, PART=part, BLOCK_T=block_t, BLOCK_E=BLOCK_E,
             BLOCK_K=BLOCK_K, PIECES=x.dtype == torch.bfloat16, num_warps=4, num_stages=2, **pdl(x),
