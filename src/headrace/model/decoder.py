@@ -41,8 +41,8 @@ class _Layer:
         qkv, q_norm, k_norm = normed_together(qkv, w.q_norm, w.k_norm, config, group, offset)
         mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
         mlp = mlp_of(w, config, index, make, reduce)
-        self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, mlp))
         self.mixer, self.mlp = formed(mixer, mlp, w, config, index, make, group)
+        self.workspace_bytes = max(part.workspace_bytes for part in (qkv, o, mlp))
         self.input_norm, self.post_attn_norm = w.input_norm, w.post_attn_norm
         self.mlp_norm, self.post_mlp_norm = w.mlp_norm, w.post_mlp_norm
 
