@@ -153,12 +153,14 @@ def _latent_attention(
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([RANK_PAD, ROWS], tl.float32)
-        # up to here all rows see every token of whole tiles
-        full = tl.maximum(tl.minimum(stop, length - num_tokens + token0 + 1) // TILE * TILE, start)
-        acc, total, m = _attend_rows(
-            acc, total, m, q, q_rope, cache_ptr, latents, ropes, table, start, full, position, scale, block_stride,
-            token_stride, RANK, RANK_PAD, ROPE, ROPE_PAD, BLOCK, TILE, False, TMA, PRECISION,
-        )  # fmt: skip
+        full = start
+        if TMA or TAIL < TILE:  # else one loop does for all: half the code
+            # up to here all rows see every token of whole tiles
+            full = tl.maximum(tl.minimum(stop, length - num_tokens + token0 + 1) // TILE * TILE, start)
+            acc, total, m = _attend_rows(
+                acc, total, m, q, q_rope, cache_ptr, latents, ropes, table, start, full, position, scale, block_stride,
+                token_stride, RANK, RANK_PAD, ROPE, ROPE_PAD, BLOCK, TILE, False, TMA, PRECISION,
+            )  # fmt: skip
         acc, total, m = _attend_rows(
             acc, total, m, q, q_rope, cache_ptr, latents, ropes, table, full, stop, position, scale, block_stride,
             token_stride, RANK, RANK_PAD, ROPE, ROPE_PAD, BLOCK, TAIL, True, TMA, PRECISION,
@@ -234,15 +236,18 @@ class LatentTile:
     tma: bool
 
 
-def default_tile(rank: int, itemsize: int, rows: int, hopper: bool, roomy: bool) -> LatentTile:
-    """For `rows` rows that there are. `roomy`: a program may have more than 99 KB of shared memory."""
+def default_tile(itemsize: int, rows: int, copies: bool, hopper: bool, roomy: bool) -> LatentTile:
+    """For `rows` rows that there are of a sequence; `copies`: the cache suits the tensor memory accelerator. `roomy`: a program
+    may have more than 99 KB of shared memory.
+
+    Measured on an H200, 20 heads, 32 contexts of 8192: 130 us by 4 warps that read through it, 157 us by 8; by pointers 138
+    and 162 us. Prompts: 2.0 ms, by pointers 2.2 ms, in tiles of 32 rows 3.9 ms.
+    """
     if itemsize == 4:
         return LatentTile(16, 16, 4, 1, 16, False)
-    if not roomy:
-        return LatentTile(32, 16, 4, 2, 16, False)
     if not hopper:
-        return LatentTile(32, 32, 8, 2, 16, False)
-    return LatentTile(64, 64, 8, 2, 64 if rows > 32 else 16, False)
+        return LatentTile(32, 32, 8, 2, 16, False) if roomy else LatentTile(32, 16, 4, 2, 16, False)
+    return LatentTile(64, 64, 4, 2, 16, copies) if rows <= 32 else LatentTile(64, 64, 8, 2, 64, copies)
 
 
 @dataclass(slots=True)
@@ -296,8 +301,9 @@ def latent_attention(
     """
     heads, row = q.shape[1:]
     if tile is None:
-        hopper, roomy = capability(q.device) >= (9, 0), is_roomy(q.device)
-        tile = default_tile(rank, q.element_size(), max_tokens * heads, hopper, roomy)
+        hopper, roomy = capability(q.device) >= (9, 0) and is_roomy(q.device), is_roomy(q.device)
+        copies = cache.shape[1] % 64 == 0 and all(size & (size - 1) == 0 for size in (rank, row - rank))
+        tile = default_tile(q.element_size(), max_tokens * heads, copies, hopper, roomy)
     together = max(1, tile.rows // (1 if space is None else max_tokens))
     pack = -(-heads // -(-heads // together))  # as many heads in each group, at most so many
     tokens, groups = tile.rows // pack if space is None else max_tokens, -(-heads // pack)
