@@ -117,10 +117,16 @@ def test_qkv_padded_rows_write_nothing() -> None:
         assert (flat == 7).all()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
-def test_decoder_on_kernels(family: str, tmp_path, monkeypatch) -> None:
+GEMMA4 = {  # inputs of layers; values of their own, those that are keys, and another layer's
+    "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 12,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family, settings", [("qwen3", {}), ("olmo2", {}), ("gemma4", GEMMA4)])
+def test_decoder_on_kernels(family: str, settings: dict, tmp_path, monkeypatch) -> None:
     """The decoder as a GPU runs it, products that add in place and few wanted rows included, against the torch decoder."""
-    config, weights = load_tiny(write_tiny(family, tmp_path))
+    config, weights = load_tiny(write_tiny(family, tmp_path, **settings))
     ids = [3 + 7 * i % 50 for i in range(30)]
     steps = [  # work, wanted rows
         ([(0, ids[:7]), (1, ids[7:10])], [[6], []]),
