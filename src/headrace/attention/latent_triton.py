@@ -2,7 +2,7 @@
 
 The first rows of long fresh prompts may be left to whoever makes keys and values of heads (model/latent.py): of these a product
 takes a third to a half of what one with latents does, and nothing but the prompt's own rows is to be read. Measured on an H200,
-a prompt of 4096 and 20 heads of GLM-4.7-Flash: 0.38 ms a layer by cuDNN at 550 TFLOP/s, keys and values made included.
+a prompt of 4096 and the 20 heads of GLM-4.7-Flash: 0.46 ms a layer by cuDNN, keys and values made included; 2.0 ms by our own.
 """
 
 from __future__ import annotations

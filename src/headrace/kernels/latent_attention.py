@@ -301,7 +301,7 @@ def latent_attention(
     """
     heads, row = q.shape[1:]
     if tile is None:
-        hopper, roomy = capability(q.device) >= (9, 0) and is_roomy(q.device), is_roomy(q.device)
+        hopper, roomy = capability(q.device)[0] == 9, is_roomy(q.device)
         copies = cache.shape[1] % 64 == 0 and all(size & (size - 1) == 0 for size in (rank, row - rank))
         tile = default_tile(q.element_size(), max_tokens * heads, copies, hopper, roomy)
     together = max(1, tile.rows // (1 if space is None else max_tokens))
