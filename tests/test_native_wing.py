@@ -390,7 +390,7 @@ def llama_file(config: ModelConfig, path: Path) -> SimpleNamespace:
             encoding = blocks["F32" if len(shape) == 1 else "Q6_K" if wide else "Q4_K"]
             size = int(np.prod(shape)) // encoding.block_size * encoding.block_bytes
             entries[name] = TensorEntry(name, shape, encoding, path, 0, size)
-    return SimpleNamespace(format="gguf", path=path, config={}, tensors=lambda: entries)
+    return SimpleNamespace(format="gguf", path=path, config={"model_type": config.family}, tensors=lambda: entries)
 
 
 def test_a_7b_file_of_4_bits_fits_a_laptop_of_16_gib_and_a_70b_is_refused_with_numbers(tmp_path, monkeypatch):
