@@ -125,7 +125,8 @@ def engine(path: str, model: ModelConfig, bandwidth: float, speed: float) -> dic
         found[f"prompt of {tokens}, ms"] = 1e3 * took
         print(f"prompt of {tokens}: {1e3 * took:.1f} ms", flush=True)
         found[f"prompt of {tokens}, us a token"] = 1e6 * took / tokens
-        found[f"prompt of {tokens}, of the limit"] = 2 * tokens * (weights / 2) / speed / took
+        products = weights / 2 - model.vocab_size * model.hidden_size  # one row of a prompt has logits
+        found[f"prompt of {tokens}, of the limit"] = 2 * tokens * products / speed / took
     return found
 
 

@@ -182,6 +182,9 @@ def delta(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
         for ring, behind in (((4, 8192), None), ((13, 8192 + 64), ints(5, 32))):
             kept = LayerStates(meta(5, *ring, dtype=dtype), meta(5, 32, 128, 128, dtype=f32), behind)
             delta_rule_triton(layer, rows, rows[:, 8192 + 4096 :], kept, batch, plan_chunks(batch))
+        many = SimpleNamespace(**vars(batch) | {"query_lens": [1] * 9, "num_decodes": 9})
+        kept = LayerStates(meta(5, 4, 8192, dtype=dtype), meta(5, 32, 128, 128, dtype=f32), None)
+        delta_rule_triton(layer, rows[:9], rows[:9, 8192 + 4096 :], kept, many)
 
     return run
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.state_pool import LayerStates
+from headrace.kernels import delta_triton
 from headrace.kernels.delta_layer import DeltaLayer
 from headrace.kernels.delta_rule import delta_rule_reference
 from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
@@ -165,3 +166,20 @@ def test_wrong_drafts_leave_nothing_behind(rule: str) -> None:
     for got, of in ((torch.cat(found), (rows, gates)), (torch.cat(beside), other)):
         want = by_definition(layer, *(x[: len(got)] for x in of))
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_many_decodes_are_closed_by_a_kernel_of_their_own(monkeypatch) -> None:
+    """Columns in parts, alone and beside a prompt."""
+    monkeypatch.setattr(delta_triton, "FEW_ROWS", 1)
+    monkeypatch.setattr(delta_triton, "STATE_COLUMNS", 16)
+    torch.manual_seed(5)
+    layer = make_layer()
+    sequences = [random_rows(layer, 12) for _ in range(3)]
+    run, found = Run(layer, 3, in_triton), [[], [], []]
+    for counts in ((5, 4, 3), (1, 1, 1), (1, 1, 6), (1, 1, 1)):
+        work = [(slot, *(x[run.lengths[slot] : run.lengths[slot] + count] for x in sequences[slot])) for slot, count in enumerate(counts)]
+        for slot, out in enumerate(run.step(work)):
+            found[slot].append(out)
+    for parts, of in zip(found, sequences, strict=True):
+        got = torch.cat(parts)
+        torch.testing.assert_close(got.double(), by_definition(layer, *(x[: len(got)] for x in of)), rtol=1e-4, atol=1e-4)

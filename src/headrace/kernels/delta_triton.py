@@ -1,10 +1,10 @@
 """The gated delta rule on a card (see delta_rule.py): single rows in one kernel, prompts in chunks of 64 rows.
 
-    rows of decodes   _decode   a program a row and value head: convolution, state read and written once, norm, gate
+    rows of decodes   _decode   a program a row and value head, or part of one: convolution, state read and written once
                       _verify   the same where some rows may be wrong: the state is made of those before them only
     rows of prompts   _chunks   a program a chunk and value head, all at once: what of a chunk does not need the state before it
                       _states   a program a sequence, value head and part of its columns: from chunk to chunk
-                      _gate     norm and gate
+    all rows          _gate     norm and gate, where they have not been part of the others
 
 With T the inverse of I + system (delta_rule.py), a chunk's corrections are u = T beta v - (T beta exp(G) k) S: two matrices
 that are known before S is. T comes by doubling: of the diagonal blocks' inverses D and the blocks N between two of them follow
@@ -22,6 +22,9 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, is_roomy, j
 
 STATE_COLUMNS = 32  # of a program of `_states`: with 32 heads of 128 columns, one sequence fills a card
 GATE_ROWS = 16
+# decodes up to which a program has all columns of a head and closes the layer at once; for more there are enough programs, and
+# small ones keep more loads in flight: `_gate` comes behind them
+FEW_ROWS = 8
 
 
 def delta_rule_triton(
@@ -44,13 +47,22 @@ def delta_rule_triton(
             batch.query_start, *weights, out, *strides, count, alone, **sizes, **options,
         )  # fmt: skip
     elif alone:
-        _decode[(alone * layer.value_heads,)](
+        columns = layer.value_dim if alone <= FEW_ROWS else min(STATE_COLUMNS, layer.value_dim)
+        options["num_warps"] = 8 if layer.key_dim * columns > 4096 else 4
+        _decode[(alone * layer.value_heads * (layer.value_dim // columns),)](
             projected, gates, kept.inputs, kept.states, batch.positions, batch.seq_slots, batch.seq_lens, *weights, out,
-            *strides, **sizes, **options,
+            *strides, **sizes, COLUMNS=columns, **options,
         )  # fmt: skip
-    if alone < len(batch.query_lens):
+    prompts = alone < len(batch.query_lens)
+    if prompts:
         assert chunks is not None
         _prompts(layer, projected, gates, kept, batch, chunks, out, sizes, alone)
+    first = 0 if kept.behind is None and alone > FEW_ROWS else sum(batch.query_lens[:alone])
+    if prompts or not first:
+        _gate[(-(-(rows - first) // GATE_ROWS) * layer.value_heads,)](
+            projected, out, layer.norm, projected.stride(0), layer.eps, first, rows, **sizes, ROWS=GATE_ROWS,
+            **(options | {"num_warps": 4}),
+        )  # fmt: skip
     return out
 
 
@@ -63,7 +75,7 @@ def _prompts(
     layer: DeltaLayer, projected: Tensor, gates: Tensor, kept: LayerStates, batch: Rows, chunks: Tensor, out: Tensor,
     sizes: dict[str, int], first: int,
 ) -> None:  # fmt: skip
-    rows, heads, before = projected.shape[0], layer.value_heads, sum(batch.query_lens[:first])
+    rows, heads = projected.shape[0], layer.value_heads
 
     def empty(*shape: int, dtype: torch.dtype = projected.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=projected.device)
@@ -85,9 +97,6 @@ def _prompts(
         projected, gates, kept.inputs, kept.states, behind, batch.positions, batch.query_start, batch.seq_slots, *made, out,
         projected.stride(0), gates.stride(0), first, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise,
         DRAFTS=kept.behind is not None, num_warps=4, num_stages=2 if roomy else 1,
-    )  # fmt: skip
-    _gate[(-(-(rows - before) // GATE_ROWS) * heads,)](
-        projected, out, layer.norm, projected.stride(0), layer.eps, before, rows, **sizes, ROWS=GATE_ROWS, num_warps=4,
     )  # fmt: skip
 
 
@@ -159,22 +168,24 @@ def _decode(
     projected, gates, inputs, states, positions, seq_slots, seq_lens, conv, decay, bias, norm, out, row_stride, gate_stride,
     eps, length_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Of a program that has some columns of a head only, what `_gate` has still to norm and to gate."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    row = (tl.program_id(0) // VALUE_HEADS).to(tl.int64)
-    head = tl.program_id(0) % VALUE_HEADS
+    PARTS: tl.constexpr = VALUE_DIM // COLUMNS
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(0) // PARTS % VALUE_HEADS
+    row = (tl.program_id(0) // (PARTS * VALUE_HEADS)).to(tl.int64)
     i = tl.arange(0, KEY_DIM)
-    j = tl.arange(0, VALUE_DIM)
+    j = part * COLUMNS + tl.arange(0, COLUMNS)
     weight = tl.load(norm + j)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if tl.load(seq_lens + row) == 0:
-        tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, tl.zeros([VALUE_DIM], out.dtype.element_ty))
+        tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, tl.zeros([COLUMNS], out.dtype.element_ty))
         return
     position = tl.load(positions + row)
     slot = tl.load(seq_slots + row).to(tl.int64)
@@ -189,7 +200,7 @@ def _decode(
     v = _convolved_row(x, ring, conv, v_at, position, KERNEL, RING, WIDTH)
     own = ring + position % RING * WIDTH
     tl.store(own + v_at, tl.load(x + v_at))
-    if head % GROUP == 0:
+    if (part == 0) & (head % GROUP == 0):
         tl.store(own + q_at, tl.load(x + q_at))
         tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
     q *= tl.rsqrt(tl.sum(q * q, 0) + length_eps) * (KEY_DIM**-0.5)
@@ -200,9 +211,10 @@ def _decode(
     state += k[:, None] * correction[None, :]
     tl.store(state_at, state)
     o = tl.sum(state * q[:, None], 0)
-    o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight
-    z = tl.load(x + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
-    tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+    if PARTS == 1:
+        z = tl.load(x + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
+        o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight * z * tl.sigmoid(z)
+    tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, o.to(out.dtype.element_ty))
 
 
 @jit
@@ -345,8 +357,7 @@ def _chunks(
     projected, gates, inputs, chunks, conv, decay, bias, q_out, k_out, w_out, u_out, within_out, total_out, row_stride,
     gate_stride, length_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISE: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -398,8 +409,8 @@ def _states(
     projected, gates, inputs, states, behind, positions, query_start, seq_slots, q_in, k_in, w_in, u_in, within_in, total_in,
     out, row_stride, gate_stride, decodes,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr, DRAFTS: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -458,8 +469,7 @@ def _states(
 def _gate(
     projected, out, norm, row_stride, eps, first, stop,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     head = tl.program_id(0) % VALUE_HEADS
@@ -467,7 +477,11 @@ def _gate(
     j = tl.arange(0, VALUE_DIM)[None, :]
     there = (row < stop) & (j >= 0)
     at = out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j
+    weight = tl.load(norm + j)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     o = tl.load(at, there, 0.0).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None] * tl.load(norm + j)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None] * weight
     z = tl.load(projected + row * row_stride + CHANNELS + head * VALUE_DIM + j, there, 0.0).to(tl.float32)
     tl.store(at, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty), there)
