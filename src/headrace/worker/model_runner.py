@@ -71,12 +71,13 @@ class ModelRunner:
 
     def idle(self) -> bool:
         """There is nothing to run: prepare for what may come. False if there is nothing left to prepare."""
-        return any(graphs.capture_next() for graphs in filter(None, (self.graphs, self.prompts)))
+        return any(graphs is not None and graphs.capture_next() for graphs in (self.graphs, self.prompts))
 
     def leave_preparations(self) -> None:
         """What `idle` had still to do is not done ahead."""
-        for graphs in filter(None, (self.graphs, self.prompts)):
-            graphs.leave_planned()
+        for graphs in (self.graphs, self.prompts):
+            if graphs is not None:
+                graphs.leave_planned()
 
     def _is_captured(self, plan: StepPlan) -> bool:
         """Whether a captured decode step does it; there every row is a sequence."""
