@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from adapters import merged, write_adapter
+from answers import error_of
 from drafting import draft_always
 from fake_core import FakeCore, FakeSupply
 from headrace import LLM, SamplingParams
@@ -23,7 +24,7 @@ from headrace.engine.core import EngineCore
 from headrace.errors import CheckpointError, ParameterError
 from headrace.lora.core import CoreAdapters
 from scheduler_driver import admit_greedily
-from server_driver import soon
+from server_driver import Api, soon
 from tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "enforce_eager": True, "max_model_len": 96, "max_num_seqs": 8, "block_size": 4}
@@ -260,6 +261,13 @@ def test_who_may_load_what(supply: Supply, adapters) -> None:
         assert await server.load("d", "fourth") == 200 and await server.says("d") is not None
 
     served(supply, play)
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1//unload_lora_adapter/"])
+def test_without_a_key_of_the_operator_nothing_comes_or_goes(path: str) -> None:
+    api = Api(api_keys=("user",))
+    answer = api.request("POST", path, json={"lora_name": "a", "lora_path": "b"}, headers={"x-api-key": "user"})
+    assert answer.status_code == 403 and error_of(answer)["code"] == "no_admin_key" and not api.engine.loras
 
 
 def test_contents_come_and_go_and_streams_keep_theirs(supply: Supply, wanted) -> None:

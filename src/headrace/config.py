@@ -99,7 +99,7 @@ class EngineConfig:
     seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
 
     def __post_init__(self) -> None:
-        if isinstance(self.lora, Mapping):  # of Python, and of files
+        if isinstance(self.lora, Mapping):  # of Python
             object.__setattr__(self, "lora", tuple(f"{name}={path}" for name, path in self.lora.items()))
         elif isinstance(self.lora, list):
             object.__setattr__(self, "lora", tuple(self.lora))
