@@ -130,9 +130,10 @@ class Play:
             self.core.core.structured.finish()
 
     async def finish(self) -> None:
-        """Until all readers have ended and the core has nothing to do."""
+        """Until all readers have ended and the core has nothing to do; after a death the next one knows that nobody waits."""
+        slots, streams = self.client._slots, self.client._streams
         async with asyncio.timeout(60):
-            while not all(reader.done() for reader in self.readers) or self.client._streams.leaving:
+            while not all(r.done() for r in self.readers) or streams.leaving or any(s.probation.active for s in slots):
                 await self.next_core()
                 self.compiled()
                 await self.turns(1)
