@@ -156,6 +156,9 @@ class Server:
             supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, options),
             balancer=self.routing.balancer,
         )  # fmt: skip
+        names = config.served_model_names or (client.model_name,)
+        if taken := next((name for name in client.adapters() if name in names), None):
+            raise ParameterError("lora", taken, "a name that the model itself does not have")
         client.generation_defaults |= defaults
         logger.info("%s: tokenizer and configuration read", client.model_name)
         logger.info("sampling where a request says nothing: %s", defaults_in_words(client.generation_defaults))
