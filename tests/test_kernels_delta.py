@@ -61,6 +61,11 @@ def by_definition(layer: DeltaLayer, projected: Tensor, gates: Tensor) -> Tensor
     return out
 
 
+def layer_for(rule: str) -> DeltaLayer:
+    """The interpreter takes its time for each head."""
+    return make_layer() if rule == "torch" else make_layer(1, 2)
+
+
 class Run:
     """Sequences that go on, step by step; what others left in their slots is not a number."""
 
@@ -106,16 +111,13 @@ def in_triton(layer: DeltaLayer, rows: Tensor, gates: Tensor, kept: LayerStates,
 
 
 RULES = {"torch": delta_rule_reference, "triton": in_triton}
-CUTS = {"whole": [150], "at edges": [64, 64, 22], "anywhere": [1, 62, 1, 1, 70, 1, 14], "few at a time": [5] * 30}
+CUTS = {"whole": [150], "at edges": [64, 64, 22], "anywhere": [1, 62, 1, 70, 1], "few at a time": [5] * 30}
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("cuts, rule", [*((cuts, "torch") for cuts in CUTS), ("whole", "triton"), ("anywhere", "triton")])
 def test_chunks_and_single_rows(cuts: str, rule: str) -> None:
     torch.manual_seed(1)
-    layer, steps = make_layer(), CUTS[cuts]
-    if rule == "triton" and cuts == "few at a time":  # the interpreter takes its time
-        steps = steps[:3]
+    layer, steps = layer_for(rule), CUTS[cuts]
     rows, gates = random_rows(layer, sum(steps))
     want, run, begin, found = by_definition(layer, rows, gates), Run(layer, 3, RULES[rule]), 0, []
     for count in steps:
@@ -128,10 +130,10 @@ def test_chunks_and_single_rows(cuts: str, rule: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_several_sequences_in_one_step(rule: str) -> None:
     torch.manual_seed(2)
-    layer = make_layer()
-    sequences = {slot: random_rows(layer, count) for slot, count in ((0, 90), (2, 40), (3, 9))}
+    layer = layer_for(rule)
+    sequences = {slot: random_rows(layer, count) for slot, count in ((0, 71), (2, 3), (3, 7))}
     run, found = Run(layer, 4, RULES[rule]), {slot: [] for slot in sequences}
-    for counts in ((30, 1, 1), (1, 30, 1), (1, 1, 1), (50, 1, 5), (8, 7, 1)):
+    for counts in ((30, 1, 1), (40, 1, 5), (1, 1, 1)):
         work = []
         for slot, count in sorted(zip(sequences, counts, strict=True), key=lambda of: of[1] != 1):
             part = slice(run.lengths[slot], run.lengths[slot] + count)
@@ -146,12 +148,12 @@ def test_several_sequences_in_one_step(rule: str) -> None:
 def test_wrong_drafts_leave_nothing_behind(rule: str) -> None:
     """Rows of a prompt, of drafts of which some are right, of a prompt behind them, and of another sequence beside all these."""
     torch.manual_seed(3)
-    layer, drafts = make_layer(), 3
+    layer, drafts = make_layer(1, 1 if rule == "triton" else 4), 3
     rows, gates = random_rows(layer, 40)
     other = random_rows(layer, 20)
     run, found, beside = Run(layer, 3, RULES[rule], drafts=drafts), [], []
     # how many rows, how many of them are right, whether they may be wrong; 0 right ones: the step came to nothing
-    steps = [(7, 7, False), (1, 1, True), (4, 2, True), (4, 4, True), (3, 0, True), (1, 1, True), (2, 1, True), (9, 9, False), (4, 4, True), (1, 1, True)]
+    steps = [(5, 5, False), (4, 2, True), (4, 4, True), (2, 0, True), (1, 1, True), (6, 6, False), (2, 1, True)]
     for count, right, may_be_wrong in steps:
         begin, run.apart = run.lengths[1], may_be_wrong and len(found) % 2 == 0
         mine = [x[begin : begin + count].clone() for x in (rows, gates)]
@@ -173,10 +175,10 @@ def test_many_decodes_are_closed_by_a_kernel_of_their_own(monkeypatch) -> None:
     monkeypatch.setattr(delta_triton, "FEW_ROWS", 1)
     monkeypatch.setattr(delta_triton, "STATE_COLUMNS", 16)
     torch.manual_seed(5)
-    layer = make_layer()
+    layer = layer_for("triton")
     sequences = [random_rows(layer, 12) for _ in range(3)]
     run, found = Run(layer, 3, in_triton), [[], [], []]
-    for counts in ((5, 4, 3), (1, 1, 1), (1, 1, 6), (1, 1, 1)):
+    for counts in ((5, 4, 3), (1, 1, 6)):
         work = [(slot, *(x[run.lengths[slot] : run.lengths[slot] + count] for x in sequences[slot])) for slot, count in enumerate(counts)]
         for slot, out in enumerate(run.step(work)):
             found[slot].append(out)
