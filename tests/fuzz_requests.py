@@ -60,7 +60,7 @@ PLAIN = {  # the others -> methods
     "/v1/responses/{id}/input_items": ("GET",), "/api/tags": ("GET",), "/api/ps": ("GET",), "/api/version": ("GET",), "/api/push": ("POST",),
     "/api/create": ("POST",), "/api/copy": ("POST",), "/api/delete": ("DELETE",), "/api/blobs/{digest}": ("POST", "GET"), "/health": ("GET",), "/ready": ("GET",),
     "/version": ("GET",), "/metrics": ("GET",), "/": ("GET",), "/page": ("GET",), "/glass/server": ("GET",), "/glass/kill-core": ("POST",),
-    "/glass/events": ("GET",), "/glass/text": ("GET",),
+    "/glass/events": ("GET",), "/glass/text": ("GET",), "/v1/load_lora_adapter": ("POST",), "/v1/unload_lora_adapter": ("POST",),
 }  # fmt: skip
 NOT_HERE = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/")  # a documented 501
 STRANGE: list[Any] = [

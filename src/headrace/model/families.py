@@ -36,8 +36,8 @@ from headrace.model.weight_names import (
     UNGATED_NAMES,
     WeightSpec,
     plan_weights,
+    xielu_plan,
 )
-from headrace.model.xielu import xielu_plan
 
 
 def _mistral(c: HfConfig) -> dict[str, Any]:

@@ -165,3 +165,16 @@ def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple
         shapes |= {"q_a_norm": ((rank,), 0), "q_b": ((queries,), rank)}
     kv_b = (config.num_heads * (latent.nope + latent.value),), latent.rank
     return shapes | {"kv_a_norm": ((latent.rank,), 0), "kv_b": kv_b}
+
+
+def xielu_plan(plan: list[WeightSpec]) -> list[WeightSpec]:
+    """`plan` with the two weights that each layer's activation has in Apertus."""
+    found = []
+    for spec in plan:
+        found.append(spec)
+        of, _, name = spec.target.rpartition(".")
+        if name == "gate_up":
+            module = spec.sources[0][0].removesuffix("up_proj.weight") + "act_fn."
+            for alpha in ("alpha_p", "alpha_n"):
+                found.append(WeightSpec(f"{of}.{alpha}", (1,), ((module + alpha, 1),)))
+    return found

@@ -7,23 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.activation import Activation
-from headrace.model.weight_names import WeightSpec
 
 _BETA = 0.5  # the slope at 0
 _EDGE = -1e-6  # next to 0, where exp(x) - 1 - x is no number in half precision
-
-
-def xielu_plan(plan: list[WeightSpec]) -> list[WeightSpec]:
-    """`plan` with the two weights of each layer's activation."""
-    found = []
-    for spec in plan:
-        found.append(spec)
-        of, _, name = spec.target.rpartition(".")
-        if name == "gate_up":
-            module = spec.sources[0][0].removesuffix("up_proj.weight") + "act_fn."
-            for alpha in ("alpha_p", "alpha_n"):
-                found.append(WeightSpec(f"{of}.{alpha}", (1,), ((module + alpha, 1),)))
-    return found
 
 
 class Xielu:
