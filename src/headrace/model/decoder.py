@@ -35,8 +35,7 @@ class _Layer:
 
     def __init__(self, w: LayerWeights, config: ModelConfig, index: int, make: MakeLinear, group: Group | None, offset: float):
         reduce = None if group is None else group.sum
-        if config.delta is not None:
-            join_gates(w)
+        join_gates(w)
         qkv, o = make(w.qkv, w.qkv_bias, None), make(w.o, w.o_bias, reduce)
         qkv, q_norm, k_norm = normed_together(qkv, w.q_norm, w.k_norm, config, group, offset)
         mixer = SelfAttention(qkv, o, config, index, q_norm, k_norm, offset, w.more.get("sinks"))
@@ -161,10 +160,8 @@ class Decoder:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [R, H] -> logits [R, V], in `out` if it is given: float32 on the CPU, the model's dtype elsewhere. Of a rank
         [R, vocab.rows]."""
-        if out is not None and self.lm_head.into is not None:
-            logits = self.lm_head.into(out, hidden)
-        else:
-            logits = self.lm_head(hidden)
+        into = self.lm_head.into
+        logits = self.lm_head(hidden) if out is None or into is None else into(out, hidden)
         return self.masked(scaled_logits(logits if logits.is_cuda else logits.float(), self.config))
 
     def masked(self, logits: Tensor) -> Tensor:
