@@ -1,4 +1,4 @@
-"""The native CPU step as the engine has it: which library, which numbers, which options, every family, every bad file."""
+"""The native CPU step as the engine has it: which numbers, which options, every family, every bad file of a model."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from headrace.model.embedded import embedded_model_path
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.tensor_file import Encoding, TensorEntry
-from headrace.native import load as native_load
 from headrace.native.forward import NativeDecoder
-from headrace.native.load import INSTRUCTION_SETS, STEP_ABI, NativeUnavailable, find_library
+from headrace.native.load import find_library
 from headrace.native.precision import Precision, choose_precision
 from headrace.native.weights import Weights, rows_in_format
 from headrace.worker import memory_plan
@@ -45,61 +44,6 @@ from tiny_models import RARE, TINY, VOCAB, write_tiny
 _step = pytest.importorskip("headrace.native._step", reason="no compiler: the native step was not built")
 CPU = torch.device("cpu")
 SMALL = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 128, "num_kv_blocks": 40}
-ZEN4 = sorted(INSTRUCTION_SETS["avx512bf16"])
-
-
-# ------------------------------------------------------------------------------------------------------------ the library
-
-
-def built(folder: Path, *names: str) -> Path:
-    for name in names:
-        (folder / f"libstep-{name}.so").touch()
-    return folder
-
-
-@pytest.mark.parametrize(("features", "chosen"), [
-    (ZEN4, "avx512bf16"), ([f for f in ZEN4 if f != "avx512bf16"], "avx512"), (["avx2", "fma", "f16c", "bmi2", "sse4.2"], "avx2"),
-    (["avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw"], "avx2"),
-])  # fmt: skip
-def test_the_best_instruction_set_of_the_cpu_is_chosen(tmp_path, features, chosen):
-    folder = built(tmp_path, "avx2", "avx512", "avx512bf16")
-    assert find_library(features=features, folder=folder).instruction_set == chosen
-    assert find_library("avx2", features=features, folder=folder).path == folder / "libstep-avx2.so"
-
-
-@pytest.mark.parametrize(("names", "options", "why"), [
-    ((), {}, "holds no library"),
-    (("avx2",), {"features": ["sse2", "fma"]}, "this CPU lacks avx2, bmi2, f16c"),
-    (("avx2", "avx512"), {"features": [f for f in ZEN4 if f != "avx512vnni"], "instruction_set": "avx512"}, "lacks avx512vnni"),
-    (("avx2",), {"features": ZEN4, "instruction_set": "avx512"}, "no library for avx512; built are avx2"),
-    (("avx2",), {"extension": SimpleNamespace(STEP_ABI=STEP_ABI + 1)}, "built for another version.*make native"),
-    (("avx2",), {"extension": SimpleNamespace()}, "another version"),
-])  # fmt: skip
-def test_why_there_is_no_library(tmp_path, names, options, why):
-    with pytest.raises(NativeUnavailable, match=why):
-        find_library(folder=built(tmp_path, *names), **options)
-
-
-@pytest.mark.parametrize(("error", "why"), [
-    (ModuleNotFoundError("no _step"), "not built when Headrace was installed"), (ImportError("GLIBCXX"), "cannot be loaded: GLIBCXX"),
-])  # fmt: skip
-def test_an_extension_that_is_missing_or_of_another_python(monkeypatch, error, why):
-    def missing(name):
-        raise error
-
-    monkeypatch.setattr(native_load.importlib, "import_module", missing)
-    with pytest.raises(NativeUnavailable, match=why):
-        find_library()
-
-
-def test_a_file_that_is_no_library_of_the_step_is_an_error_not_a_crash(tmp_path):
-    config = _step.Config()
-    for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
-        setattr(config, name, 16)
-    (tmp_path / "text.so").write_text("no library")
-    for path, message in ((tmp_path / "none.so", "cannot open"), (tmp_path / "text.so", "text.so"), (_step.__file__, "no library of")):
-        with pytest.raises(RuntimeError, match=message):
-            _step.Model(str(path), config, [], [])
 
 
 # ---------------------------------------------------------------------------------------------------- torch where it cannot
@@ -111,7 +55,7 @@ def tiny(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(("options", "why"), [
-    ({"block_size": 8}, "multiples of 16 tokens, not 8"), ({"enforce_eager": True}, "plain torch"), ({"dtype": "float16"}, "float16"),
+    ({"block_size": 8}, "multiples of 16 tokens, not 8"), ({"dtype": "float16"}, "float16"),
 ])  # fmt: skip
 def test_what_it_cannot_run_torch_does_and_one_line_says_why(tiny, caplog, options, why):
     with caplog.at_level(logging.INFO, "headrace.engine.forwards"):
@@ -129,19 +73,6 @@ def test_weights_are_quantized_without_the_native_step_in_plain_torch_only(tiny)
     ):  # fmt: skip
         with pytest.raises(ParameterError, match=f"quantization: got '{options['quantization']}', allowed: .*{why}"):
             build_engine(EngineConfig(model=tiny, **SMALL, **options))
-
-
-def test_without_a_library_torch_runs_the_model_and_says_so(tiny, caplog, monkeypatch):
-    def nothing():
-        raise NativeUnavailable("this CPU lacks avx2, which avx2 needs")
-
-    monkeypatch.setattr(forwards, "find_library", nothing)
-    with caplog.at_level(logging.WARNING), LLM(tiny, **SMALL) as llm:
-        assert isinstance(llm.engine.core.runner.decoder, Decoder)
-        llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
-    assert [r.message for r in caplog.records if "lacks avx2" in r.message]
-    with pytest.raises(ParameterError, match=r"quantization: got 'int8', allowed: none here: .*lacks avx2"):
-        build_engine(EngineConfig(model=tiny, **SMALL, quantization="int8"))
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -187,14 +118,6 @@ def test_weights_are_not_rounded_twice_and_floats_have_no_rounded_inputs(tiny):
         checkpoint = resolve_checkpoint(config)
         with pytest.raises(ParameterError, match=message):
             check_options(config, checkpoint, model_config_from_hf(checkpoint.config))
-
-
-def test_more_threads_than_cores_are_refused(tiny):
-    cores = len(os.sched_getaffinity(0))
-    with pytest.raises(ParameterError, match=f"threads: got {cores + 1}, allowed: at most {cores}"):
-        build_engine(EngineConfig(model=tiny, **SMALL, threads=cores + 1))
-    with pytest.raises(ParameterError, match=r"threads: got 0, allowed: an integer in \[1"):
-        EngineConfig(threads=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

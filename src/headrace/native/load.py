@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.util
+import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,9 @@ INSTRUCTION_SETS: Mapping[str, frozenset[str]] = MappingProxyType({
     "neon": _NEON,
     "i8mm": _NEON | {"i8mm", "bf16"},
 })  # fmt: skip
+
+
+_AGAIN = "install Headrace again, or run `make native` in its tree"
 
 
 class NativeUnavailable(Exception):
@@ -48,14 +54,13 @@ def find_library(
     version = getattr(extension, "STEP_ABI", None)
     if version != STEP_ABI:
         raise NativeUnavailable(
-            f"the extension was built for another version of Headrace (interface {version}, wanted {STEP_ABI}): "
-            f"install Headrace again, or run `make native` in its tree"
+            f"its extension was built for another version of Headrace (interface {version}, wanted {STEP_ABI}): {_AGAIN}"
         )
     features = frozenset(extension.cpu_features() if features is None else features)
     folder = folder or Path(__file__).parent
     built = [name for name in INSTRUCTION_SETS if _path(folder, name).exists()]
     if not built:
-        raise NativeUnavailable(f"{folder} holds no library of it")
+        raise NativeUnavailable(f"{folder} holds no library of it: {_AGAIN}")
     fitting = [name for name in built if features >= INSTRUCTION_SETS[name]]
     if instruction_set is not None:
         fitting = [name for name in fitting if name == instruction_set]
@@ -65,7 +70,9 @@ def find_library(
             raise NativeUnavailable(f"there is no library for {wanted}; built are {', '.join(built)}")
         missing = ", ".join(sorted(INSTRUCTION_SETS[wanted] - features))
         raise NativeUnavailable(f"this CPU lacks {missing}, which {wanted} needs")
-    return Library(extension, fitting[-1], _path(folder, fitting[-1]))
+    path = _path(folder, fitting[-1])
+    _check_library(path)
+    return Library(extension, fitting[-1], path)
 
 
 def _path(folder: Path, instruction_set: str) -> Path:
@@ -73,9 +80,52 @@ def _path(folder: Path, instruction_set: str) -> Path:
 
 
 def _extension() -> ModuleType:
+    """headrace.native._step, imported. Raises NativeUnavailable."""
+    name = "headrace.native._step"
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        others = sorted(path.name for path in Path(__file__).parent.glob("_step.*"))
+        if others:
+            raise NativeUnavailable(f"its extension is another Python's ({', '.join(others)}): {_AGAIN}")
+        raise NativeUnavailable("it was not built when Headrace was installed, as without a C++ compiler")
+    _check_whole(Path(spec.origin))
     try:
-        return importlib.import_module("headrace.native._step")
-    except ModuleNotFoundError:
-        raise NativeUnavailable("it was not built when Headrace was installed, for want of a C++ compiler") from None
-    except ImportError as error:  # of another Python, or of a newer C++ library
-        raise NativeUnavailable(f"its extension cannot be loaded: {error}") from None
+        return importlib.import_module(name)
+    except ImportError as error:  # of another machine or Python, or of a newer C++ library
+        raise NativeUnavailable(f"its extension cannot be loaded ({error}): {_AGAIN}") from None
+
+
+def _check_library(path: Path) -> None:
+    """Raises NativeUnavailable for a file that is not this version's library of the step. Only for one that the CPU can run."""
+    _check_whole(path)
+    try:
+        version = ctypes.CDLL(str(path)).headrace_step_abi()
+    except OSError as error:
+        raise NativeUnavailable(f"its library cannot be loaded ({error}): {_AGAIN}") from None
+    except AttributeError:
+        raise NativeUnavailable(f"{path} is no library of it: {_AGAIN}") from None
+    if version != STEP_ABI:
+        raise NativeUnavailable(
+            f"{path} was built for another version of Headrace (interface {version}, wanted {STEP_ABI}): {_AGAIN}"
+        )
+
+
+def _check_whole(path: Path) -> None:
+    """Raises NativeUnavailable for a file that cannot be read or lacks its end. Whoever maps an ELF file without its end is
+    killed by SIGBUS, with no message; any other file is the loader's to refuse."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            head = file.read(64)
+            if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, least byte first
+                return
+            (table,) = struct.unpack_from("<Q", head, 32)
+            (count,) = struct.unpack_from("<H", head, 56)
+            end = table + 56 * count  # of the table of segments: offset and length of what is mapped
+            if end <= size:
+                file.seek(table)
+                end = max([end, *map(sum, struct.iter_unpack("<8xQ16xQ16x", file.read(56 * count)))])
+    except OSError as error:
+        raise NativeUnavailable(f"{path} cannot be read ({error.strerror}): {_AGAIN}") from None
+    if end > size:
+        raise NativeUnavailable(f"{path} is cut off ({size} bytes of at least {end}): {_AGAIN}")
