@@ -51,7 +51,7 @@ def main(parent: int) -> int:
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the parent
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, end)
     work = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Work)
     if os.getppid() != parent:
         return 1
@@ -63,6 +63,12 @@ def main(parent: int) -> int:
         use_temporary_directory(home)  # for the assembler's files, too
         compile_all(work, Path(home), partial(say, said))
     return 0
+
+
+def end(*_: Any) -> None:
+    """Clean up; a second signal, as whoever ends a whole group sends, does not disturb that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
 
 
 def say(said: Any, news: News) -> None:
