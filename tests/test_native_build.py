@@ -106,6 +106,24 @@ def test_the_cpu_has_what_linux_says_it_has():
     assert set(_step.cpu_features()) == there & (INSTRUCTION_SETS["avx512bf16"] | INSTRUCTION_SETS["avx2"])
 
 
+COMPANIONS = {"avx", "bmi", "lzcnt", "movbe", "xsave"}  # of every CPU with AVX2, FMA and BMI2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or os.uname().machine != "x86_64", reason="needs g++ for x86-64")
+@pytest.mark.parametrize("name", [name for name in INSTRUCTION_SETS if name.startswith("avx")])
+def test_no_library_is_compiled_for_more_than_the_cpu_is_asked_for(name):
+    """Or it would die of an illegal instruction."""
+    [flags] = re.findall(rf"set\(FLAGS_{name} (.+)\)", (TREE / "CMakeLists.txt").read_text())
+
+    def macros(*flags: str) -> set[str]:
+        command = ["g++", *flags, "-dM", "-E", "-x", "c++", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {word.lower() for word in re.findall(r"#define __([A-Z]\w+?)__ 1$", said, re.MULTILINE)}
+
+    added = macros(*flags.split()) - macros("-march=x86-64-v2")
+    assert added - COMPANIONS == INSTRUCTION_SETS[name]
+
+
 def test_python_and_c_agree_on_the_version():
     assert re.findall(r"STEP_ABI = (\d+);", (SOURCES / "model.h").read_text()) == [str(STEP_ABI)]
 
@@ -121,7 +139,7 @@ def test_python_and_c_agree_on_the_version():
     (lambda path: path.symlink_to(_step.__file__), f"libstep-avx2.so is no library of it: {AGAIN}"),
     (lambda path: cut(real_library(), path, 0.5), r"libstep-avx2.so is cut off \(\d+ bytes of at least \d+\)"),
     (lambda path: cut(real_library(), path, 64 / real_library().stat().st_size + 1e-6), "is cut off"),
-])  # fmt: skip
+], ids=["text", "empty", "folder", "other library", "half", "header"])  # fmt: skip
 def test_a_file_that_is_no_library_of_the_step(tmp_path, make, why):
     make(tmp_path / "libstep-avx2.so")
     with pytest.raises(NativeUnavailable, match=why):
