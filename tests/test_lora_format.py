@@ -57,6 +57,8 @@ def test_ranks_and_scales(config, ranks, scales) -> None:
         ({"r": 9}, "rank 9 of .*: at most 8 here"),
         ({"lora_alpha": "8"}, "lora_alpha = '8'"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 10000.*: it is a number within"),
+        ({"alpha_pattern": {"q_proj": 1e308}}, "alpha_pattern"),
         ({"rank_pattern": {"(a+)+": 2}}, "rank_pattern"),
         ({"rank_pattern": [1]}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern"),

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from headrace.errors import CheckpointError
 from headrace.lora.targets import plain
 from headrace.model.formats.safetensors_file import read_header, read_json
@@ -24,6 +26,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 DTYPES = ("F32", "F16", "BF16")
 MAX_RANK = 512
+MAX_SCALE = 3e38
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _CHANGES_BASE = "it changes the base weights; save it converted (PEFT: path_initial_model_for_weight_conversion)"
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # of A and B, with the base left alone
@@ -93,6 +96,11 @@ def examine(directory: str | Path, modules: Mapping[str, tuple[int, int]], max_r
         if entry.encoding.name not in DTYPES:
             raise CheckpointError(f"{entry.file}: tensor {entry.name!r} is of {entry.encoding.name}, not {', '.join(DTYPES)}")
     check(read_json(directory / CONFIG), {name: entry.shape for name, entry in header.items()}, modules, max_rank, directory)
+    try:
+        with safe_open(directory / TENSORS, "numpy"):  # whether tensors overlap, or leave bytes that are nobody's
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(f"{directory / TENSORS}: {error}") from error
     return Version(read_files(directory).digest, str(directory))
 
 
@@ -158,7 +166,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     if not _whole(config.get("r")):
         yield f"r = {config.get('r')!r}: the rank is a whole number from 1 to {MAX_RANK}"
     if not _number(config.get("lora_alpha", 8)):
-        yield f"lora_alpha = {config.get('lora_alpha')!r}: it is a number"
+        yield f"lora_alpha = {config.get('lora_alpha')!r:.40}: it is a number within {MAX_SCALE}"
     for name, fits in (("rank_pattern", _whole), ("alpha_pattern", _number)):
         pattern = config.get(name) or {}
         for key, value in pattern.items() if isinstance(pattern, dict) else [("", pattern)]:
@@ -185,7 +193,8 @@ def _whole(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Within float32, in which products are scaled."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_SCALE < value < MAX_SCALE
 
 
 def _why_unknown(tensor: str, modules: Mapping[str, tuple[int, int]]) -> str:

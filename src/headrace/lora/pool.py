@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from headrace.errors import CheckpointError
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, group_rows, new_pair
 from headrace.kernels.tables import Int
-from headrace.lora.format import Matrices, Version, check, parsed, read_files
+from headrace.lora.format import TENSORS, Matrices, Version, check, parsed, read_files
 from headrace.lora.linear import LoraLinear
 from headrace.lora.targets import modules_of, plain, product_of
 from headrace.model.batch import ForwardBatch, WantedRows
@@ -159,7 +160,13 @@ class AdapterPool:
         where, files = Path(version.path), read_files(Path(version.path))
         if files.digest != version.digest:
             raise CheckpointError(f"{where}: its files have changed since they were examined")
-        tensors = tensors_of(files.tensors)
+        try:
+            tensors = tensors_of(files.tensors)
+        except SafetensorError as error:
+            raise CheckpointError(f"{where / TENSORS}: {error}") from error
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{where / TENSORS}: the tensor {name!r} holds what is no finite number")
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return AdapterRead(tensors, check(parsed(files.config, where), shapes, self.modules, self.max_rank, where))
 
