@@ -23,7 +23,7 @@ from headrace.model.families_latent import LATENT_FAMILIES
 from headrace.model.family import Family, biases, every_layer, granite, hunyuan, qwen_windows, rope_local, typed_windows
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.gpt_oss import GPT_OSS_FAMILY, sinks_plan
-from headrace.model.hf_config import HfConfig
+from headrace.model.hf_config import MOST_HEADS, HfConfig
 from headrace.model.text_part import WRAPPERS, text_config
 from headrace.model.weight_names import (
     APERTUS_NAMES,
@@ -38,6 +38,8 @@ from headrace.model.weight_names import (
     plan_weights,
     xielu_plan,
 )
+
+MOST_POSITIONS = 2**24  # as max_model_len has it: there is a table of them
 
 
 def _mistral(c: HfConfig) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     family = FAMILIES[key]
     c = HfConfig({**family.defaults, **config})
     quantization_of(config)  # refused here if it is not supported
-    heads, hidden = c.count("num_attention_heads"), c.count("hidden_size")
+    heads, hidden = c.count("num_attention_heads", most=MOST_HEADS), c.count("hidden_size")
     kv_heads = c.count("num_key_value_heads", heads)
     head_dim = c.count("head_dim", hidden // heads)
     if heads % kv_heads:
@@ -303,7 +305,9 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     }
     fields.update(family.switches(c))
     fields["activation"] = c.activation(gated=fields.get("gated", True))
-    fields["max_position"] = _max_position(fields["rope"], two_bases=fields.get("rope_local") is not None)
+    longest = fields["max_position"] = _max_position(fields["rope"], two_bases=fields.get("rope_local") is not None)
+    if longest > MOST_POSITIONS:
+        raise CheckpointError(f"config.json: max_position_embeddings, scaled, is {longest}, wanted at most {MOST_POSITIONS}")
     return ModelConfig(**fields)
 
 

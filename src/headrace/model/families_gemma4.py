@@ -67,9 +67,13 @@ def _sizes(c: HfConfig, full: list[bool]) -> tuple[LayerSizes, ...]:
     shared = c.count("num_kv_shared_layers", most=layers - 1) if c.raw.get("num_kv_shared_layers") else 0
     owners = full[: layers - shared]
     same = c.flag("attention_k_eq_v")
-    found = []
+    found: list[LayerSizes] = []
+    dims: dict[bool, int] = {}
     for layer, whole in enumerate(full):
         head_dim, kv_heads = _of_layer(c, layer, whole, same)
+        dims.setdefault(whole, head_dim)
+        if head_dim != dims[whole]:  # rotated by one table, and some read others' keys
+            raise CheckpointError(f"config.json: head_dim of layer {layer} is {head_dim}, wanted {dims[whole]} as before")
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads are no multiple of {kv_heads} key-value heads")
         if layer < len(owners):

@@ -12,7 +12,7 @@ from headrace.model.delta_config import DeltaConfig
 from headrace.model.families_experts import QWEN_MOE_NAMES, experts_of, qwen_layers
 from headrace.model.family import Family
 from headrace.model.formats.tensor_file import TensorEntry
-from headrace.model.hf_config import HfConfig
+from headrace.model.hf_config import MOST_HEADS, HfConfig
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -23,8 +23,8 @@ def _hybrid(c: HfConfig) -> dict[str, Any]:
     if c.raw.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"config.json: hidden_act is {c.raw['hidden_act']!r}, a gated delta net has silu")
     delta = DeltaConfig(
-        key_heads=c.count("linear_num_key_heads", 16),
-        value_heads=c.count("linear_num_value_heads", 32),
+        key_heads=c.count("linear_num_key_heads", 16, MOST_HEADS),
+        value_heads=c.count("linear_num_value_heads", 32, MOST_HEADS),
         key_dim=c.count("linear_key_head_dim", 128),
         value_dim=c.count("linear_value_head_dim", 128),
         kernel=c.count("linear_conv_kernel_dim", 4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -20,6 +19,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
+MOST_HEADS = 2**14  # of attention: plans and ranks count them one by one
+_FLOAT32 = 3e38  # what is computed with lies below
 _UNGATED = ("relu2", "xielu")
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # Which entries of rope_parameters / rope_scaling each kind reads: required, then optional.
@@ -129,6 +130,8 @@ class HfConfig:
         by_layer = any(isinstance(value, dict) for value in new.values())
         if by_layer:
             new = new.get(layer_type) or {}
+            if not isinstance(new, dict):
+                raise CheckpointError(f"config.json: rope_parameters of {layer_type} is {new!r}, wanted an object")
         elif layer_type != "full_attention":
             return {}
         spelled = ({**part, "rope_type": part.get("rope_type") or part.get("type")} for part in (new, old))
@@ -140,8 +143,8 @@ class HfConfig:
 
 
 def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} is {value!r}, wanted a positive number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _FLOAT32:
+        raise CheckpointError(f"config.json: {name} is {value!r}, wanted a positive number within float32")
     return value
 
 
