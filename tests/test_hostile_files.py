@@ -107,6 +107,8 @@ def test_whatever_an_adapters_file_holds_is_refused_by_name_or_loaded(model, tmp
             examine(adapter(tmp_path, whole[:length]), modules, 2)
     with pytest.raises(CheckpointError, match="not fully covered"):
         examine(adapter(tmp_path, whole + b"x"), modules, 2)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        examine(tmp_path / ("x" * 5000), modules, 2)
     tensors[f"{name}.lora_B.weight"][-1, 1] = float("nan")
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"lora_B\.weight' holds what is no finite number"):

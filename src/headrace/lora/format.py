@@ -85,9 +85,12 @@ def examine(directory: str | Path, modules: Mapping[str, tuple[int, int]], max_r
     shapes; then its content is named. Raises CheckpointError that says what is wrong with which file."""
     directory = Path(directory).expanduser().absolute()
     for name in (CONFIG, TENSORS):
-        if not (directory / name).is_file():
-            pickled = directory / "adapter_model.bin"
-            hint = f" ({pickled.name} is pickled, which Headrace never loads)" if pickled.exists() else ""
+        try:
+            there, pickled = (directory / name).is_file(), (directory / "adapter_model.bin").exists()
+        except OSError as error:  # a name of too many characters, a directory that is not ours to enter
+            raise CheckpointError(f"{str(directory):.200}: cannot be read: {error.strerror}") from error
+        if not there:
+            hint = " (adapter_model.bin is pickled, which Headrace never loads)" if pickled else ""
             raise CheckpointError(f"{directory / name} does not exist{hint}")
     if (size := (directory / CONFIG).stat().st_size) > MAX_CONFIG_BYTES:
         raise CheckpointError(f"{directory / CONFIG}: {size} bytes, at most {MAX_CONFIG_BYTES} are read")
