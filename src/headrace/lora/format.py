@@ -88,7 +88,7 @@ def examine(directory: str | Path, modules: Mapping[str, tuple[int, int]], max_r
         try:
             there, pickled = (directory / name).is_file(), (directory / "adapter_model.bin").exists()
         except OSError as error:  # a name of too many characters, a directory that is not ours to enter
-            raise CheckpointError(f"{str(directory):.200}: cannot be read: {error.strerror}") from error
+            raise CheckpointError(f"{directory!s:.200}: cannot be read: {error.strerror}") from error
         if not there:
             hint = " (adapter_model.bin is pickled, which Headrace never loads)" if pickled else ""
             raise CheckpointError(f"{directory / name} does not exist{hint}")
