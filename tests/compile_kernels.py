@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for a card that is not there: python tests/compile_kernels.py 90|80 [part of a case's name].
+"""Compile the Triton kernels for a card that is not there: python tests/compile_kernels.py 90|80 [parts of cases' names].
 
 What the interpreter accepts but the compiler refuses is thus found without a card. Meta tensors stand for the arguments, and
 every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory.
@@ -390,11 +390,11 @@ LARGE = {  # with tiles made for the shared memory of sm_90
 }
 
 
-def main(capability: int, part: str = "") -> None:
+def main(capability: int, *parts: str) -> None:
     compiled: list = []
     compile_ahead.install(capability, lambda *found: compiled.append(found))
     for name, case in (CASES | (LARGE if capability >= 90 else {})).items():
-        if part not in name:
+        if parts and not any(part in name for part in parts):
             continue
         compiled.clear()
         case()
@@ -405,4 +405,4 @@ def main(capability: int, part: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:3])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -24,27 +24,46 @@ def run(script: str, *args: str, **env: str) -> str:
     return done.stdout
 
 
-def compiled(capability: int, part: str, **env: str) -> list[dict]:
-    return [json.loads(line) for line in run("compile_kernels.py", str(capability), part, **env).splitlines()]
+PARTS = {  # by card; `make conformance` has them all
+    80: ("decode of", "adapters of 32"),
+    86: ("products of 64 rows", "experts of 1024 rows in FP4"),
+    90: ("sampling", "all-reduce", "ranks'", "decode of", "narrow products", "latent 128 heads"),
+    120: ("varlen head 256 window",),
+}  # fmt: skip
 
 
-def test_sampling_kernels_compile(tmp_path):
-    kernels = [kernel for kernel in compiled(90, "sampling", TRITON_CACHE_DIR=str(tmp_path)) if "ranks" not in kernel["case"]]
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[int, list[dict]]:
+    """By card; each in one process, with a cache of its own."""
+    made = {}
+    for capability, parts in PARTS.items():
+        cache = str(tmp_path_factory.mktemp(f"cache{capability}"))
+        lines = run("compile_kernels.py", str(capability), *parts, TRITON_CACHE_DIR=cache).splitlines()
+        made[capability] = [json.loads(line) for line in lines]
+    return made
+
+
+def of(kernels: list[dict], *parts: str) -> list[dict]:
+    return [kernel for kernel in kernels if any(part in kernel["case"] for part in parts)]
+
+
+def test_sampling_kernels_compile(compiled):
+    kernels = [kernel for kernel in of(compiled[90], "sampling") if "ranks" not in kernel["case"]]
     variants = {"_reduce": 3, "_pick": 3, "_filter": 2, "_filter_all": 1, "_add_mask": 1}
     assert Counter(kernel["kernel"] for kernel in kernels) == variants
 
 
-def test_kernels_of_ranks_compile(tmp_path):
+def test_kernels_of_ranks_compile(compiled):
     """At most 128 registers for each of at most 512 threads: every program of an all-reduce has a multiprocessor."""
-    kernels = [kernel for part in ("all-reduce", "ranks'") for kernel in compiled(90, part, TRITON_CACHE_DIR=str(tmp_path))]
+    kernels = of(compiled[90], "all-reduce", "ranks'")
     assert {kernel["kernel"] for kernel in kernels} >= {"_push_sum_kernel", "_choose", "_gemv_kernel", "_skinny_kernel"}
     meet = [kernel for kernel in kernels if kernel["kernel"] in ("_push_sum_kernel", "_choose")]
     assert not [kernel for kernel in meet if kernel["spills"] > 16 or kernel["registers"] > 128]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_fused_decode_compiles(capability: int) -> None:
-    kernels = [kernel for kernel in compiled(capability, "decode of") if "ranks" not in kernel["case"]]
+def test_fused_decode_compiles(compiled, capability: int) -> None:
+    kernels = [kernel for kernel in of(compiled[capability], "decode of") if "ranks" not in kernel["case"]]
     names = {"_embed_residual_kernel", "_gemv_kernel", "_skinny_kernel", "_decode_attention_kernel"}
     names |= {"_wide_kernel", "_qkv_rope_write", "_split_attention"} if capability == 90 else set()
     assert {kernel["kernel"] for kernel in kernels} == names
@@ -52,23 +71,23 @@ def test_fused_decode_compiles(capability: int) -> None:
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 
-def test_adapters_compile(tmp_path) -> None:
-    kernels = compiled(80, "adapters of 32", TRITON_CACHE_DIR=str(tmp_path))
+def test_adapters_compile(compiled) -> None:
+    kernels = of(compiled[80], "adapters of 32")
     assert {kernel["kernel"] for kernel in kernels} == {"_group", "_shrink", "_expand"}
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[86]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 
-def test_narrow_products_compile() -> None:
-    kernels = compiled(90, "narrow products")
+def test_narrow_products_compile(compiled) -> None:
+    kernels = of(compiled[90], "narrow products")
     assert [kernel["kernel"] for kernel in kernels] == ["_gemv_kernel", "_narrow_kernel"]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 
-@pytest.mark.parametrize(("capability", "part"), [(86, "products of 64 rows"), (86, "experts of 1024 rows in FP4"), (120, "varlen head 256 window"), (90, "latent 128 heads")])
-def test_tiles_fit_their_cards(capability: int, part: str) -> None:
-    """The largest ones; `make conformance` has them all."""
-    kernels = compiled(capability, part)
+@pytest.mark.parametrize(("capability", "part"), [(86, PARTS[86][0]), (86, PARTS[86][1]), (120, *PARTS[120]), (90, "latent 128 heads")])
+def test_tiles_fit_their_cards(compiled, capability: int, part: str) -> None:
+    """The largest ones."""
+    kernels = of(compiled[capability], part)
     assert kernels and max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[capability], kernels
 
 
