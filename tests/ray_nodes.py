@@ -25,6 +25,7 @@ SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 @contextlib.contextmanager
 def ray_cluster_of(count: int, cores_per_node: int = 1) -> Iterator[Cluster]:
     home = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets have their place below
+    Path("/tmp/ray").mkdir(exist_ok=True)  # where Ray writes the cluster's address, whatever directory it has
     cluster = Cluster(home, cores_per_node)
     try:
         cluster.add(count)
