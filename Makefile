@@ -79,9 +79,10 @@ lint: $(VENV)/.test
 MAKEFLAGS += -j2  # types are checked while tests run
 test: lint tests
 
-# one worker a core, each with one thread: two thread pools on the same cores only wait for each other
+# one worker a core, each with one thread: two thread pools on the same cores only wait for each other. Files in their order: by their
+# numbers of tests, those that start servers come last, and one worker waits for the other
 tests: $(VENV)/.test
-	MAKEFLAGS= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	MAKEFLAGS= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Most of the time goes to compiling kernels on the CPU, so workers share the card; a test at a time, the long ones come first.
 # GPU_WORKERS times a few GB of host memory and 60 GB of the card are used at most; 1 needs 20 GB of the card.

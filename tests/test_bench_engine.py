@@ -48,6 +48,7 @@ def bench(*arguments: str, out=None) -> dict:
 
 def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys, monkeypatch):
     monkeypatch.setattr(prompts, "MIXED", (3, 30))
+    monkeypatch.setattr(prompts, "FIRST_TOKENS", (20, 200))
     monkeypatch.setattr(prompts, "STEPS", 4)
     sizes = ["--batch", "1", "3", "--input-len", "9", "--output-len", "6", "--num-prompts", "2", "3", "--prefill-prompts", "2"]
     found = bench(
@@ -60,7 +61,7 @@ def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys, monkeypatch):
     assert machine["bandwidth_spread"] == machine["flops_spread"] == 0.0, "of a single round"
     names = [(r["workload"], r["temperature"]) for r in found["results"]]
     each = ["offline-random", "offline-random", "batch 1", "batch 3"]
-    last = ["prefill 2 x 40", "first token of 128", "first token of 1024", "mixed 3 + 30"]
+    last = ["prefill 2 x 40", "first token of 20", "first token of 200", "mixed 3 + 30"]
     assert names == [(n, t) for t in (0.0, 0.8) for n in each] + [(name, 0.0) for name in last]
     assert [r["num_prompts"] for r in found["results"] if "num_prompts" in r] == [2, 3, 2, 3]
     for r in found["results"]:
