@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -122,22 +123,19 @@ def make_decoder(
     cache_dtype = choose_cache_dtype(config.kv_cache_dtype, dtype, device)
     attention, why = select_attention(config.attention_backend, model, device, cache_dtype)
     logger.info("attention: %s", why)
+    plain = partial(Decoder, model, weights, attention, max_model_len=limits.max_model_len, group=group, make=make)
     if device.type != "cuda" or config.enforce_eager:
-        return Decoder(model, weights, attention, max_model_len=limits.max_model_len, group=group, make=make)
+        return plain()
     from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder, usual_kinds
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
-        return Decoder(
-            model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make
-        )  # fmt: skip
+        return plain(decode_rows=decode_rows)
     space = None if group is None else group.push_space(1, model.hidden_size, dtype)
     if group is not None and space is None:
         logger.info("small batches: the general path; the fused one needs cards that see each other's memory")
-        return Decoder(
-            model, weights, attention, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make
-        )  # fmt: skip
+        return plain(decode_rows=decode_rows)
     # bfloat16 is what they were searched in
     name = torch.cuda.get_device_name(device)
     tiles = load_tiles(model, name, usual_kinds(weights)) if dtype == torch.bfloat16 else None

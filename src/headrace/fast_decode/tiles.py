@@ -222,9 +222,7 @@ def narrow_tile(shape: Shape, rows: int, per_byte: int) -> Tile:
         return wide
     if not shape.splittable:
         return GemmTile(64, 256 if rows <= 16 else 128, 1, 4, 3)
-    splits, programs = 1, (5 if rows <= 16 else 3) * FILL
-    while shape.columns // 64 * splits < programs and splits < 8 and shape.width // splits >= 512:
-        splits *= 2
+    splits = splits_to((5 if rows <= 16 else 3) * FILL, shape, 64, 8)
     return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
 
 
