@@ -100,6 +100,22 @@ async def serving(engine: Any, glass: Any = None, **options: Any) -> AsyncIterat
         yield here
 
 
+async def after_a_silence(engine: FakeEngine, path: str, body: dict[str, Any], sign: bytes) -> list[dict[str, Any]]:
+    """The events of a stream whose engine says nothing until three signs of life have come; comments are no events."""
+    engine.gate.clear()
+    async with serving(engine, keep_alive_interval=0.02) as server:
+        reader, writer = await server.connect(path, body)
+        data = b""
+        while data.count(sign) < 3:
+            data += await asyncio.wait_for(reader.read(2**16), 5)
+        engine.gate.set()
+        while not data.endswith(b"0\r\n\r\n"):
+            data += await asyncio.wait_for(reader.read(2**16), 5)
+        writer.close()
+    lines = [line for line in data.decode().splitlines() if line.startswith(("data: ", ":"))]
+    return [json.loads(line[6:]) for line in lines]
+
+
 @contextlib.asynccontextmanager
 async def listening(app: Any, engine: Any = None) -> AsyncIterator[Served]:
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", access_log=False, timeout_graceful_shutdown=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import anthropic
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.anthropic_input import MessagesRequest, conversation
-from server_driver import LOOP, MODEL, Api, serving
+from server_driver import LOOP, MODEL, Api, after_a_silence
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
@@ -265,17 +264,7 @@ def test_halves_of_surrogate_pairs_in_arguments():
 async def test_a_long_silence_is_filled_with_pings():
     """Its clients count events: the message has begun before the first token is there."""
     engine = FakeEngine(script=lambda ids, params: "ok", bursts=1)
-    engine.gate.clear()
-    async with serving(engine, keep_alive_interval=0.02) as server:
-        reader, writer = await server.connect(PATH, {**BASE, "stream": True})
-        data = b""
-        while data.count(b"event: ping") < 3:
-            data += await asyncio.wait_for(reader.read(2**16), 5)
-        engine.gate.set()
-        while not data.endswith(b"0\r\n\r\n"):
-            data += await asyncio.wait_for(reader.read(2**16), 5)
-        writer.close()
-    lines = [line for line in data.decode().splitlines() if line.startswith(("data: ", ":"))]
-    kinds = [json.loads(line[6:])["type"] for line in lines]
+    events = await after_a_silence(engine, PATH, {**BASE, "stream": True}, b"event: ping")
+    kinds = [event["type"] for event in events]
     assert kinds[:3] == ["message_start", "ping", "ping"] and kinds.count("message_start") == 1
     assert kinds[-1] == "message_stop" and "content_block_delta" in kinds

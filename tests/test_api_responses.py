@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import openai
@@ -14,7 +13,7 @@ from answers import error_of, parse_events
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.responses_items import custom_input
 from headrace.api.responses_messages import messages, reasoning_text, sealed
-from server_driver import MODEL, Api, serving
+from server_driver import MODEL, Api, after_a_silence, serving
 from test_api_tools_http import make, responses_both_ways
 
 PATH = "/v1/responses"
@@ -235,18 +234,7 @@ def test_a_strict_server_refuses_tools_of_other_kinds():
 async def test_a_long_silence_is_filled_with_events():
     """Clients that count events only would give up at comments."""
     engine = FakeEngine(script=lambda ids, params: "ok", bursts=1)
-    engine.gate.clear()
-    async with serving(engine, keep_alive_interval=0.02) as server:
-        reader, writer = await server.connect(PATH, {"model": MODEL, "input": "hi", "stream": True})
-        data = b""
-        while data.count(b"event: response.in_progress") < 3:
-            data += await asyncio.wait_for(reader.read(2**16), 5)
-        engine.gate.set()
-        while not data.endswith(b"0\r\n\r\n"):
-            data += await asyncio.wait_for(reader.read(2**16), 5)
-        writer.close()
-    lines = [line for line in data.decode().splitlines() if line.startswith(("data: ", ":"))]
-    events = [json.loads(line[6:]) for line in lines]
+    events = await after_a_silence(engine, PATH, {"model": MODEL, "input": "hi", "stream": True}, b"event: response.in_progress")
     kinds = [e["type"] for e in events]
     assert kinds[:3] == ["response.created", "response.in_progress", "response.in_progress"] and kinds.count("response.created") == 1
     assert [e["sequence_number"] for e in events] == list(range(len(events))) and kinds[-1] == "response.completed"
