@@ -15,7 +15,7 @@ import pytest
 from fake_hub import COMMIT, FakeHub, etag_of
 from headrace.cli import main
 from headrace.config import EngineConfig
-from headrace.errors import CheckpointError
+from headrace.errors import CapacityError, CheckpointError
 from headrace.model import hub as hub_files
 from headrace.model.checkpoint import resolve_checkpoint
 from loader_files import write_llama_gguf
@@ -108,7 +108,7 @@ def test_what_was_left_damaged_is_not_taken(hub, capsys):
     [
         ("org/many-GGUF", "name one of its .gguf files: org/many-GGUF:Q4_K_M (200.0 kB), org/many-GGUF:Q8_0 (300.0 kB)"), ("org/many-GGUF:Q5_K_M", "org/many-GGUF:Q8_0"),
         ("org/tensors:Q4_0", "there is none"), ("org/none", "there are no weights"), ("org/nothing", "'org/nothing' cannot be had: RepositoryNotFoundError"),
-        ("a b c", "cannot be had: HFValidationError"), (str(SRC), "a model of the Hub: this one is a local"),
+        ("a b c", "'a b c' is no Hub id"), (str(SRC), "a model of the Hub: this one is a local"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pulled(hub, capsys, name, said):
@@ -136,6 +136,19 @@ def test_a_tag_names_a_file_wherever_a_model_is_named(hub, tmp_path):
         resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0", local_files_only=True))
     with pytest.raises(CheckpointError, match="cannot be had"):
         resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0"))
+
+
+def test_whoever_needs_a_model_that_is_not_there_says_what_it_weighs_first(hub, caplog, monkeypatch):
+    said, config = "org/tensors is fetched: 300.0 kB in 3 files, 300.0 kB to download, ", EngineConfig(model="org/tensors")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, hub_files.SPARE))
+        with pytest.raises(CapacityError, match=r"org/tensors: 300\.0 kB to download, 268\.4 MB free"):
+            resolve_checkpoint(config)
+    assert said in caplog.text and not hub.ranges
+    caplog.clear()
+    assert (resolve_checkpoint(config).path / "model.safetensors").read_bytes() == WEIGHTS and said in caplog.text
+    caplog.clear()
+    assert resolve_checkpoint(config).path and "is fetched" not in caplog.text
 
 
 def test_run_serves_and_talks_and_leaves_nothing(model, tmp_path):

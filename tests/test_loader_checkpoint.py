@@ -102,6 +102,7 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code(tmp_path: Path, monkeyp
         return str(write_directory(tmp_path / "snapshot"))
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("headrace.model.hub.is_cached", lambda name: True)  # else see test_cli_models
     checkpoint = resolve("some-org/some-model", revision="v1")
     assert (checkpoint.path, checkpoint.name) == (tmp_path / "snapshot", "some-org/some-model")
     assert (asked["name"], asked["revision"]) == ("some-org/some-model", "v1")
@@ -126,6 +127,7 @@ def test_a_revision_is_the_hubs_and_the_models(tmp_path: Path, monkeypatch: pyte
         return directory
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr("headrace.model.hub.is_cached", lambda name: True)  # else see test_cli_models
     resolve("some-org/some-model", revision="v1", tokenizer="some-org/other")
     assert asked == [("some-org/some-model", "v1"), ("some-org/other", None)]
     for local in (None, directory):

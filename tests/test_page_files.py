@@ -44,6 +44,13 @@ def test_every_file_is_served_with_its_type_and_runs_nothing_from_elsewhere(name
     assert Api().request("GET", path, headers={**HTML, "if-none-match": answer.headers["etag"]}).status_code == 304 or not name
 
 
+@pytest.mark.parametrize("asked", ["bytes=5-1", "bytes=0-3", "lines=1-2", "bytes=99999999-", ""])
+def test_no_file_comes_in_parts(asked):
+    for path in ("/", "/page/app.js"):
+        whole, answer = (Api().request("GET", path, headers={**HTML, **more}) for more in ({}, {"range": asked}))
+        assert (answer.status_code, answer.content, answer.headers["accept-ranges"]) == (200, whole.content, "none")
+
+
 def test_what_is_not_there():
     api = Api()
     for path in ("/page/nothing.js", "/page/../app.py", "/page/%2e%2e/app.py", "/page/..%2fapp.py", "/page", "/page//etc/passwd", "/page/vendor"):

@@ -19,10 +19,10 @@ import headrace.engine.client
 from fake_engine import FakeEngine
 from headrace.api.app import create_app
 from headrace.api.in_process import post
-from headrace.cli import main
+from headrace.cli import main, run_batch
 from headrace.cli.batch_file import OutputFile, Response, raw, read_lines
 from headrace.cli.run_batch import Batch
-from server_driver import MODEL
+from server_driver import MODEL, soon
 from tiny_models import write_tiny
 
 HI = [{"role": "user", "content": "hi"}]
@@ -287,6 +287,22 @@ def test_long_lines_are_left_out_one_by_one(monkeypatch):
     lines = [b"x" * rng.choice((0, 1, 9, 10, 11, 30)) for _ in range(50)]
     found = list(read_lines(io.BytesIO(b"\n".join(lines) + b"\n")))
     assert found == [each if len(each) < 10 else None for each in lines]
+
+
+async def test_what_is_read_ahead_holds_so_many_bytes(monkeypatch):
+    monkeypatch.setattr(run_batch, "AHEAD_BYTES", 100)
+    taken, ahead = 0, []
+
+    class File(io.BytesIO):
+        def readline(self, *size):
+            found = super().readline(*size)
+            ahead.append(self.tell() - taken)
+            return found
+
+    async for line in run_batch.lines_of(File(b"x" * 29 + b"\n" + (b"y" * 29 + b"\n") * 49)):
+        await soon(lambda: ahead[-1] > 100 or len(ahead) == 51)  # each side has one more in its hand
+        taken += len(line) + 1
+    assert taken == 1500 and max(ahead) <= 100 + 3 * 30
 
 
 def test_a_real_model(tmp_path, capsys):

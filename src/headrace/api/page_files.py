@@ -29,6 +29,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
+    "accept-ranges": "none",
     "cache-control": "no-cache",  # asked for again each time, and answered with 304
 }
 
@@ -54,16 +55,24 @@ class Index:
             text = "There is nothing at this path; a browser finds a page here."
             response = ApiError(404, text, code="unknown_path").response(scope)
         response.headers["vary"] = "accept"
-        await response(scope, receive, send)
+        await response(_whole(scope), receive, send)
 
 
 class Files(StaticFiles):
     """Everything below /page; what is not there is the HTTPException of any unknown path."""
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(_whole(scope), receive, send)
+
     def file_response(self, full_path: str | os.PathLike[str], *args, **kwargs) -> Response:
         response = super().file_response(full_path, *args, **kwargs)
         _label(response.headers, Path(full_path))
         return response
+
+
+def _whole(scope: Scope) -> Scope:
+    """Without `Range`: no file is so large that a part of it would be of use."""
+    return {**scope, "headers": [(name, value) for name, value in scope["headers"] if name != b"range"]}
 
 
 def _label(headers: MutableHeaders, path: Path) -> None:

@@ -36,9 +36,6 @@ def pull(name: str, revision: str | None) -> tuple[str, Path]:
     if hub_offline():
         raise ParameterError("MODEL", name, "nothing while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
     found = hub.find(name, revision)
-    free = f"{hub.in_bytes(hub.free_bytes(found.cache))} free in {found.cache}"
-    to_do = f"{hub.in_bytes(found.missing)} to download" if found.missing else "all of it is there"
-    files = "1 file" if len(found.files) == 1 else f"{len(found.files)} files"
-    print(f"{name}: {hub.in_bytes(found.size)} in {files}, {to_do}, {free}", file=sys.stderr)
+    print(f"{name}: {found.words}", file=sys.stderr)
     folder = hub.download(found, revision)
     return found.name, folder / found.files[0].filename if ":" in found.name else folder

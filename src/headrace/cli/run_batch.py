@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from headrace.api.config import ServerConfig
 from headrace.cli.batch_file import (
+    MAX_LINE,
     BadLine,
     BatchLine,
     Ids,
@@ -39,7 +40,7 @@ from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-AHEAD = 64  # lines that are read before they are run
+AHEAD, AHEAD_BYTES = 64, 2 * MAX_LINE  # lines that are read before they are run, and what they may hold
 ANSWERS = (  # options of a server that decide what an answer is
     "served_model_names", "any_model_name", "unknown_fields", "chat_template", "tool_parser", "reasoning_parser",
     "embedding_pooling", "score_method",
@@ -213,12 +214,18 @@ class Batch:
 async def lines_of(file: BinaryIO) -> AsyncIterator[bytes | None]:
     """Read by a thread of its own, a few ahead: standard input may be silent for as long as it likes."""
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any](AHEAD)
+    held, room = 0, threading.Condition()  # bytes that nobody has taken yet
 
     def read() -> None:
+        nonlocal held
         with contextlib.suppress(RuntimeError):  # the loop has gone
             last: Any = StopAsyncIteration
             try:
                 for line in read_lines(file):
+                    with room:
+                        while held >= AHEAD_BYTES:
+                            room.wait()
+                        held += len(line or b"")
                     asyncio.run_coroutine_threadsafe(queue.put((line,)), loop).result()
             except (OSError, ValueError) as e:
                 last = HeadraceError(f"the input cannot be read any further ({e})")
@@ -226,6 +233,9 @@ async def lines_of(file: BinaryIO) -> AsyncIterator[bytes | None]:
 
     threading.Thread(target=read, name="batch input", daemon=True).start()
     while isinstance(found := await queue.get(), tuple):
+        with room:
+            held -= len(found[0] or b"")
+            room.notify()
         yield found[0]
     if isinstance(found, HeadraceError):
         raise found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
-from headrace.errors import CheckpointError, ParameterError
+from headrace.errors import CheckpointError, HeadraceError, ParameterError
 from headrace.model import hub
 from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
 from headrace.model.formats.gguf import GgufFile, read_gguf
@@ -22,6 +23,7 @@ from headrace.model.formats.safetensors_file import find_tensors, read_json
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.text_part import text_config, text_tensors, wrapper_of
 
+logger = logging.getLogger(__name__)
 _GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -189,9 +191,15 @@ def _tagged(repo: str, tag: str, copied: Path, revision: str | None, offline: bo
     if not found:
         if offline:
             raise CheckpointError(f"{repo}:{tag} is not in the local cache, and offline nothing is downloaded")
-        pull = hub.find(f"{repo}:{tag}", revision)
-        found = hub.tagged(hub.download(pull, revision), tag)
+        found = hub.tagged(_fetched(f"{repo}:{tag}", revision), tag)
     return found[0]
+
+
+def _fetched(name: str, revision: str | None) -> Path:
+    """The snapshot of what is not in the cache. That may take its time, so it is told how much it is."""
+    pull = hub.find(name, revision)
+    logger.warning("%s is fetched: %s", name, pull.words)
+    return hub.download(pull, revision)
 
 
 def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
@@ -207,6 +215,8 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     if offline and (copied / "snapshots").is_dir():  # read here: the Hub's client does not find caches copied by hand
         return _snapshot_of_cache_root(copied, config.revision)
     try:
+        if patterns is hub.FILES and not offline and not hub.is_cached(name):
+            return _fetched(name, config.revision)
         found = snapshot_download(
             name,
             revision=config.revision,
@@ -214,6 +224,10 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
             ignore_patterns=hub.IGNORED,
             local_files_only=offline,
         )
+    except CheckpointError as error:
+        raise CheckpointError(f"directory {name} does not exist, and {error}") from error
+    except HeadraceError:  # no room, or somebody else fetches it
+        raise
     except HFValidationError as error:
         raise CheckpointError(f"directory {name} does not exist, and {name!r} is no Hub id") from error
     except LocalEntryNotFoundError as error:
@@ -223,5 +237,5 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
         reason = f"cannot be had: {type(error).__name__}: {error}"
         raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
     if patterns is hub.FILES and not offline and not (Path(found) / "config.json").exists():  # .gguf files, if anything
-        return hub.download(hub.find(name, config.revision), config.revision)
+        return _fetched(name, config.revision)
     return Path(found)

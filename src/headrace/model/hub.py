@@ -51,6 +51,13 @@ class Pull(NamedTuple):
         return max(0, sum(files.values()) - sum(left))
 
     @property
+    def words(self) -> str:
+        """What is told before it is fetched."""
+        missing = f"{in_bytes(self.missing)} to download" if self.missing else "all of it is there"
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return f"{in_bytes(self.size)} in {files}, {missing}, {in_bytes(free_bytes(self.cache))} free in {self.cache}"
+
+    @property
     def blobs(self) -> Path:
         return self.cache / ("models--" + self.repo.replace("/", "--")) / "blobs"
 
@@ -194,12 +201,14 @@ def _silent() -> type:
 @contextlib.contextmanager
 def told(repo: str) -> Iterator[None]:
     """The Hub's client raises many kinds of errors; all mean that there is no checkpoint."""
-    from huggingface_hub.errors import DryRunError
+    from huggingface_hub.errors import DryRunError, HFValidationError
 
     try:
         yield
     except HeadraceError:
         raise
+    except HFValidationError as error:
+        raise CheckpointError(f"{repo!r} is no Hub id") from error
     except Exception as error:
         hidden = error.__cause__ if isinstance(error, DryRunError) else None  # it has one for all that can be the matter
         cause = hidden or error
