@@ -25,7 +25,7 @@ from headrace.errors import ParameterError
 from headrace.llm import LLM
 from headrace.model.decoder import Decoder
 from headrace.native import load
-from headrace.native.load import INSTRUCTION_SETS, STEP_ABI, NativeUnavailable, find_library
+from headrace.native.load import BINDING, INSTRUCTION_SETS, STEP_ABI, NativeUnavailable, find_library
 from headrace.sampling.params import SamplingParams
 from tiny_models import write_tiny
 
@@ -38,7 +38,7 @@ TREE = Path(__file__).parents[1]
 SOURCES = TREE / "src/headrace/csrc/cpu"
 SMALL = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "num_kv_blocks": 8}
 ZEN4 = sorted(INSTRUCTION_SETS["avx512bf16"])
-EVERYTHING = SimpleNamespace(STEP_ABI=STEP_ABI, cpu_features=lambda: set().union(*INSTRUCTION_SETS.values()))
+EVERYTHING = SimpleNamespace(STEP_ABI=STEP_ABI, BINDING=BINDING, cpu_features=lambda: set().union(*INSTRUCTION_SETS.values()))
 AGAIN = "install Headrace again, or run `make native`"
 
 needs_library = pytest.mark.skipif(_step is None, reason="no compiler: the native step was not built")
@@ -81,6 +81,7 @@ def test_the_best_instruction_set_of_the_cpu_is_chosen(tmp_path, features, chose
     (("avx2", "avx512"), {"features": [f for f in ZEN4 if f != "avx512vnni"], "instruction_set": "avx512"}, "lacks avx512vnni"),
     (("avx2",), {"features": ZEN4, "instruction_set": "avx512"}, "no library for avx512; built are avx2"),
     (("avx2",), {"extension": SimpleNamespace(STEP_ABI=STEP_ABI + 1)}, f"another version .*interface {STEP_ABI + 1}.*{AGAIN}"),
+    (("avx2",), {"extension": SimpleNamespace(STEP_ABI=STEP_ABI)}, f"another version .*interface None, wanted {BINDING}.*{AGAIN}"),
     (("avx2",), {"extension": SimpleNamespace()}, f"another version .*{AGAIN}"),
 ])  # fmt: skip
 def test_why_there_is_no_library(tmp_path, names, options, why):
@@ -126,6 +127,7 @@ def test_no_library_is_compiled_for_more_than_the_cpu_is_asked_for(name):
 
 def test_python_and_c_agree_on_the_version():
     assert re.findall(r"STEP_ABI = (\d+);", (SOURCES / "model.h").read_text()) == [str(STEP_ABI)]
+    assert re.findall(r'"BINDING"\) = (\d+);', (SOURCES / "bind.cpp").read_text()) == [str(BINDING)]
 
 
 # ------------------------------------------------------------------------------------------------------------ broken files
@@ -149,7 +151,7 @@ def test_a_file_that_is_no_library_of_the_step(tmp_path, make, why):
 def test_a_library_of_another_version_beside_the_right_extension(tmp_path, monkeypatch):
     folder = built(tmp_path, "avx2")
     monkeypatch.setattr(load, "STEP_ABI", STEP_ABI + 1)
-    extension = SimpleNamespace(STEP_ABI=STEP_ABI + 1, cpu_features=EVERYTHING.cpu_features)
+    extension = SimpleNamespace(STEP_ABI=STEP_ABI + 1, BINDING=BINDING, cpu_features=EVERYTHING.cpu_features)
     why = rf"libstep-avx2.so was built for another version .*interface {STEP_ABI}, wanted {STEP_ABI + 1}.*{AGAIN}"
     with pytest.raises(NativeUnavailable, match=why):
         find_library(folder=folder, extension=extension)
@@ -202,7 +204,7 @@ def found(top: Path, *folders: Path) -> list[str]:
 
 def test_no_cut_of_a_library_crashes(tmp_path):
     """The system's loader is killed by SIGBUS on most of these. At the last ones nothing is missing that it reads."""
-    install(tmp_path, f"STEP_ABI = {STEP_ABI}\ndef cpu_features(): return {ZEN4}")
+    install(tmp_path, f"STEP_ABI, BINDING = {STEP_ABI}, {BINDING}\ndef cpu_features(): return {ZEN4}")
     parts = [0, 1e-5, 1e-4, 2e-4, 0.01, 0.3, 0.6, 0.9, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 1]
     for number, part in enumerate(parts):
         (tmp_path / str(number)).mkdir()

@@ -36,6 +36,8 @@ from headrace.model.forward import Forward
 from headrace.model.shard import Group
 from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
+from headrace.native.forward import NativeDecoder
+from headrace.native.runner import NativeRunner
 from headrace.scheduler.config import Limits
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import Draft, load_draft, make_speculator
@@ -237,6 +239,9 @@ def build_worker(
     drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
     if group is not None and config.speculative_model is not None:
         drafter = SharedDrafter(drafter, state, group)
+    if isinstance(forward, NativeDecoder) and drafter is None:
+        forward.read_slots(state.tables, kv)
+        return Worker(NativeRunner(forward, kv, state), limits, tokenizer, formats)
     return Worker(ModelRunner(forward, kv, state, graphs, drafter, prompts), limits, tokenizer, formats)
 
 

@@ -46,6 +46,10 @@ class TokenlessIds:
         valid[: len(ids)] = self._valid[ids.start : ids.stop]
         return self.of(valid, self._device)
 
+    def ids(self, vocab_size: int) -> list[int]:
+        """All of them in a model with so many rows."""
+        return np.flatnonzero(np.append(~self._valid, [True] * vocab_size)[:vocab_size]).tolist()
+
     def mask(self, logits: Tensor) -> Tensor:
         """`logits` [R, V], changed in place."""
         logits[:, self.stop :].fill_(-torch.inf)

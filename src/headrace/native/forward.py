@@ -2,6 +2,7 @@
 
     engine/build.py --> why_not (None: it can) --> NativeDecoder --> load: weights.py packs the file's rows
     worker          --> forward, logits, decode: one call each, without Python's lock; csrc/cpu computes
+    runner.py       --> decode_slots: a whole step of plain decodes, from the slots' tables to the ids in them
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
+from headrace.kernels.tables import Float, Int, SlotTables
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.config import ModelConfig, RopeConfig
@@ -31,6 +34,7 @@ from headrace.sampling.sampler import Choose, SampleInputs
 from headrace.scheduler.config import Limits
 
 _CACHE_FORMATS = {"float32": "F32", "bfloat16": "BF16", "int8": "INT8"}
+_DRAWN_BY = (Int.SEED, Int.TOP_K, Int.SAMPLE_INDEX, Int.PROMPT_LEN)
 MAX_HEAD_DIM = 256
 
 
@@ -135,18 +139,37 @@ class NativeDecoder:
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See Forward. The next call writes to the same memory: new pages for 32 rows would take a millisecond each time."""
-        if len(self._decoded) < batch.num_rows:
-            self._decoded = torch.empty((batch.num_rows, self.vocab_size), dtype=torch.float32)
-        logits = self._decoded[: batch.num_rows]
+        logits = self._room(batch.num_rows)
         self._run(batch, kv, None, None, logits)
         return logits if self.tokenless is None else self.tokenless.mask(logits)
+
+    def _room(self, rows: int) -> Tensor:
+        if len(self._decoded) < rows:
+            self._decoded = torch.empty((rows, self.vocab_size), dtype=torch.float32)
+        return self._decoded[:rows]
+
+    def read_slots(self, tables: SlotTables, kv: KVCache) -> None:
+        """For `decode_slots`, once: whose tables and cache it reads and writes."""
+        floats, ints = tables.floats.numpy(), tables.ints.numpy()
+        columns = *(floats[:, c] for c in (Float.TEMPERATURE, Float.TOP_P, Float.MIN_P)), *(ints[:, c] for c in _DRAWN_BY)
+        tokenless = [] if self.tokenless is None else self.tokenless.ids(self.vocab_size)
+        self._model.set_tables(tables.token_ids.numpy(), tables.block_tables.numpy(), *columns, tokenless)
+        self._use(kv)
+
+    def decode_slots(self, slots: np.ndarray, positions: np.ndarray) -> tuple[list[int], list[int]]:
+        """The next token of each of these slots, int32 as their positions [R]: the ids, which are in the tables too, and which
+        rows failed. The bits are those of `decode` and `choose`."""
+        return self._model.decode(slots, positions, GREEDY_EPS, self._room(len(slots)).numpy())
+
+    def _use(self, kv: KVCache) -> None:
+        if kv is not self._cache:
+            self._model.set_cache(*([layer.view(torch.uint8).numpy() for layer in part] for part in (kv.k, kv.v)))
+            self._cache = kv
 
     def _run(
         self, batch: ForwardBatch, kv: KVCache, wanted: Tensor | None, hidden: Tensor | None, logits: Tensor | None
     ) -> None:
-        if kv is not self._cache:
-            self._model.set_cache(*([layer.view(torch.uint8).numpy() for layer in part] for part in (kv.k, kv.v)))
-            self._cache = kv
+        self._use(kv)
         columns = (
             batch.token_ids, batch.positions, batch.slot_mapping, batch.seq_slots, batch.query_start, batch.block_tables,
             wanted, hidden, logits,

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 STEP_ABI = 3  # of csrc/cpu/model.h: an extension that says otherwise was built from another version's sources
+BINDING = 2  # of csrc/cpu/bind.cpp: what is called here of the extension
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512vnni"}
@@ -51,11 +52,11 @@ def find_library(
     Raises NativeUnavailable. `features`, `folder` and `extension` stand for what this CPU says and what was built, for tests.
     """
     extension = extension or _extension()
-    version = getattr(extension, "STEP_ABI", None)
-    if version != STEP_ABI:
-        raise NativeUnavailable(
-            f"its extension was built for another version of Headrace (interface {version}, wanted {STEP_ABI}): {_AGAIN}"
-        )
+    for version, own in (("STEP_ABI", STEP_ABI), ("BINDING", BINDING)):
+        if (theirs := getattr(extension, version, None)) != own:
+            raise NativeUnavailable(
+                f"its extension was built for another version of Headrace (interface {theirs}, wanted {own}): {_AGAIN}"
+            )
     features = frozenset(extension.cpu_features() if features is None else features)
     folder = folder or Path(__file__).parent
     built = [name for name in INSTRUCTION_SETS if _path(folder, name).exists()]

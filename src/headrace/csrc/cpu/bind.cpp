@@ -20,6 +20,7 @@
 
 #include "bind_checks.h"
 #include "bind_product.h"
+#include "bind_slots.h"
 #include "cpu_features.h"
 #include "formats.h"
 #include "model.h"
@@ -178,6 +179,42 @@ class BoundModel {
     model_->sample(draws);
   }
 
+  // The slots' tables, which live as long as the caller keeps the arrays or until others are set.
+  void set_tables(Entries token_ids, Entries block_tables, Column<float> temperature, Column<float> top_p, Column<float> min_p,
+                  Column<int64_t> seed, Column<int64_t> top_k, Column<int64_t> sample_index, Column<int64_t> prompt_len,
+                  std::vector<int32_t> tokenless) {
+    const std::lock_guard lock(stepping_);
+    slots_.set({token_ids, block_tables, temperature, top_p, min_p, seed, top_k, sample_index, prompt_len, std::move(tokenless)},
+               checks_.config().vocab_size);
+  }
+
+  // `run` and `sample` for one token more of each of these slots, in one call. -> the ids, which are in the table of tokens too,
+  // and the rows that failed.
+  std::pair<std::vector<int32_t>, std::vector<int>> decode(Array<int32_t, 1> slots, Array<int32_t, 1> positions,
+                                                           float greedy_eps, Output<float, 2> logits) {
+    const size_t rows = slots.shape(0);
+    const int vocab_size = checks_.config().vocab_size;
+    checks_.length("positions", positions.shape(0), rows);
+    checks_.output("logits", logits.shape(0), logits.shape(1), rows, vocab_size);
+    nb::gil_scoped_release released;
+    const std::lock_guard lock(stepping_);
+    Step step = slots_.step(slots.data(), positions.data(), static_cast<int>(rows), checks_.config().block_size);
+    step.logits = logits.data();
+    step.keys = keys_.data();
+    step.values = values_.data();
+    checks_.step(step, slots_.num_tables(), slots_.table_blocks());
+    model_->run(step);
+    std::vector<int32_t> ids(rows);
+    const std::unique_ptr<bool[]> failed(new bool[rows]);
+    model_->sample(slots_.draws(step, vocab_size, greedy_eps, ids.data(), failed.get()));
+    slots_.write(step, ids.data());
+    std::vector<int> failures;
+    for (size_t row = 0; row < rows; row++) {
+      if (failed[row]) failures.push_back(static_cast<int>(row));
+    }
+    return {std::move(ids), std::move(failures)};
+  }
+
   int64_t bytes() const { return model_->bytes(); }
   int64_t workspace_bytes(int rows, int wanted, int max_positions) const {
     return model_->workspace_bytes(rows, wanted, max_positions);
@@ -190,6 +227,7 @@ class BoundModel {
   std::mutex stepping_;  // one step at a time, over one cache: callers in other threads wait, without Python's lock
   std::vector<void*> keys_, values_;
   std::pair<std::vector<Blocks>, std::vector<Blocks>> held_;
+  SlotRows slots_;
 };
 
 // Bytes of a part of a matrix in memory.
@@ -202,6 +240,7 @@ int64_t packed_bytes(Format format, int64_t rows, int inputs) {
 NB_MODULE(_step, m) {
   using namespace headrace::cpu;
   m.attr("STEP_ABI") = STEP_ABI;
+  m.attr("BINDING") = 2;  // moves on when Python calls this otherwise
   m.def("cpu_features", &cpu_features, "Names of the instruction set extensions that this CPU and its system offer.");
 
   nb::enum_<Format>(m, "Format")
@@ -287,6 +326,9 @@ NB_MODULE(_step, m) {
       .def("logits", &BoundModel::logits, "hidden"_a, "out"_a)
       .def("sample", &BoundModel::sample, "logits"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
            "output_index"_a, "sample_index"_a, "greedy_eps"_a, "ids"_a, "failed"_a)
+      .def("set_tables", &BoundModel::set_tables, "token_ids"_a, "block_tables"_a, "temperature"_a, "top_p"_a, "min_p"_a,
+           "seed"_a, "top_k"_a, "sample_index"_a, "prompt_len"_a, "tokenless"_a)
+      .def("decode", &BoundModel::decode, "slots"_a, "positions"_a, "greedy_eps"_a, "logits"_a)
       .def("bytes", &BoundModel::bytes)
       .def("workspace_bytes", &BoundModel::workspace_bytes, "rows"_a, "wanted"_a, "max_positions"_a)
       .def("describe", &BoundModel::describe);
