@@ -56,8 +56,8 @@ def test_flag_before_variable_before_file_before_default(monkeypatch, tmp_path, 
     if variable is not None:
         monkeypatch.setenv("HEADRACE_MAX_NUM_SEQS", variable)
     args = parsed(*words)
-    assert args.max_num_seqs == int(flag or variable or in_file or 256)
     given = next((v for v in (flag, variable, in_file) if v is not None), None)
+    assert args.max_num_seqs == (None if given is None else int(given))
     assert engine_options(args) == ({} if given is None else {"max_num_seqs": int(given)})
 
 

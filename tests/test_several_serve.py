@@ -18,6 +18,7 @@ from headrace.cli.serve import Server, server_config
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.several import check_alone, divide, several_models
 from headrace.config import EngineConfig
+from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import CapacityError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.several_models import memory
@@ -169,10 +170,10 @@ def test_models_whose_weights_fit_together_are_in_memory_together():
 def test_what_weights_take_is_known_from_the_headers(other, options, item):
     config = EngineConfig(model=other, device="cpu", **options)
     elements = 2 * 512 * 96 + 3 * (96 * (96 + 2 * 24 + 96) + 3 * 96 * 128)  # matrices
-    found = memory.weight_bytes(config, resolve_checkpoint(config), on_card=False)
+    found = weight_bytes(config, resolve_checkpoint(config), on_card=False)
     assert elements * item <= found <= elements * item + 4 * (7 * 96 + 3 * 144) + 4 * 96
     drafted = EngineConfig(model=other, device="cpu", speculative_method="draft_model", speculative_model=other, **options)
-    assert memory.weight_bytes(drafted, resolve_checkpoint(config), on_card=False) > found
+    assert weight_bytes(drafted, resolve_checkpoint(config), on_card=False) > found
 
 
 def test_models_of_a_card_share_it_and_have_threads_as_they_are(model, other, monkeypatch):
@@ -185,7 +186,7 @@ def test_models_of_a_card_share_it_and_have_threads_as_they_are(model, other, mo
     assert budget == 40 * GIB == pytest.approx(sum(sizes)) and [spec.engine.threads for spec in placed] == [None, None]
     assert [spec.engine.memory_bytes for spec in placed] == sizes
     floats, narrow = (
-        memory.weight_bytes(EngineConfig(model=other, quantization=made), resolve_checkpoint(engines[1]), on_card=True)
+        weight_bytes(EngineConfig(model=other, quantization=made), resolve_checkpoint(engines[1]), on_card=True)
         for made in (None, "int4")
     )
     assert narrow < floats / 3 and memory.budget_of(engines[0], GIB) == (GIB, True)

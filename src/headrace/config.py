@@ -57,7 +57,9 @@ class EngineConfig:
     max_model_len: int | None = _engine(
         None, "tokens of prompt and output together", 1, 2**24, "TOKENS", shown="the model's context"
     )
-    max_num_seqs: int = _engine(256, "requests that run at the same time", 1, 65536)
+    max_num_seqs: int | None = _engine(
+        None, "requests that run at the same time", 1, 65536, shown="by the memory plan on a GPU, 256 on a CPU"
+    )
     max_num_batched_tokens: int | None = _engine(
         None, "computed in one step", 1, 2**24, "TOKENS", shown="16384 on a GPU, 2048 on a CPU"
     )

@@ -7,7 +7,7 @@ from collections import Counter
 
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, too_many, unavailable
-from headrace.engine.interface import AsyncEngine
+from headrace.engine.interface import AsyncEngine, seats_of_core
 
 MAX_RETRY_AFTER = 120
 
@@ -94,7 +94,7 @@ class Limits:
         """
         self.check_ready()
         status = self.engine.status()
-        seats = self.engine.config.max_num_seqs * max(1, status.num_cores)
+        seats = seats_of_core(self.engine) * max(1, status.num_cores)
         queued = max(status.num_waiting, self.active - seats, 0)
         will_wait = num_samples if queued else max(0, self.active + num_samples - seats)
         most = self.config.max_queued_requests

@@ -15,6 +15,7 @@ from headrace.api.errors import ApiError, unavailable
 from headrace.api.glass import GlassRoutes
 from headrace.api.glass_hub import Glass
 from headrace.api.service import json_response, package_version
+from headrace.engine.interface import seats_of_core
 
 Handler = Callable[[ApiContext, Request], Awaitable[Response]]
 KillCore = Callable[[int], bool]  # whether it was there to be killed
@@ -45,7 +46,7 @@ class SceneRoutes:
         stats, model = engine.counters(), engine.model_config
         about: dict[str, Any] = {
             "version": package_version(), "cores": len(engine.cores()), "max_model_len": engine.max_model_len,
-            "max_num_seqs": config.max_num_seqs, "prefix_caching": config.enable_prefix_caching,
+            "max_num_seqs": seats_of_core(engine), "prefix_caching": config.enable_prefix_caching,
             "speculative_method": config.speculative_method, "structured_output": engine.supports_structured,
             "kill_core": self._kill_core is not None,
             "num_blocks": None if info is None else info.num_blocks, "block_size": None if info is None else info.block_size,

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from headrace.compile_ahead.ahead import Compilation, kernel_cache
-    from headrace.engine.build import resolve
+    from headrace.engine.build import resolve, with_seats
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
 
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("kv_cache_dtype", "fp8", f"auto on {card.name}: FP8 needs compute capability 8.9")
     config = without_weights(config)
     checkpoint = resolve_checkpoint(config)
-    limits = resolve(config, model_config_from_hf(checkpoint.config), torch.device("cuda"))
+    model = model_config_from_hf(checkpoint.config)
+    limits = resolve(with_seats(config, checkpoint, model, card.memory), model, torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()
 
     def told(done: int, total: int) -> None:

@@ -40,6 +40,7 @@ from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+SEATS = 256  # of a model among several that is yet to decide how many it has
 AHEAD, AHEAD_BYTES = 64, 2 * MAX_LINE  # lines that are read before they are run, and what they may hold
 ANSWERS = (  # options of a server that decide what an answer is
     "served_model_names", "any_model_name", "unknown_fields", "chat_template", "tool_parser", "reasoning_parser",
@@ -86,6 +87,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, source: BinaryIO) -> None:
     """The application and its engine, without a network between them and the file."""
     from headrace.api.in_process import post
+    from headrace.engine.interface import seats_of_core
 
     client, app = _parts(args, config, batch)
 
@@ -100,6 +102,7 @@ async def _answer(args: argparse.Namespace, config: ServerConfig, batch: Batch, 
     await client.start()
     try:
         await client.wait_loaded()
+        batch.concurrency = batch.concurrency or 2 * seats_of_core(client) * client.config.data_parallel_size
         with batch.progress():
             await batch.run(lines_of(source), ask)
     finally:
@@ -118,11 +121,10 @@ def _parts(args: argparse.Namespace, config: ServerConfig, batch: Batch) -> tupl
     check_alone(args)
     if args.models:
         models, metrics, config = several_models(args, ServeOptions(log_level=args.log_level), config, BUILDER, {})
-        batch.concurrency = batch.concurrency or 2 * max(model.spec.engine.max_num_seqs for model in models.served)
+        batch.concurrency = batch.concurrency or 2 * max(model.spec.engine.max_num_seqs or SEATS for model in models.served)
         models.switch.max_waiting = max(models.switch.max_waiting, batch.concurrency)  # no line is refused for another's sake
         return models, create_models_app(models, config, metrics)
     client = EngineClient(EngineConfig(**engine_options(args)), SupervisionConfig(standby=False), log_level=args.log_level)
-    batch.concurrency = batch.concurrency or 2 * client.config.max_num_seqs * client.config.data_parallel_size
     return client, create_app(client, config)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.options import engine_options, generation_defaults, given
 from headrace.cli.serve_options import ModelsOptions, ServeOptions
 from headrace.config import EngineConfig
+from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
 from headrace.machine import usable_cores
@@ -218,7 +219,7 @@ def divide(specs: list[ModelSpec], wanted: int | None) -> tuple[list[ModelSpec],
     shared = specs[0].engine
     budget, on_card = memory.budget_of(shared, wanted)
     weights = [
-        memory.weight_bytes(spec.engine, resolve_checkpoint(spec.engine), on_card) + (spec.engine.kv_cache_bytes or 0)
+        weight_bytes(spec.engine, resolve_checkpoint(spec.engine), on_card) + (spec.engine.kv_cache_bytes or 0)
         for spec in specs
     ]  # with a cache of a size that was asked for: neither can be less
     asked = [spec.memory_bytes for spec in specs]

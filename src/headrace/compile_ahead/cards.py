@@ -20,6 +20,7 @@ class Card:
     name: str
     capability: int  # 90: sm_90
     multiprocessors: int
+    memory: int  # whole GiB, as the driver gives them to programs
 
     @property
     def shared_memory(self) -> int:
@@ -27,19 +28,19 @@ class Card:
 
 
 CARDS = {
-    "a100": Card("NVIDIA A100-SXM4-80GB", 80, 108),
-    "a10": Card("NVIDIA A10", 86, 72),
-    "a40": Card("NVIDIA A40", 86, 84),
-    "a6000": Card("NVIDIA RTX A6000", 86, 84),
-    "rtx3090": Card("NVIDIA GeForce RTX 3090", 86, 82),
-    "l4": Card("NVIDIA L4", 89, 58),
-    "l40s": Card("NVIDIA L40S", 89, 142),
-    "rtx4090": Card("NVIDIA GeForce RTX 4090", 89, 128),
-    "h100": Card("NVIDIA H100 80GB HBM3", 90, 132),
-    "h100-pcie": Card("NVIDIA H100 PCIe", 90, 114),
-    "h200": Card("NVIDIA H200", 90, 132),
-    "rtx5090": Card("NVIDIA GeForce RTX 5090", 120, 170),
-    "rtx-pro-6000": Card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 120, 188),
+    "a100": Card("NVIDIA A100-SXM4-80GB", 80, 108, 79),
+    "a10": Card("NVIDIA A10", 86, 72, 22),
+    "a40": Card("NVIDIA A40", 86, 84, 44),
+    "a6000": Card("NVIDIA RTX A6000", 86, 84, 47),
+    "rtx3090": Card("NVIDIA GeForce RTX 3090", 86, 82, 23),
+    "l4": Card("NVIDIA L4", 89, 58, 22),
+    "l40s": Card("NVIDIA L40S", 89, 142, 44),
+    "rtx4090": Card("NVIDIA GeForce RTX 4090", 89, 128, 23),
+    "h100": Card("NVIDIA H100 80GB HBM3", 90, 132, 79),
+    "h100-pcie": Card("NVIDIA H100 PCIe", 90, 114, 79),
+    "h200": Card("NVIDIA H200", 90, 132, 139),
+    "rtx5090": Card("NVIDIA GeForce RTX 5090", 120, 170, 31),
+    "rtx-pro-6000": Card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 120, 188, 94),
 }
 
 
@@ -60,9 +61,11 @@ def present_card(index: int = 0) -> Card | None:
     device, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, 256, device):
         return None
-    found = []
+    found, size = [], ctypes.c_size_t()
+    if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return None
     for attribute in (75, 76, 16):  # compute capability, major and minor; multiprocessors
         if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device):
             return None
         found.append(number.value)
-    return Card(name.value.decode(errors="replace"), 10 * found[0] + found[1], found[2])
+    return Card(name.value.decode(errors="replace"), 10 * found[0] + found[1], found[2], size.value >> 30)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.cache.state_pool import StatePool
 from headrace.config import EngineConfig
@@ -22,6 +23,7 @@ from headrace.engine.fork import claim_process
 from headrace.engine.forwards import load_forward
 from headrace.engine.options import check_options
 from headrace.engine.preparation import Preparation, Tell, tell_nobody
+from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.extras import is_installed
 from headrace.lora.core import CoreAdapters
@@ -33,7 +35,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
 from headrace.model.forward import Forward
-from headrace.model.shard import Group
+from headrace.model.shard import Group, Shard
 from headrace.model.tokenizer import Tokenizer
 from headrace.model.vocabulary import TokenlessIds
 from headrace.native.forward import NativeDecoder
@@ -49,6 +51,7 @@ from headrace.worker.batch_state import BatchState
 from headrace.worker.drafter import Drafter, SharedDrafter
 from headrace.worker.memory_plan import MemoryPlan, plan_memory
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.seats import CPU_SEATS, card_seats
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU does not need
     from headrace.worker.cuda_graphs import DecodeGraphs
@@ -125,6 +128,8 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     if checkpoint.text_of is not None:
         logger.warning("%s is the text part of a %s: images are not served", checkpoint.name, checkpoint.text_of)
     device, ranks = choose_device(config.device, 0, config.tensor_parallel_size), None
+    if device.type == "cuda":
+        config = with_seats(config, checkpoint, model, torch.cuda.get_device_properties(device).total_memory >> 30)
     preparation = Preparation(config, checkpoint, resolve(config, model, device), device)
     try:
         if config.tensor_parallel_size == 1:
@@ -213,7 +218,7 @@ def build_worker(
         torch.set_num_threads(threads_of_rank(config))
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
-        forward, weight_bytes, formats = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
+        forward, loaded_bytes, formats = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
     tokenizer = None if reading is None else reading.result()
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
@@ -224,7 +229,7 @@ def build_worker(
     if device.type == "cpu":
         give_memory_back(device)
     part = model if group is None else group.shard.config(model)
-    plan = planned(config, limits, part, forward, draft, weight_bytes, device)
+    plan = planned(config, limits, part, forward, draft, loaded_bytes, device)
     num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)
     limits = with_snapshots(fit_context(config, replace(limits, num_blocks=num_blocks)), plan.num_snapshots, group, device)
     kv = KVCache(part, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
@@ -236,7 +241,7 @@ def build_worker(
     if isinstance(forward, Decoder) and forward.adapters is not None:
         state.adapters, forward.adapters.table = forward.adapters, state.tables.ints
     graphs, prompts = captured_steps(config, limits, forward, kv, state)
-    drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, weight_bytes, state)
+    drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, loaded_bytes, state)
     if group is not None and config.speculative_model is not None:
         drafter = SharedDrafter(drafter, state, group)
     if isinstance(forward, NativeDecoder) and drafter is None:
@@ -270,7 +275,7 @@ def with_snapshots(limits: Limits, count: int, group: Group | None, device: torc
 
 
 def planned(
-    config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | None, weight_bytes: int,
+    config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | None, loaded_bytes: int,
     device: torch.device,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan, with what its parts say that they take."""
@@ -278,7 +283,7 @@ def planned(
     plan = plan_memory(
         config, limits, model, forward.dtype, device,
         cache_dtype=forward.cache_dtype,
-        weight_bytes=weight_bytes + (draft.num_bytes if draft else 0),
+        weight_bytes=loaded_bytes + (draft.num_bytes if draft else 0),
         workspace_bytes=sum(f.workspace_bytes(rows) for f in forwards),
         activation_bytes=max(f.activation_bytes(limits.max_num_batched_tokens) for f in forwards),
         draft=draft.model if draft else None,
@@ -348,18 +353,33 @@ def fit_context(asked: EngineConfig, limits: Limits) -> Limits:
     return replace(limits, max_model_len=capacity)
 
 
+def with_seats(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, memory: int) -> EngineConfig:
+    """With max_num_seqs decided for a card of `memory` GiB, unless it was asked for, before anything is loaded."""
+    if config.max_num_seqs is not None:
+        return config
+    ranks, dtype = config.tensor_parallel_size, torch.float32 if config.dtype == "float32" else torch.bfloat16
+    limits = resolve(config, model, torch.device("cuda"))
+    seats = card_seats(
+        config, limits, Shard(0, ranks).config(model), dtype, fp8.DTYPE if config.kv_cache_dtype == "fp8" else dtype,
+        memory=memory << 30, weight_bytes=weight_bytes(config, checkpoint, on_card=True) // ranks, ranks=ranks,
+    )  # fmt: skip
+    logger.info("max_num_seqs: %d, for which a card of %d GiB has room", seats, memory)
+    return replace(config, max_num_seqs=seats)
+
+
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
     """What the options mean for this model and device. The blocks are as many as could ever be used: memory decides."""
     max_model_len = config.max_model_len or model.max_position
     block_size = config.block_size or (64 if device.type == "cuda" else 16)
-    num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // block_size)
+    seats = config.max_num_seqs or CPU_SEATS
+    num_blocks = config.num_kv_blocks or seats * -(-max_model_len // block_size)
     if config.num_kv_blocks is not None and num_blocks * block_size < 2:
         raise CapacityError(f"{config.num_kv_blocks} KV blocks of {block_size} tokens hold no sequence")
     caching, hybrid = config.enable_prefix_caching, model.delta is not None
     if hybrid and caching and config.kv_cache_events != "off":
         logger.warning("no KV cache events: whether a prefix of this model can be gone on from, its blocks do not tell")
     return Limits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=seats,
         max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
         max_model_len=max_model_len,
         block_size=block_size,
@@ -368,7 +388,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         max_drafts=config.num_speculative_tokens if hybrid and config.speculative_method is not None else 0,
         enable_prefix_caching=caching,
         kv_cache_events=config.kv_cache_events if caching and not hybrid else "off",
-        num_snapshots=SNAPSHOTS * config.max_num_seqs if caching and hybrid else 0,
+        num_snapshots=SNAPSHOTS * seats if caching and hybrid else 0,
         max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
         policy=config.scheduling_policy,
     )
@@ -377,7 +397,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
 def resolved(config: EngineConfig, limits: Limits) -> EngineConfig:
     """`config` with every None decided that has a meaning."""
     return replace(
-        config, max_model_len=limits.max_model_len, block_size=limits.block_size,
+        config, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len, block_size=limits.block_size,
         max_num_batched_tokens=limits.max_num_batched_tokens, speculative_max_rows=limits.max_draft_rows or None,
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ class EngineStatus:
     num_waiting: int
     waiting_tokens: int
     drain_rate: float  # tokens per second, measured; 0: not known yet
-    num_cores: int  # that run or are being restarted: each takes config.max_num_seqs at the same time
+    num_cores: int  # that run or are being restarted: each takes `seats_of_core` samples at the same time
     doing: str = "loading"  # while `loaded` is false, in words: loading, compiling kernels 3 of 120, ...
 
 
@@ -107,6 +107,12 @@ class AsyncEngine(Protocol):
         """Over all cores."""
 
     def cores(self) -> list[CoreStatus]: ...
+
+
+def seats_of_core(engine: AsyncEngine) -> int:
+    """Samples that each of its cores runs at the same time: as was asked for, or as the first that was loaded has decided."""
+    decided = engine.info.max_num_seqs if engine.config.max_num_seqs is None and engine.info is not None else 1
+    return engine.config.max_num_seqs or decided
 
 
 class Spectator(Protocol):

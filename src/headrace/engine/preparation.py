@@ -92,7 +92,8 @@ def begin(config: EngineConfig, checkpoint: Checkpoint, limits: Limits) -> Compi
 
     device = torch.cuda.current_device()
     found = torch.cuda.get_device_properties(device)
-    card = Card(torch.cuda.get_device_name(device), 10 * found.major + found.minor, found.multi_processor_count)
+    capability = 10 * found.major + found.minor
+    card = Card(torch.cuda.get_device_name(device), capability, found.multi_processor_count, found.total_memory >> 30)
     return Compilation(replace(config, local_files_only=True), checkpoint, limits, card)
 
 

@@ -8,26 +8,15 @@ of the shares, and the sum never exceeds the budget.
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 
 from headrace.config import EngineConfig
 from headrace.engine.placement import num_cards
 from headrace.errors import CapacityError
 from headrace.machine import available_memory
-from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
-from headrace.model.families import model_config_from_hf, weight_plan
-from headrace.model.formats.tensor_file import FLOATS, TensorEntry
-from headrace.native.precision import choose_precision, stored_encodings
 
 GIB = 1 << 30
 HOST_SHARE = 0.9  # of the free memory: other programs want some, too
-FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# bytes of an element that is kept so, with its share of the scales
-KEPT = {
-    "F32": 4.0, "F16": 2.0, "BF16": 2.0, "F8": 36 / 32, "Q8_0": 34 / 32, "Q4_1": 20 / 32,
-    "Q4_Z": 20 / 32, "Q4_0": 18 / 32, "fp8": 1.01, "int8": 1.01, "int4": 0.54,
-}  # fmt: skip
 
 
 def budget_of(config: EngineConfig, wanted: int | None) -> tuple[int, bool]:
@@ -46,46 +35,6 @@ def card_bytes() -> int:
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         raise CapacityError("the driver does not say how much memory the card has: give --model-memory-bytes")
     return size.value
-
-
-def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
-    """Of the weights as the engine will hold them, by the headers of their files; those of a draft model too."""
-    total = _weight_bytes(config, checkpoint, on_card)
-    if config.speculative_model is not None:
-        draft = EngineConfig(model=config.speculative_model, local_files_only=config.local_files_only)
-        total += _weight_bytes(draft, resolve_checkpoint(draft), on_card)
-    return total
-
-
-def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
-    plan = weight_plan(model_config_from_hf(checkpoint.config))
-    by_name = {} if checkpoint.format == "dummy" else checkpoint.tensors()
-    elements = sum(
-        math.prod(spec.shape) for spec in plan if not spec.optional or any(name in by_name for name, _ in spec.sources)
-    )
-    tensors = list(by_name.values())
-    if not on_card:
-        native = not config.enforce_eager and config.dtype != "float16"
-        if not native or not tensors:  # torch computes in floats
-            return elements * FLOAT_BYTES.get(config.dtype, 4)
-        encodings = stored_encodings(checkpoint)
-        precision = choose_precision(config, encodings)
-        if checkpoint.gguf is None and checkpoint.quantized_to():  # its tensors are parts of matrices
-            widest = max(KEPT[precision.format_of(encoding)] for encoding in encodings.difference(FLOATS))
-            return max(int(elements * widest), sum(tensor.num_bytes for tensor in tensors))
-        return sum(_kept_bytes(tensor, precision.format_of(tensor.encoding.name)) for tensor in tensors)
-    if checkpoint.quantized_to() and config.quantization != "none":
-        return sum(tensor.num_bytes for tensor in tensors)
-    made = config.quantization if config.quantization in KEPT else None
-    return int(elements * (FLOAT_BYTES.get(config.dtype, 2) if made is None else KEPT[made]))
-
-
-def _kept_bytes(tensor: TensorEntry, kept_as: str) -> int:
-    """Of a tensor that is kept in this format; one that is not a matrix stays in floats."""
-    elements = math.prod(tensor.shape)
-    if len(tensor.shape) < 2 and tensor.encoding.name in FLOATS:
-        return elements * 4
-    return int(elements * KEPT[kept_as]) if kept_as in KEPT else tensor.num_bytes
 
 
 def shares(budget: int, weights: Sequence[int], asked: Sequence[int | None]) -> list[int]:

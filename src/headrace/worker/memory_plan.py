@@ -92,6 +92,31 @@ def logits_bytes(rows: int, prompt_rows: int, vocab: int, item: int, ranks: int 
     return max(sampled, (4 + gathered) * min(PROMPT_CHUNK_BYTES, 4 * prompt_rows * vocab))
 
 
+def terms_of_limits(
+    config: EngineConfig, limits: Limits, model: ModelConfig, dtype: torch.dtype, on_card: bool,
+    draft: ModelConfig | None = None, ranks: int = 1,
+) -> dict[str, int]:  # fmt: skip
+    """Those that follow from what bounds a step; the recurrent one without snapshots. Arguments as of plan_memory."""
+    rows, block_size, item = limits.max_num_seqs, limits.block_size, dtype.itemsize
+    vocab = max(model.vocab_size, draft.vocab_size if draft else 0)
+    state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype, limits.max_drafts)
+    terms = {
+        "logits": logits_bytes(rows + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item, ranks),
+        "state": BatchState.bytes(rows, limits.max_model_len, block_size) + 4 * (rows + 1) * model.vocab_size,
+        "recurrent": (rows + 1) * state_bytes,  # one of padded rows
+        "graphs": 0,
+        "reserve": GIB // 2 if on_card else 0,
+    }
+    if on_card and not config.enforce_eager:
+        terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
+        if ranks == 1:  # of several they are not captured
+            most = min(captured_tokens(model), limits.max_num_batched_tokens)
+            terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, rows)
+        if draft is not None:
+            terms["graphs"] += graph_bytes(draft, min(rows, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
+    return terms
+
+
 def plan_memory(
     config: EngineConfig,
     limits: Limits,
@@ -115,34 +140,16 @@ def plan_memory(
     of one of so many, each of which has a card to itself, or its share of the machine's memory. Raises CapacityError with
     the numbers and the options to change.
     """
-    max_num_seqs, block_size, item = limits.max_num_seqs, limits.block_size, dtype.itemsize
-    vocab = max(model.vocab_size, draft.vocab_size if draft else 0)
-    terms = {
-        "weights": weight_bytes,
-        "workspaces": workspace_bytes,
-        "activations": activation_bytes,
-        "logits": logits_bytes(max_num_seqs + limits.max_draft_rows, limits.max_num_batched_tokens, vocab, item, ranks),
-        "state": BatchState.bytes(max_num_seqs, limits.max_model_len, block_size) + 4 * (max_num_seqs + 1) * model.vocab_size,
-        "recurrent": 0,
-        "graphs": 0,
-        "reserve": 0,
-    }
+    terms = {"weights": weight_bytes, "workspaces": workspace_bytes, "activations": activation_bytes}
+    terms |= terms_of_limits(config, limits, model, dtype, device.type == "cuda", draft, ranks)
     state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype, limits.max_drafts)
-    terms["recurrent"] = (max_num_seqs + 1) * state_bytes  # one of padded rows
     used_by_others = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget, terms["reserve"] = int(total * config.gpu_memory_utilization), GIB // 2
+        budget = int(total * config.gpu_memory_utilization)
         used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
         if config.memory_bytes is not None:  # the rest is for other models
             budget = min(budget, used_by_others + config.memory_bytes)
-        if not config.enforce_eager:
-            terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
-            if ranks == 1:  # of several they are not captured
-                most = min(captured_tokens(model), limits.max_num_batched_tokens)
-                terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, max_num_seqs)
-            if draft is not None:
-                terms["graphs"] += graph_bytes(draft, min(max_num_seqs, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     else:
         free = available_memory() // ranks - (0 if loaded else weight_bytes)
         if config.memory_bytes is not None:  # the rest is for other cores of this machine
@@ -154,7 +161,7 @@ def plan_memory(
     num_snapshots = min(limits.num_snapshots, max(0, kv) // SNAPSHOT_SHARE // state_bytes) if state_bytes else 0
     terms["recurrent"] += num_snapshots * state_bytes
     kv = kv - num_snapshots * state_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
-    block_bytes = KVCache.bytes_per_block(model, block_size, cache_dtype or dtype) + draft_block_bytes
+    block_bytes = KVCache.bytes_per_block(model, limits.block_size, cache_dtype or dtype) + draft_block_bytes
     num_blocks = limits.num_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, limits.num_blocks)
     if not loaded and free < 0:
         raise CapacityError(

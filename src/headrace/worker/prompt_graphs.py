@@ -43,7 +43,7 @@ from headrace.worker.sampling import Tail
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE as Pool
 
-FEW_SEQS = (8, 32, 96)  # buckets of sequences, before as many as there may be
+FEW_SEQS, MANY_SEQS = (8, 32, 96), (264, 520)  # buckets of sequences, before as many as there may be
 LONG_CONTEXT = 16384  # few rows behind more than this are better off where the split kernel takes them: uncaptured
 
 
@@ -63,7 +63,7 @@ def token_sizes(most: int) -> list[int]:
 
 def seq_sizes(most: int) -> list[int]:
     """Multiples of 8, so that what follows them in memory is aligned; one more than `most` sequences have room."""
-    return [s for s in FEW_SEQS if s <= most] + [aligned(most + 1, 8)]
+    return [s for s in FEW_SEQS + MANY_SEQS if s <= most] + [aligned(most + 1, 8)]
 
 
 def can_capture(forward: Forward) -> bool:
@@ -132,9 +132,10 @@ class PromptGraphs(StepGraphs[PromptKey]):
 
     def prepare(self) -> None:
         """Capture steps that cover whatever may come, before any comes; what fits better comes in idle time."""
-        few, many, sizes = self.seq_sizes[0] - 1, self.seq_sizes[-1] - 1, self.sizes
+        few, most, sizes = self.seq_sizes[0] - 1, self.seq_sizes[-1] - 1, self.sizes
+        many = min(most, MANY_SEQS[0] - 1)  # what covers all that may come would sample rows for all of them
         rounded = [s for s in sizes if s & (s - 1) == 0 or s == sizes[-1]]
-        shapes = [(s, many, True, self.buckets[-1]) for s in rounded[::-3]]
+        shapes = [(s, most, True, self.buckets[-1]) for s in rounded[::-3]]
         shapes += [(s, *of, self.buckets[0]) for s in reversed(rounded) for of in ((many, True), (few, False))]
         for shape in shapes:  # a smaller one fits into the memory of a larger
             key = self.key_for(*shape, Tail.FILTERED)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.config import ModelConfig
 from headrace_bench.roofline import Limits, Machine
@@ -121,6 +122,25 @@ class BlockSizes:
     utilization: float
 
 
+def seats(card: Card, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ranks: int, tied: bool) -> int:
+    """Requests that run at the same time where nobody says, as the engine decides it."""
+    from headrace.engine.build import resolve
+    from headrace.model.shard import Shard
+    from headrace.worker.seats import card_seats
+
+    return card_seats(
+        config, resolve(config, model, torch.device("cuda")), Shard(0, ranks).config(model), dtype, dtype,
+        memory=int(card.memory), weight_bytes=int(weight_bytes(model, dtype, ranks, tied)), ranks=ranks,
+    )  # fmt: skip
+
+
+def weight_bytes(model: ModelConfig, dtype: torch.dtype, ranks: int, tied: bool) -> float:
+    """Of one rank."""
+    limits = Limits(model, dtype, Machine("", 1.0, 1.0))
+    parameters = limits.parameters
+    return dtype.itemsize * (limits.head * (1 if tied else 2) + parameters.plain + parameters.experts) / ranks
+
+
 def num_blocks(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int, tied: bool, sizes: BlockSizes) -> int:
     """KV blocks that fit beside the weights, with what the engine's memory plan takes for its largest step.
 
@@ -129,8 +149,7 @@ def num_blocks(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int, t
     from headrace.model.row_elements import row_elements
     from headrace.worker.memory_plan import GIB, MAX_GRAPHS, graph_bytes, logits_bytes
 
-    limits, item = Limits(model, dtype, Machine("", 1.0, 1.0)), dtype.itemsize
-    weights = item * (limits.head * (1 if tied else 2) + limits.parameters.plain + limits.parameters.experts) / ranks
+    item, weights = dtype.itemsize, weight_bytes(model, dtype, ranks, tied)
     largest = item * row_elements(model) * sizes.max_num_batched_tokens / ranks
     largest += logits_bytes(sizes.max_num_seqs, sizes.max_num_batched_tokens, model.vocab_size, item) / ranks
     largest += graph_bytes(model, sizes.max_num_seqs, item, MAX_GRAPHS) / ranks

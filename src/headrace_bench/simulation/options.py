@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +136,8 @@ def setup_of(args: argparse.Namespace) -> Setup:
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
     from headrace.scheduler.config import Limits
-    from headrace_bench.simulation.cards import BlockSizes, card_named, num_blocks, roofline
+    from headrace.worker.seats import CPU_SEATS
+    from headrace_bench.simulation.cards import BlockSizes, card_named, num_blocks, roofline, seats
     from headrace_bench.simulation.cost import StepCost
     from headrace_bench.simulation.fleet import Setup
     from headrace_bench.simulation.trace_fit import fit_trace
@@ -152,7 +154,12 @@ def setup_of(args: argparse.Namespace) -> Setup:
         block_size=args.block_size or (16 if on_cpu else 64), max_model_len=args.max_model_len or model.max_position,
         num_kv_blocks=args.num_kv_blocks, gpu_memory_utilization=args.gpu_memory_utilization, max_itl_ms=args.max_itl_ms,
     )  # fmt: skip
-    assert config.block_size and config.max_num_batched_tokens and config.max_model_len
+    tied = bool(shape.get("tie_word_embeddings"))
+    if config.max_num_seqs is None:
+        fits = cost is None and config.num_kv_blocks is None
+        count = seats(card, config, model, dtype, args.tensor_parallel_size, tied) if fits else CPU_SEATS
+        config = replace(config, max_num_seqs=count)
+    assert config.block_size and config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
     step_cost: StepCost = cost or roofline(card, model, dtype, args.tensor_parallel_size)
     blocks = config.num_kv_blocks
     if blocks is None:
@@ -163,7 +170,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
             config.block_size, config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len,
             config.gpu_memory_utilization,
         )  # fmt: skip
-        blocks = num_blocks(card, model, dtype, args.tensor_parallel_size, bool(shape.get("tie_word_embeddings")), sizes)
+        blocks = num_blocks(card, model, dtype, args.tensor_parallel_size, tied, sizes)
     limits = Limits(
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(config.max_model_len, blocks * config.block_size), block_size=config.block_size, num_blocks=blocks,
