@@ -21,6 +21,7 @@ from headrace.engine.client import EngineClient
 from headrace.engine.core_process import CoreProcess
 from headrace.engine.core_supply import StandbySupply
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.news_pipe import QueueOutbox
 from headrace.engine.process import CoreLoop
 from headrace.engine.socket_pair import PREFIX
 from headrace.engine.streams import Stream
@@ -501,7 +502,7 @@ async def test_a_flood_of_messages_is_read_to_its_end_and_others_have_turns(tmp_
         theirs.send(msgspec.msgpack.encode(Heartbeat(float(i))))
     process = Process()
     process.kill = lambda: process.exit(-9)  # type: ignore[attr-defined]
-    core = CoreProcess(process, theirs, outbox, tmp_path)  # type: ignore[arg-type]
+    core = CoreProcess(process, theirs, QueueOutbox(outbox), tmp_path)  # type: ignore[arg-type]
     heard: list[float] = []
     core.listen(lambda message: heard.append(message.busy_seconds))
     lengths = []

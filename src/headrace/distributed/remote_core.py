@@ -19,6 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from headrace.distributed.process import Door
 from headrace.engine.core_link import CoreLink
+from headrace.engine.news_pipe import QueueOutbox
 from headrace.engine.wire import Shutdown
 
 HOST_SECONDS = 0.25  # for the host to say how the process ended, when the connection is lost
@@ -51,7 +52,8 @@ class RemoteCore(CoreLink):
     def __init__(self, context: zmq.asyncio.Context, host: Host, number: int, door: Door, keys: tuple[bytes, bytes]):
         plain = zmq.Context(context)
         inbox, outbox = context.socket(zmq.PUSH), plain.socket(zmq.PULL)
-        super().__init__(inbox, outbox)
+        super().__init__(inbox, QueueOutbox(outbox))
+        self._sockets = inbox, outbox
         self._host, self._number = host, number
         self._where = door.inbox.removeprefix("tcp://").rpartition(":")[0]
         self.unreachable = False  # nobody knows whether it lives: its host had better be given up
@@ -147,7 +149,7 @@ class RemoteCore(CoreLink):
             await self._host.kill(self._number)
 
     def hang_up(self) -> None:
-        for socket, monitor in zip((self._inbox, self._outbox), self._monitors, strict=False):
+        for socket, monitor in zip(self._sockets, self._monitors, strict=False):
             self._loop.remove_reader(monitor.fileno())
             socket.disable_monitor()
             monitor.close(linger=0)

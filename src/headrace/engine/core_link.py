@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.config import EngineConfig
+from headrace.engine.news_pipe import Outbox
 from headrace.engine.wire import Begin, Fatal, FromCore, Heartbeat, Place, Ready, ToCore, to_wire
 
 TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
@@ -21,7 +22,7 @@ TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event 
 class CoreLink:
     """What all kinds of `supervision.Core` have in common. `inbox` is what the core reads, `outbox` what it writes."""
 
-    def __init__(self, inbox: zmq.asyncio.Socket, outbox: zmq.Socket):
+    def __init__(self, inbox: zmq.asyncio.Socket, outbox: Outbox):
         self._inbox, self._outbox = inbox, outbox
         self._loop = asyncio.get_running_loop()
         self._handler: Callable[[Any], None] | None = None
@@ -48,7 +49,7 @@ class CoreLink:
             self._inbox.send(self._encoder.encode(message))
 
     def listen(self, handler: Callable[[Any], None]) -> None:
-        """From now on `handler` gets every message. Read without zmq.asyncio, whose futures cost more than the messages."""
+        """From now on `handler` gets every message."""
         self._handler = handler
         self._loop.add_reader(self._outbox.fileno(), self._read)
         self._read()
@@ -58,13 +59,12 @@ class CoreLink:
         self._again = False
         end = time.perf_counter() + TURN_SECONDS
         try:
-            while self._handler is not None:
-                self._handler(self._noted(self._outbox.recv(zmq.NOBLOCK)))
+            while self._handler is not None and (data := self._outbox.take()) is not None:
+                self._handler(self._noted(data))
                 if time.perf_counter() > end:
-                    self._read_again()
-                    return
-        except zmq.Again:
-            pass
+                    return self._read_again()
+            if self._outbox.ended:
+                self._loop.remove_reader(self._outbox.fileno())
         except Exception as e:
             self._handler = None
             if not self.broken.done():
@@ -101,4 +101,4 @@ class CoreLink:
         if not self._outbox.closed:
             self._loop.remove_reader(self._outbox.fileno())
             self._inbox.close(linger=0)
-            self._outbox.close(linger=0)
+            self._outbox.close()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
 from signal import SIGKILL
@@ -14,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from headrace.engine.core_link import CoreLink
+from headrace.engine.news_pipe import Outbox, PipeOutbox
 from headrace.engine.socket_pair import addresses, bind_pair
 from headrace.engine.wire import Shutdown
 
@@ -21,7 +23,7 @@ from headrace.engine.wire import Shutdown
 class CoreProcess(CoreLink):
     """A process that has imported everything and waits for its options, or runs an engine once it has got them."""
 
-    def __init__(self, process: asyncio.subprocess.Process, inbox: zmq.asyncio.Socket, outbox: zmq.Socket, home: Path):
+    def __init__(self, process: asyncio.subprocess.Process, inbox: zmq.asyncio.Socket, outbox: Outbox, home: Path):
         super().__init__(inbox, outbox)
         self.process, self.home = process, home
 
@@ -29,25 +31,28 @@ class CoreProcess(CoreLink):
     async def spawn(
         cls, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool
     ) -> CoreProcess:
-        """Start a process. It connects, removes the directory of the sockets and imports; `begin` gives it its task."""
-        inbox, outbox = context.socket(zmq.PUSH), zmq.Context(context).socket(zmq.PULL)
-        home = None
+        """Start a process. It connects, removes the directory of the socket and imports; `begin` gives it its task."""
+        inbox, home = context.socket(zmq.PUSH), None
+        ours, theirs = socket.socketpair()
+        outbox = PipeOutbox(ours)
         try:
-            for socket in (inbox, outbox):
-                socket.set_hwm(0)
-                socket.linger = 0
-            home = bind_pair(inbox, outbox)
+            inbox.set_hwm(0)
+            inbox.linger = 0
+            home = bind_pair(inbox)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "headrace.engine.process", *addresses(home), str(os.getpid()), builder, log_level,
-                log_format, str(int(traced)), stdin=asyncio.subprocess.DEVNULL,
+                sys.executable, "-m", "headrace.engine.process", addresses(home)[0], str(theirs.fileno()), str(os.getpid()),
+                builder, log_level, log_format, str(int(traced)), stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent: it drains first
             )  # fmt: skip
         except BaseException:
             inbox.close(linger=0)
-            outbox.close(linger=0)
+            outbox.close()
             if home is not None:
                 shutil.rmtree(home, ignore_errors=True)
             raise
+        finally:
+            theirs.close()
         core = cls(process, inbox, outbox, home)
         core.greet()
         return core

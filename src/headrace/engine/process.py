@@ -27,6 +27,7 @@ import zmq
 from headrace.cache.recorded_tree import RecordedTree
 from headrace.config import EngineConfig, prepare_threads, show_cards
 from headrace.engine.messages import Outputs
+from headrace.engine.news_pipe import PipeInlet
 from headrace.engine.socket_pair import connect_pair
 from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.wire import (
@@ -214,24 +215,21 @@ def watch(
         time.sleep(HEARTBEAT_SECONDS)
 
 
-def connect(context: zmq.Context, inbox_address: str, outbox_address: str, parent: int) -> tuple[zmq.Socket, zmq.Socket]:
-    """Both sockets, connected; the first message, which says so, has been taken."""
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket in (inbox, outbox):
-        socket.set_hwm(0)  # bounded by the requests in flight, which admission bounds
-        socket.linger = 1000
-    outbox.sndtimeo = 1000  # when there is no connection any more, this process is about to end
-    connect_pair(inbox, outbox, inbox_address, outbox_address, parent)
+def connect(context: zmq.Context, address: str, parent: int) -> zmq.Socket:
+    """The inbox, connected; the first message, which says so, has been taken."""
+    inbox = context.socket(zmq.PULL)
+    inbox.set_hwm(0)  # bounded by the requests in flight, which admission bounds
+    connect_pair(inbox, None, address, "", parent)
     inbox.recv()
-    return inbox, outbox
+    return inbox
 
 
-def main(inbox_address: str, outbox_address: str, parent: int, builder: str, traced: bool) -> int:
+def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: bool) -> int:
     ignore_signals()
+    inlet = PipeInlet(outbox)
     prepare_threads()
     context = zmq.Context()
-    inbox, outbox = connect(context, inbox_address, outbox_address, parent)
-    return serve(context, inbox, outbox, parent, builder, traced)
+    return serve(context, connect(context, inbox_address, parent), inlet, parent, builder, traced)
 
 
 def ignore_signals() -> None:
@@ -240,7 +238,9 @@ def ignore_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: int, builder: str, traced: bool) -> int:
+def serve(
+    context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket | PipeInlet, parent: int, builder: str, traced: bool
+) -> int:
     """Wait for the options, build the engine and run it; the exit code."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -292,6 +292,7 @@ def serve(context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket, parent: i
         send(Fatal(f"{type(e).__name__}: {e}", permanent=False))
         return 3
     finally:
+        outbox.close()
         context.destroy(linger=1000)
 
 
@@ -320,4 +321,4 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     configure("core", *sys.argv[5:7])
-    leave(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1"))
+    leave(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1"))

@@ -31,8 +31,8 @@ def addresses(home: Path) -> tuple[str, str]:
     return f"ipc://{home}/in", f"ipc://{home}/out"
 
 
-def bind_pair(inbox: zmq.Socket, outbox: zmq.Socket) -> Path:
-    """Bind both in a new directory that only this user can read; returns it.
+def bind_pair(inbox: zmq.Socket, outbox: zmq.Socket | None = None) -> Path:
+    """Bind both, or the one that there is, in a new directory that only this user can read; returns it.
 
     A place does not do if its name is long (an address has 107 bytes), it is read-only or full, or its file system has no
     sockets. Raises HeadraceError when none does, OSError when the fault is not the place's.
@@ -50,13 +50,14 @@ def bind_pair(inbox: zmq.Socket, outbox: zmq.Socket) -> Path:
     raise HeadraceError(f"no place for the sockets between the server and its engine (TMPDIR names one); tried {tried}")
 
 
-def _bind_in(place: str, inbox: zmq.Socket, outbox: zmq.Socket) -> Path:
+def _bind_in(place: str, inbox: zmq.Socket, outbox: zmq.Socket | None) -> Path:
     home = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))  # mode 0700
     first, second = addresses(home)
     try:
         inbox.bind(first)
         try:
-            outbox.bind(second)
+            if outbox is not None:
+                outbox.bind(second)
         except BaseException:
             inbox.unbind(first)
             raise
@@ -66,14 +67,15 @@ def _bind_in(place: str, inbox: zmq.Socket, outbox: zmq.Socket) -> Path:
     return home
 
 
-def connect_pair(inbox: zmq.Socket, outbox: zmq.Socket, inbox_address: str, outbox_address: str, parent: int) -> None:
-    """The other side: returns when both are connected and a first message has come. Nobody needs their names any more then, and
+def connect_pair(inbox: zmq.Socket, outbox: zmq.Socket | None, inbox_address: str, outbox_address: str, parent: int) -> None:
+    """The other side: returns when they are connected and a first message has come. Nobody needs their names any more then, and
     the directory goes. Ends this process if its parent has died."""
     home = Path(inbox_address.removeprefix("ipc://")).parent
-    outbox.immediate = True  # it can be written to when there is a connection
     inbox.connect(inbox_address)
-    outbox.connect(outbox_address)
-    while not inbox.poll(POLL_MS) or not outbox.poll(POLL_MS, zmq.POLLOUT):
+    if outbox is not None:
+        outbox.immediate = True  # it can be written to when there is a connection
+        outbox.connect(outbox_address)
+    while not inbox.poll(POLL_MS) or not (outbox is None or outbox.poll(POLL_MS, zmq.POLLOUT)):
         if os.getppid() != parent:
             shutil.rmtree(home, ignore_errors=True)
             os._exit(1)
