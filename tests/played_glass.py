@@ -24,6 +24,7 @@ from headrace.scheduler.config import Limits
 from headrace.scheduler.plan import StepResult
 from headrace.scheduler.request import Request
 from headrace.scheduler.scheduler import Scheduler
+from headrace.worker.reading import Reading
 from scheduler_driver import admit_greedily
 
 Event = tuple[float, str, bytes]
@@ -52,7 +53,7 @@ class Recording:
         if self.greedy:
             admit_greedily(scheduler)
         core = SimpleNamespace(scheduler=scheduler, times=LoopTimes())
-        observer = GlassObserver(core)  # type: ignore[arg-type]
+        observer = GlassObserver(core, Reading(2 * 10**9, 10**5, 0, 2e11))  # type: ignore[arg-type]
         watched, began, flight, stats_due = core.scheduler, self.now, [], self.now
         while self.now < began + seconds:
             self._arrive(watched)

@@ -188,7 +188,7 @@ def logits_of(path: str, **options) -> torch.Tensor:
     checkpoint = resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
     limits = resolve(config, model, CPU)
-    forward, num_bytes, _ = forwards.load_forward(config, checkpoint, model, limits, CPU)
+    forward, num_bytes, *_ = forwards.load_forward(config, checkpoint, model, limits, CPU)
     assert isinstance(forward, NativeDecoder) and num_bytes > 0
     from model_harness import Sequences
 

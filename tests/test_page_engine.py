@@ -30,6 +30,10 @@ BARS = """() => {
 }"""
 
 
+DECODING = """() => {
+  const requests = [...document.getElementById("engine").source.feed.view.requests.values()];
+  return requests.filter((one) => one.state === "running" && one.first).map((one) => one.scheduled);
+}"""
 KNOWN = """() => {
   const state = document.getElementById("engine").source.feed.view;
   const requests = [...state.requests.values()];
@@ -206,6 +210,12 @@ async def test_standing_still_going_back_and_picking_by_keyboard(browser, record
         await expect(engine).not_to_have_attribute("data-step", str(first))
         await page.get_by_role("button", name="Go on live").press("Enter")
         await expect(engine).to_have_attribute("data-step", str(last))
+        decoding = await page.evaluate(DECODING)
+        least = (2e9 + 1e5 * sum(decoding)) / 2e11
+        label = f"the limit of reading {1000 * least:.0f} ms" if least >= 0.00995 else f"the limit of reading {1000 * least:.1f} ms"
+        await expect(page.get_by_role("img", name=label)).to_be_attached()
+        await expect(page.get_by_role("img", name="out at the limit of reading")).to_be_attached()
+        await expect(page.locator(".stack b")).to_have_count(1)
         await page.get_by_role("img", name="KV blocks").focus()
         await page.keyboard.press("ArrowRight")
         await page.keyboard.press("ArrowDown")

@@ -12,6 +12,8 @@ snapshot    the whole state: at first, after a core has come back, and when a re
     tables                [slot, block, block, ...]: the block table of each slot that is taken
     nodes                 [block, above, block, above, ...]: the prefix index; `above` is -1 at a prompt's first block
     head                  [id, words]: who is first in the queue, and why it waits; null: nobody waits
+    reading               [weights, token, rate]: bytes that a step reads at least, those of each token of context, and bytes
+                          that can be read in a second; null where that is not known
 request     {events: [[what, n, time, id, ...], ...]}; each belongs before the first step whose number is greater than n
     arrived               prompt, priority, output that it brought along
     admitted              slot, cached tokens, known tokens

@@ -51,6 +51,7 @@ from headrace.worker.batch_state import BatchState
 from headrace.worker.drafter import Drafter, SharedDrafter
 from headrace.worker.memory_plan import MemoryPlan, plan_memory
 from headrace.worker.model_runner import ModelRunner
+from headrace.worker.reading import Reading, reading_of
 from headrace.worker.seats import CPU_SEATS, card_seats
 
 if TYPE_CHECKING:  # it imports Triton, which a CPU does not need
@@ -76,6 +77,7 @@ class Engine:
     load_seconds: float
     ranks: Ranks | None = None  # the other processes of a tensor-parallel core
     preparation: Preparation | None = None
+    reading: Reading | None = None  # what limits its steps; None: it is not known
 
     def prepare(self, tell: Tell = tell_nobody) -> None:
         """Before the first request; until then, that would wait for what is done here. Once."""
@@ -159,7 +161,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
     logger.info(told, checkpoint.name, device, dtype, worker.weights, seconds)
     return Engine(
         core, resolved(config, limits), model, checkpoint, worker.tokenizer, device, dtype, worker.weights, seconds, ranks,
-        preparation,
+        preparation, worker.reading,
     )  # fmt: skip
 
 
@@ -204,6 +206,7 @@ class Worker:
     limits: Limits  # with what the memory plan allows
     tokenizer: Tokenizer | None
     weights: str = ""  # see Engine
+    reading: Reading | None = None
 
 
 def build_worker(
@@ -218,7 +221,8 @@ def build_worker(
         torch.set_num_threads(threads_of_rank(config))
     with ThreadPoolExecutor(1, "headrace-tokenizer") as pool:  # takes up to half a second, and the loader mostly waits
         reading = None if config.skip_tokenizer_init else pool.submit(Tokenizer.from_checkpoint, checkpoint)
-        forward, loaded_bytes, formats = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
+        loaded = load_forward(config, checkpoint, model, limits, device, progress=progress, group=group)
+        forward, loaded_bytes, formats, unread = loaded
     tokenizer = None if reading is None else reading.result()
     if tokenizer is not None:
         forward.tokenless = TokenlessIds.of(tokenizer.valid_ids(model.vocab_size), device)
@@ -244,10 +248,12 @@ def build_worker(
     drafter: Drafter | None = None if draft is None else draft.drafter(config, limits, forward, loaded_bytes, state)
     if group is not None and config.speculative_model is not None:
         drafter = SharedDrafter(drafter, state, group)
+    limit = reading_of(part, loaded_bytes - unread, forward.cache_dtype, device, getattr(forward, "threads", 0))
+    runner = ModelRunner(forward, kv, state, graphs, drafter, prompts)
     if isinstance(forward, NativeDecoder) and drafter is None:
         forward.read_slots(state.tables, kv)
-        return Worker(NativeRunner(forward, kv, state), limits, tokenizer, formats)
-    return Worker(ModelRunner(forward, kv, state, graphs, drafter, prompts), limits, tokenizer, formats)
+        runner = NativeRunner(forward, kv, state)
+    return Worker(runner, limits, tokenizer, formats, limit)
 
 
 def threads_of_rank(config: EngineConfig) -> int:

@@ -38,6 +38,7 @@ class Loaded(NamedTuple):
     forward: Forward
     num_bytes: int  # of the weights and of adapters' slots
     formats: str  # in which the matrices are held, those of most numbers first
+    unread: int  # of the bytes, what a step does not read all of: an embedding that is no head, adapters
 
 
 def load_forward(
@@ -58,7 +59,7 @@ def load_forward(
                 activation_bytes=native.activation_bytes(limits.max_num_batched_tokens), loaded=False,
             )  # fmt: skip
             native.load(progress and not draft)
-            return Loaded(native, native.num_bytes, native.weight_formats)
+            return Loaded(native, native.num_bytes, native.weight_formats, native.unread_bytes)
     else:
         refuse_native_options(config, "this runs on a GPU", MADE)
     dtype = choose_dtype(config.dtype, model, device, narrow=bool(checkpoint.quantized_to()))
@@ -83,11 +84,12 @@ def load_forward(
     decoder = make_decoder(config, part, weights, limits, decode_rows, group, make)
     decoder.cache_dtype = cache_dtype
     if pool is None:
-        return Loaded(decoder, weights.num_bytes, formats_of(weights))
+        return Loaded(decoder, weights.num_bytes, formats_of(weights), weights.unread_bytes)
     pool.check_made()
     decoder.adapters = pool
     logger.info("adapters: %d of rank %d, %.1f MiB", config.max_loras, config.max_lora_rank, pool.num_bytes / 2**20)
-    return Loaded(decoder, weights.num_bytes + pool.num_bytes, formats_of(weights))
+    unread = weights.unread_bytes + pool.num_bytes
+    return Loaded(decoder, weights.num_bytes + pool.num_bytes, formats_of(weights), unread)
 
 
 def _native(

@@ -20,6 +20,7 @@ from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request, Status
 from headrace.scheduler.scheduler import Settled
 from headrace.scheduler.watched import Holdings, WaitingReason, WatchedScheduler, rows_of, verified_by
+from headrace.worker.reading import Reading
 
 logger = logging.getLogger(__name__)
 FRAME_SECONDS = 0.05
@@ -43,8 +44,8 @@ def harmless(method: Callable[..., None]) -> Callable[..., None]:
 class GlassObserver:
     """Looks at a core from the moment it is made until `close`; asked for what it has seen once in each turn of the loop."""
 
-    def __init__(self, core: EngineCore):
-        self._core, self._plain = core, core.scheduler
+    def __init__(self, core: EngineCore, reading: Reading | None = None):
+        self._core, self._plain, self._reading = core, core.scheduler, reading
         scheduler = core.scheduler
         self.broken = False
         self.holdings = Holdings(scheduler)
@@ -209,8 +210,17 @@ class GlassObserver:
             "requests": [_described(request) for request in self._known()],
             "tables": [[slot, *h.blocks] for slot, h in held.items()],
             "nodes": self.holdings.nodes(),
-            "head": head,
+            "head": head, "reading": self._read(),
         }  # fmt: skip
+
+    def _read(self) -> tuple[int, int, int] | None:
+        """What a step reads at least, and the machine's rate: measured when somebody looks who disturbs nobody by it."""
+        if self._reading is None:
+            return None
+        if not self._plain.live:
+            self._reading.measure()
+        rate = round(self._reading.rate)
+        return (self._reading.weights, self._reading.token, rate) if rate else None
 
     def _known(self) -> list[Request]:
         """All that wait or hold a slot, also those who have ended and whose row is under way."""

@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connect
     from headrace.engine.core import EngineCore
     from headrace.engine.glass import GlassObserver
     from headrace.tensor_parallel.ranks import Death
+    from headrace.worker.reading import Reading
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 0.5
@@ -69,7 +70,10 @@ READABLE = int(zmq.POLLIN)
 class CoreLoop:
     """Feeds one EngineCore from a socket and sends what it has to say."""
 
-    def __init__(self, core: EngineCore, inbox: zmq.Socket, send: Callable[[FromCore], None], traced: bool = False):
+    def __init__(
+        self, core: EngineCore, inbox: zmq.Socket, send: Callable[[FromCore], None], traced: bool = False,
+        reading: Reading | None = None,
+    ):  # fmt: skip
         self.core, self.inbox, self.send = core, inbox, send
         self.stats = CoreStats()
         self.steps: list[StepTrace] | None = [] if traced else None
@@ -80,6 +84,7 @@ class CoreLoop:
         tree = core.scheduler.tree
         self._recorded = tree if isinstance(tree, RecordedTree) else None
         self.glass: GlassObserver | None = None  # while somebody looks
+        self._reading = reading
 
     def run(self) -> None:
         """Until a Shutdown comes."""
@@ -178,7 +183,7 @@ class CoreLoop:
         elif on:
             from headrace.engine.glass import GlassObserver
 
-            self.glass = GlassObserver(self.core)
+            self.glass = GlassObserver(self.core, self._reading)
 
     def _count(self) -> None:
         times, stats = self.core.times, self.stats
@@ -280,7 +285,7 @@ def serve(
             device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
             weights=engine.weights,
         )  # fmt: skip
-        loop = CoreLoop(engine.core, inbox, send, traced)
+        loop = CoreLoop(engine.core, inbox, send, traced, engine.reading)
         send(ready)
         loop.run()
         return 0

@@ -70,6 +70,12 @@ class DecoderWeights:
         )
 
     @property
+    def unread_bytes(self) -> int:
+        """Of an embedding that is no head: a step reads a few rows of it."""
+        held = self.embedding
+        return 0 if any(t.data_ptr() == held.data_ptr() for t in self.lm_head.tensors) else held.numel() * held.itemsize
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all distinct tensors."""
         held = [getattr(layer, f.name) for layer in self.layers for f in fields(layer) if f.name != "more"]

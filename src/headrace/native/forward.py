@@ -74,7 +74,7 @@ class NativeDecoder:
         self.threads = num_threads(config.threads)
         self._limits = limits
         self._weights: Weights | None = Weights(checkpoint, model, precision, library)
-        self.weight_formats = self._weights.describe()
+        self.weight_formats, self.unread_bytes = self._weights.describe(), self._weights.unread_bytes
         self._model = self._make(model)
         self.choose: Choose | None = partial(draw_rows, self._model)
         self._cache: KVCache | None = None

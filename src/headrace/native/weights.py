@@ -102,12 +102,17 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """Of the matrices, packed."""
-        extension = self.library.extension
-        return sum(
-            extension.packed_bytes(extension.Format[kept.format], kept.rows, spec.shape[1])
-            for spec in self.matrices
-            for kept in self.kept[spec.target]
-        )
+        return sum(map(self._bytes_of, self.matrices))
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of an embedding that is no head: a step reads a few rows of it."""
+        return sum(self._bytes_of(spec) for spec in self.matrices if Place.of(spec.target, self.tied).name == "EMBEDDING")
+
+    def _bytes_of(self, spec: WeightSpec) -> int:
+        extension, columns = self.library.extension, spec.shape[1]
+        packed = [(extension.Format[kept.format], kept.rows, columns) for kept in self.kept[spec.target]]
+        return sum(extension.packed_bytes(*of) for of in packed)
 
     def describe(self) -> str:
         """The formats of the matrices, those of most bytes first."""

@@ -75,7 +75,7 @@ class Draft:
 
 def load_draft(
     config: EngineConfig, limits: Limits, target: ModelConfig, dtype: torch.dtype, device: torch.device,
-    load_forward: Callable[..., tuple[Forward, int, str]], embedding_of: Checkpoint | None = None,
+    load_forward: Callable[..., tuple[Forward, int, str, int]], embedding_of: Checkpoint | None = None,
 ) -> Draft | None:  # fmt: skip
     """The draft model or head, if the method has one; a head computes in `dtype`, the target's. `embedding_of`: the target's
     checkpoint, from which a head without an embedding gets one where its target has only a part of it.
@@ -94,7 +94,7 @@ def load_draft(
         decoder = Decoder(model, layer, attention, max_model_len=limits.max_model_len)
         decoder.cache_dtype = cache_dtype
         return Draft(model, decoder, layer.num_bytes + parts.num_bytes, len(layer.lm_head.data), parts)
-    forward, num_bytes, _ = load_forward(config, checkpoint, model, limits, device, draft=True)
+    forward, num_bytes, *_ = load_forward(config, checkpoint, model, limits, device, draft=True)
     return Draft(model, forward, num_bytes, min(model.vocab_size, target.vocab_size))
 
 

@@ -26,7 +26,7 @@ export class Feed {
     this.view = null; // the one that is shown: the newest, unless paused
     this.mode = "live"; // live | paused | slow
     this.stats = null; // the newest of all cores
-    this.samples = []; // {time, in, out, running, waiting, kv} each half second
+    this.samples = []; // {time, in, out, running, waiting, kv, limit} each half second
     this.changes = 0; // counts all that could change a picture
     this.listeners = new Set();
     this.coreState = "loaded"; // died | loaded
@@ -244,7 +244,7 @@ export class Feed {
     for (const request of state.requests.values()) running += request.state === "running";
     this.samples.push({
       time: stats.now, begun: this.begun, total, in: rate("in"), out: rate("out"), running, waiting: state.requests.size - running,
-      kv: state.inUse / state.numBlocks,
+      kv: state.inUse / state.numBlocks, limit: state.limit?.tokens ?? null,
     });
     if (this.samples.length > SAMPLES) this.samples.shift();
   }

@@ -64,7 +64,7 @@ function Chart({ feed }) {
           width: host.current.clientWidth, height: CHART, legend: { show: false }, cursor: { show: false },
           scales: { x: { time: false }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.1)] } },
           axes: [{ ...axis, values: (_, ticks) => ticks.map((tick) => (tick === 0 ? "now" : `${-tick} s`)), size: 24 }, { ...axis, values: (_, ticks) => ticks.map(amount), size: 46 }],
-          series: [{}, line("out", colour.accent), line("in", colour.warn)],
+          series: [{}, line("out", colour.accent), line("in", colour.warn), { ...line("limit", colour.muted), dash: [4, 3] }],
         },
         dataOf(feed), host.current,
       );
@@ -85,13 +85,14 @@ function Chart({ feed }) {
   }, []);
   useEffect(() => chart.current?.setData(dataOf(feed)), [feed.samples.at(-1)?.time]);
   const last = feed.samples.at(-1);
-  const words = last ? `${amount(last.out)} tokens a second out, ${amount(last.in)} in` : "nothing yet";
+  const limit = last?.limit ? `, ${amount(last.limit)} out at the limit of reading` : "";
+  const words = last ? `${amount(last.out)} tokens a second out, ${amount(last.in)} in${limit}` : "nothing yet";
   return html`<div class="chart" role="img" aria-label=${`Throughput of the last minute: ${words}`} ref=${host}></div>`;
 }
 
 function dataOf(feed) {
   const now = feed.samples.at(-1)?.time ?? 0;
-  return [feed.samples.map((sample) => sample.time - now), feed.samples.map((sample) => sample.out), feed.samples.map((sample) => sample.in)];
+  return [feed.samples.map((sample) => sample.time - now), ...["out", "in", "limit"].map((name) => feed.samples.map((sample) => sample[name]))];
 }
 
 const PARTS = ["schedule", "launch", "wait", "settle"];
@@ -99,11 +100,13 @@ const PART_WORDS = { schedule: "schedule", launch: "launch", wait: "wait for the
 
 function Loop({ state }) {
   const found = phases(state), whole = PARTS.reduce((sum, part) => sum + found[part], 0);
-  const words = PARTS.map((part) => `${PART_WORDS[part]} ${seconds(found[part])}`).join(", ");
+  const limit = state.limit?.seconds ?? null, least = limit === null ? "" : `; the limit of reading ${seconds(limit)}`;
+  const words = PARTS.map((part) => `${PART_WORDS[part]} ${seconds(found[part])}`).join(", ") + least;
   return html`<figure class="loop">
-    <figcaption>The loop, ${seconds(whole)} a step; the device ${seconds(found.device)}</figcaption>
+    <figcaption>The loop, ${seconds(whole)} a step; the device ${seconds(found.device)}${least}</figcaption>
     <div class="stack" role="img" aria-label=${`A step of the loop: ${words}`}>
       ${PARTS.map((part) => html`<i class=${part} style=${{ flexGrow: whole ? found[part] / whole : 0 }}></i>`)}
+      ${limit !== null && whole > 0 && html`<b style=${{ left: `${Math.min(100, (100 * limit) / whole)}%` }}></b>`}
     </div>
     <ul class="legend">${PARTS.map((part) => html`<li><i class=${`cell ${part}`}></i>${PART_WORDS[part]} <b>${seconds(found[part])}</b></li>`)}</ul>
   </figure>`;
@@ -118,7 +121,9 @@ export function Figures({ feed, state }) {
   };
   return html`<${Panel} name="figures" title="Figures" figure="the last minute">
     <${Chart} feed=${feed} />
-    <ul class="legend" aria-hidden="true"><li><i class="cell out"></i>tokens/s out</li><li><i class="cell in"></i>tokens/s in</li></ul>
+    <ul class="legend" aria-hidden="true"><li><i class="cell out"></i>tokens/s out</li><li><i class="cell in"></i>tokens/s in</li>
+      ${state?.reading && html`<li><i class="cell limit"></i>out, at the limit of reading</li>`}
+    </ul>
     <div class="pair">
       <table class="latency">
         <caption class="hidden-words">Latency of requests that ended in the last minute</caption>

@@ -24,7 +24,7 @@ export class State {
     const s = snapshot;
     Object.assign(this, {
       n: s.n, now: s.now, blockSize: s.block_size, numBlocks: s.num_blocks, slotsMost: s.max_num_seqs, budget: s.budget,
-      policy: s.policy, decodes: s.decodes, head: s.head,
+      policy: s.policy, decodes: s.decodes, head: s.head, reading: s.reading,
     });
     this.owner = new Int32Array(s.num_blocks).fill(FREE); // the slot that held it first
     this.holders = new Uint16Array(s.num_blocks);
@@ -93,6 +93,19 @@ export class State {
     const found = [...this.requests.values()].filter((request) => request.state === "waiting");
     const rank = this.policy === "priority" ? (request) => request.priority : () => 0;
     return found.sort((a, b) => rank(a) - rank(b) || a.arrived - b.arrived);
+  }
+
+  /** Of a step of those who decode now: {seconds} in which it can read what it must, and {tokens} a second; null: not known, or nobody. */
+  get limit() {
+    let rows = 0, context = 0;
+    for (const request of this.requests.values()) {
+      if (request.state !== "running" || !request.first) continue;
+      rows += 1;
+      context += request.scheduled;
+    }
+    if (!this.reading || !rows) return null;
+    const [weights, token, rate] = this.reading, seconds = (weights + token * context) / rate;
+    return { seconds, tokens: rows / seconds };
   }
 
   get cached() {

@@ -50,7 +50,7 @@ export const EXPLAIN = {
     "3-two-counters",
   ],
   figures: [
-    "Tokens a second, out and in, and how long requests wait: p99 means that 99 of 100 were faster, of those that ended in the last minute. The bar is a turn of the loop: what the host does, and what it waits for the device. On a CPU the launch is the forward pass itself.",
+    "Tokens a second, out and in, and how long requests wait: p99 means that 99 of 100 were faster, of those that ended in the last minute. The bar is a turn of the loop: the host's work, and its wait for the device. The limit is the time to read weights and cache once, where that is known.",
     "5-the-loop-and-what-overlaps",
   ],
   timeline: [
