@@ -53,6 +53,7 @@ class Tokenizer:
             self.byte_fallback = {vocabulary[name]: byte for name, byte in names if name in vocabulary}
         self._has_token = np.zeros(self.vocab_size, np.bool_)
         self._has_token[[i for i in vocabulary.values() if i not in extras.unused]] = True
+        self._bytes: dict[int, bytes] = {}  # of tokens that have been asked for
         self._metaspace = bool({"ByteFallback", "Metaspace"} & set(decoders))
 
     @classmethod
@@ -164,6 +165,13 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds in the middle of a text; not always whole characters. b"" for an id that no token has."""
+        if (known := self._bytes.get(token_id)) is not None:
+            return known
+        if spelled := self._spelled_bytes(token_id):
+            self._bytes[token_id] = spelled
+        return spelled
+
+    def _spelled_bytes(self, token_id: int) -> bytes:
         if (byte := self.byte_fallback.get(token_id)) is not None:
             return bytes([byte])
         piece = self.id_to_piece(token_id)

@@ -78,7 +78,7 @@ class NativeDecoder:
         self._model = self._make(model)
         self.choose: Choose | None = partial(draw_rows, self._model)
         self._cache: KVCache | None = None
-        self._decoded = torch.empty((0, self.vocab_size), dtype=torch.float32)
+        self._decoded = np.empty((0, self.vocab_size), np.float32)
 
     def _make(self, model: ModelConfig) -> Any:
         """A native Model with its tables of positions, and no weights yet."""
@@ -139,13 +139,13 @@ class NativeDecoder:
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See Forward. The next call writes to the same memory: new pages for 32 rows would take a millisecond each time."""
-        logits = self._room(batch.num_rows)
+        logits = torch.from_numpy(self._room(batch.num_rows))
         self._run(batch, kv, None, None, logits)
         return logits if self.tokenless is None else self.tokenless.mask(logits)
 
-    def _room(self, rows: int) -> Tensor:
+    def _room(self, rows: int) -> np.ndarray:
         if len(self._decoded) < rows:
-            self._decoded = torch.empty((rows, self.vocab_size), dtype=torch.float32)
+            self._decoded = np.empty((rows, self.vocab_size), np.float32)
         return self._decoded[:rows]
 
     def read_slots(self, tables: SlotTables, kv: KVCache) -> None:
@@ -159,7 +159,7 @@ class NativeDecoder:
     def decode_slots(self, slots: np.ndarray, positions: np.ndarray) -> tuple[list[int], list[int]]:
         """The next token of each of these slots, int32 as their positions [R]: the ids, which are in the tables too, and which
         rows failed. The bits are those of `decode` and `choose`."""
-        return self._model.decode(slots, positions, GREEDY_EPS, self._room(len(slots)).numpy())
+        return self._model.decode(slots, positions, GREEDY_EPS, self._room(len(slots)))
 
     def _use(self, kv: KVCache) -> None:
         if kv is not self._cache:

@@ -23,7 +23,8 @@ class NativeRunner(ModelRunner):
     def launch(self, plan: StepPlan) -> StepHandle:
         if not plan.is_plain or plan.kept or self.sampler.tail(plan) is Tail.LOGITS:
             return super().launch(plan)
-        self.state.apply(plan)
+        if plan.new_blocks:
+            self.state.apply(plan)
         return DoneStep(*self.decoder.decode_slots(plan.slots, plan.starts))
 
 

@@ -23,6 +23,7 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr microseconds SPIN{50};
+constexpr microseconds BETWEEN{5};  // steps
 constexpr microseconds STALL{1000};
 constexpr int SPINS_A_LOOK = 16;  // at the clock
 
@@ -88,13 +89,13 @@ void Gate::open() {
   if (asleep_.load()) wake_all(value_);
 }
 
-std::chrono::nanoseconds Gate::wait(int seen) {
+std::chrono::nanoseconds Gate::wait(int seen, std::chrono::microseconds spin) {
   if (value_.load(std::memory_order_acquire) != seen) return {};
   const Clock::time_point begin = Clock::now();
   for (int spins = 1;; spins++) {
     if (value_.load(std::memory_order_acquire) != seen) return Clock::now() - begin;
     relax();
-    if (spins % SPINS_A_LOOK == 0 && Clock::now() - begin > SPIN) break;
+    if (spins % SPINS_A_LOOK == 0 && Clock::now() - begin > spin) break;
   }
   asleep_.fetch_add(1);
   while (value_.load() == seen) sleep_while(value_, seen);
@@ -165,7 +166,7 @@ void Pool::start() {
 void Pool::serve(int index) {
   const DefaultFloats floats;
   for (int seen = 0;; seen++) {
-    start_gates_[index].wait(seen);
+    start_gates_[index].wait(seen, BETWEEN);
     if (closing_) return;
     Worker worker(*this, index, running_);
     call_(context_, worker);
@@ -202,7 +203,7 @@ void Pool::arrive(bool even) {
     barrier_.open();
     return;
   }
-  const std::chrono::nanoseconds waited = barrier_.wait(seen);
+  const std::chrono::nanoseconds waited = barrier_.wait(seen, SPIN);
   if (even && waited > STALL) stalled_.fetch_add(waited.count(), std::memory_order_relaxed);
 }
 

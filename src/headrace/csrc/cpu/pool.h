@@ -5,6 +5,7 @@
 //
 // WAITING. Spin for a while, then sleep. A sleeping waiter leaves its core empty, and the kernel moves the runnable thread
 // that it waits for there; a spinning one keeps that core busy with nothing while the other is queued behind a stranger.
+// Between steps sleep nearly at once: whom the caller tells of a step then runs on that core, not in the caller's place.
 //
 // FEWER THREADS while strangers use the cores: who waits for a thread that lost its core loses whole slices of the scheduler
 // (milliseconds); a step with one thread less loses 1 / threads. A wait of more than STALL says that it happened. Only where more
@@ -30,8 +31,8 @@ class Gate {
  public:
   int value() const { return value_.load(std::memory_order_relaxed); }
   void open();
-  // Until the number is no longer `seen`; returns after how long.
-  std::chrono::nanoseconds wait(int seen);
+  // Until the number is no longer `seen`, asleep if that takes longer than `spin`; returns after how long.
+  std::chrono::nanoseconds wait(int seen, std::chrono::microseconds spin);
 
  private:
   alignas(CACHE_LINE) std::atomic<int> value_{0};
