@@ -86,6 +86,19 @@ HEADERS = (
 UNCLEAR = (b"content-length: 99", b"transfer-encoding", b"expect:", b"upgrade:")
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """For which server: `names` of models that answer everything; `adapters`, which not every path takes, and of which "b" comes and
+    goes; `operator`: the header with the operator's key."""
+
+    names: tuple[str, ...] = (MODEL,)
+    adapters: tuple[str, ...] = ()
+    operator: bytes = b""
+
+
+ALONE = Drawn()
+
+
 @dataclass
 class Shot:
     """Bytes for a connection. `ends`: the client closes after so many of them, without an answer; `reads`: or after so many bytes of
@@ -104,18 +117,24 @@ class Shot:
         return self.data[:4] == b"HEAD" or any(name in head for name in UNCLEAR)
 
 
-def shot(rng: random.Random) -> Shot:
+def shot(rng: random.Random, server: Drawn = ALONE) -> Shot:
+    if server.operator and rng.random() < 0.05:
+        return _of_operator(rng, server.operator)
     kind = rng.choices(("right", "mutated", "raw", "broken", "plain", "method", "path", "header", "cut", "left"), (30, 34, 6, 6, 6, 3, 4, 5, 3, 3))[0]
     if kind == "plain":
         path, methods = rng.choice(list(PLAIN.items()))
-        return Shot(request(rng.choice(methods), _filled(rng, path), b"", _header(rng)), path, reads=2000 if path == "/glass/events" else None)
+        where = _filled(rng, path)
+        if path == "/glass/events" and len(server.names) > 1:
+            where += "?model=" + rng.choice((*server.names, "none"))
+        return Shot(request(rng.choice(methods), where, b"", _header(rng)), path, reads=2000 if path == "/glass/events" else None)
     if kind == "path":
         return Shot(request(rng.choice(("GET", "POST")), rng.choice(PATHS), b"{}"), "a strange path", reads=3000)
     path = rng.choice(list(BODIES))
-    body = {"model": MODEL, **rng.choice(BODIES[path])}
+    name = rng.choice((*server.names, *server.adapters))
+    body = {"model": name, **rng.choice(BODIES[path])}
     data = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
     if kind == "right":
-        return Shot(request("POST", path, data), path, right=True)
+        return Shot(request("POST", path, data), path, right=name in server.names)
     if kind == "mutated":
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
             body = mutated(rng, body)
@@ -130,6 +149,17 @@ def shot(rng: random.Random) -> Shot:
         return Shot(request("POST", path, data, rng.choice(HEADERS)), path, reads=3000)
     whole = request("POST", path, data)
     return Shot(whole, path, ends=rng.randrange(len(whole))) if kind == "cut" else Shot(whole, path, reads=rng.randrange(300))
+
+
+def _of_operator(rng: random.Random, key: bytes) -> Shot:
+    """Whoever of several is first has the adapter loaded or gone: a 4xx is as right."""
+    path = rng.choice(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+    body: dict[str, Any] = {"lora_name": "b"}
+    if path == "/v1/load_lora_adapter":
+        body |= {"lora_path": rng.choice(("two", "two", "one", "none", "../one", "broken")), "load_inplace": rng.random() < 0.7}
+    if rng.random() < 0.3:
+        body = mutated(rng, body)
+    return Shot(request("POST", path, json.dumps(body).encode(), key), path)
 
 
 def request(method: str, path: str, body: bytes, header: bytes = b"") -> bytes:

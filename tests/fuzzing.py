@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import fuzz_requests
-from fuzz_requests import NOT_HERE, Shot, request
+from fuzz_requests import ALONE, NOT_HERE, Drawn, Shot, request
 
 KNOWN = (
     ("/v1/completions", {"model": fuzz_requests.MODEL, "prompt": "the wheel of the mill", "max_tokens": 24, "temperature": 1.0, "seed": 7, "ignore_eos": True}),
@@ -130,7 +130,9 @@ def judge(shot: Shot, status: int, head: bytes, body: bytes, fuzzed: Fuzzed) -> 
         fuzzed.fault(f"an error in a stream: {body[-300:]!r}", shot)
 
 
-async def fuzz(port: int, count: int, *, seed: int, lines: int = 16, told: Callable[[int, Fuzzed], None] | None = None) -> Fuzzed:
+async def fuzz(
+    port: int, count: int, *, seed: int, lines: int = 16, told: Callable[[int, Fuzzed], None] | None = None, server: Drawn = ALONE
+) -> Fuzzed:
     """`told` is called now and then with how many were sent."""
     before, fuzzed, began, sent = await say(port), Fuzzed(), time.monotonic(), 0
 
@@ -141,7 +143,7 @@ async def fuzz(port: int, count: int, *, seed: int, lines: int = 16, told: Calla
             sent += 1
             if told is not None and sent % 500 == 0:
                 told(sent, fuzzed)
-            await _shoot(line, fuzz_requests.shot(rng), fuzzed)
+            await _shoot(line, fuzz_requests.shot(rng, server), fuzzed)
         await line.close()
 
     await asyncio.gather(*map(one, range(lines)))
