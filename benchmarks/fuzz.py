@@ -46,7 +46,9 @@ def serving(kind: str, tmp: Path) -> tuple[list[str], Drawn]:
     if kind == "models":
         other, config = write_tiny("qwen3", tmp / "other"), tmp / "models.yaml"
         size = 300 * 2**20
-        entries = [{"name": MODEL, "model": model, "memory_bytes": size}, {"name": "other", "model": str(other), "memory_bytes": size}]
+        entries = [
+            {"name": name, "model": str(path), "memory_bytes": size} for name, path in ((MODEL, model), ("other", other))
+        ]
         config.write_text(json.dumps({"model_memory_bytes": 2 * size, "default_model": MODEL, "models": entries}))
         return [f"--config={config}"], Drawn(names=(MODEL, "other"))
     return words, ALONE
@@ -82,7 +84,8 @@ def main() -> int:
             if (code := server.terminate()) != 0:
                 fuzzed.faults.append(f"exit code {code} after SIGTERM")
     result = {
-        "requests": args.requests, "seconds": round(fuzzed.seconds, 1), "connections": args.connections, "server": args.server, "seed": args.seed,
+        "requests": args.requests, "seconds": round(fuzzed.seconds, 1), "connections": args.connections,
+        "server": args.server, "seed": args.seed,
         "statuses": dict(sorted(fuzzed.statuses.items())), "rss_mib_of_server_and_core": held, "faults": fuzzed.faults,
         "cpus": os.cpu_count(), "load_average": os.getloadavg()[0],
     }  # fmt: skip
