@@ -24,10 +24,10 @@ import jsonschema
 
 PACKAGES = {  # name -> options of the server
     "qwen2_5": [], "qwen3": [], "llama3_1": ["--tool-parser", "llama3_json"], "mistral_nemo": [], "gemma3": [], "deepseek_v3": [],
-    "command_r_plus": [], "llama2": [], "gptoss": ["--tool-parser", "pythonic"],
+    "command_r_plus": [], "llama2": [], "gptoss": ["--tool-parser", "openai"],
 }  # fmt: skip
 VERSION = "3.7.2"
-STRICT = ("qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "gemma3", "llama2")  # calls in a format that can be constrained
+STRICT = ("qwen2_5", "qwen3", "llama3_1", "mistral_nemo", "gemma3", "llama2", "deepseek_v3", "gptoss")  # calls in a format that can be constrained
 SIMPLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 TEXTS = [
     "The quick brown fox", " two  spaces", "line\nbreaks\n\n\tand tabs  ", "Grüße, été, 日本語, العربية", "emoji 🙂👩‍👩‍👧", "12345 3.14",

@@ -13,6 +13,7 @@ from headrace.api.protocol import NamedTool
 from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
+from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
 from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, forced_calls, free_calls
 from headrace.sampling.params import SamplingParams
@@ -61,7 +62,10 @@ class ToolPolicy:
             raise unsupported("tools", f"strict tools are not supported in the format of this model's calls ({form})")
         tools = [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
         reasoning = self.ctx.answer_format.reasoning_markers
-        lark = free_calls(str(form), tools, many, self._special, args_tags=args_tags, reasoning=reasoning)
+        try:
+            lark = free_calls(str(form), tools, many, self._special, args_tags=args_tags, reasoning=reasoning)
+        except NotStrict as why:
+            raise unsupported("tools", f"strict in the format of this model's calls ({form}): {why}") from None
         return Structure("grammar", lark, "tools")
 
     def joined(self, other: Structure | None) -> Structure | None:

@@ -38,14 +38,14 @@ def _types(node: Any, root: Mapping[str, Any], left: list[int]) -> Iterator[str]
     elif "const" in node:
         yield KINDS.get(type(node["const"]), "number")
     elif isinstance(node.get("$ref"), str):
-        yield from _types(_referred(node["$ref"], root), root, left)
+        yield from _types(referred(node["$ref"], root), root, left)
     else:
         for key in ("anyOf", "oneOf", "allOf"):
             for one in node[key] if isinstance(node.get(key), list) else ():
                 yield from _types(one, root, left)
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
     found: Any = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None

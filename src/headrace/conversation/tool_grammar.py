@@ -10,12 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.conversation.call_layouts import LAYOUTS, NUMBER, CallLayout
+from headrace.conversation.tagged_grammar import TAGGED, harmony_calls, tagged_calls
 from headrace.conversation.tool_formats import TOOL_PARSERS
 from headrace.structured_output.objects import JSON_OPTIONS
 
 LLAMA4 = ("llama4_json", "llama4_pythonic")  # which read the calls of llama3_json, too
 JSON_FORMATS = ("hermes", "llama3_json", *LLAMA4, "mistral", *LAYOUTS)
-FREE_FORMATS = tuple(form for form in JSON_FORMATS if form != "openai")  # of free_calls()
+FREE_FORMATS = (*JSON_FORMATS, *TAGGED)  # of free_calls()
 DATA = ("const", "enum", "default", "examples")  # of a schema: no schemas in there
 Special = Callable[[str], str]  # a marker as Lark: a special token, or a text where the tokenizer has none
 
@@ -50,8 +51,13 @@ def free_calls(
 ) -> str:
     """Lark in which the output is any text, with calls where the format (one of FREE_FORMATS) has them.
 
-    `reasoning`: markers that may stand in the text, special tokens or not.
+    `reasoning`: markers that may stand in the text, special tokens or not. Raises NotStrict (tagged_grammar).
     """
+    if form == "openai" or form in TAGGED:
+        plain = [(tool.function.name, tool.function.parameters or {"type": "object"}) for tool in tools]
+        if form == "openai":
+            return harmony_calls(plain, special)
+        return tagged_calls(form, plain, many, special, _thinking(reasoning, special))
     if form in LAYOUTS:
         return _laid_out(LAYOUTS[form], TOOL_PARSERS[form].markers, tools, many, special, free=True, thinking=reasoning)
     form = "llama3_json" if form in LLAMA4 else form
