@@ -21,6 +21,7 @@ from headrace.cli import main
 from headrace.config import EngineConfig
 from headrace.engine.build import choose_device, resolve
 from headrace.errors import CapacityError, EngineDeadError, HeadraceError, ParameterError
+from headrace.native.runner import DoneStep
 from headrace.worker.model_runner import StepHandle
 from test_tokenizer_json import write_metaspace_tokenizer
 from tiny_models import write_tiny, write_tokenizer
@@ -238,6 +239,7 @@ def test_what_fails_within_a_step_leaves_nothing_behind(llm, monkeypatch, error,
             patch.setattr(llm.engine.core.runner, "launch", failing(llm.engine.core.runner.launch))
         elif at == "result":
             patch.setattr("headrace.worker.model_runner.StepHandle", Handle)
+            patch.setattr(DoneStep, "result", failing(DoneStep.result))
         else:
             params[0].logits_processors = [lambda ids, logits: fail() or logits]
         with pytest.raises(error, match="mine"):
