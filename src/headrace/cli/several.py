@@ -37,6 +37,11 @@ OF_SERVER = (  # options of the application that a model may have of its own
     "max_queued_requests", "max_queued_tokens",
 )  # fmt: skip
 OWN = ("name", "names", "pinned", "keep_alive", "override_generation_config")
+NO_ADAPTERS = "none: adapters (LoRA) need a server with one model"
+INSTEAD = {
+    "served_model_names": "each has names of its own (`models:` in the file of --config)", "lora": NO_ADAPTERS,
+    "lora_dir": NO_ADAPTERS,
+}  # fmt: skip
 TRUTHS = {"true": True, "false": False}
 
 
@@ -51,10 +56,10 @@ def check_alone(args: argparse.Namespace) -> None:
     for name, only in (
         ("data_parallel_size", 1), ("tensor_parallel_size", 1), ("api_processes", 1), ("ray", None), ("trace", None),
         ("kv_events", None), ("allow_kill_core", False), ("served_model_names", ()),
+        ("lora", ()), ("lora_dir", None),
     ):  # fmt: skip
         if name in args.sources and (value := getattr(args, name)) != only:
-            instead = "each has names of its own (`models:` in the file of --config)" if name == "served_model_names" else only
-            raise ParameterError(args.sources[name], value, f"with several models: {instead}")
+            raise ParameterError(args.sources[name], value, f"with several models: {INSTEAD.get(name, only)}")
 
 
 def several_models(
@@ -157,7 +162,7 @@ class SpecReader:
         engine = EngineConfig(**{**self.engine, **{k: v for k, v in found.items() if k in self._of_engine}})
         if engine.takes_adapters:
             field = "lora" if engine.lora else "lora_dir"
-            raise ParameterError(field, getattr(engine, field), "none with several models")
+            raise ParameterError(field, getattr(engine, field), f"with several models: {NO_ADAPTERS}")
         names = _names(found, engine)
         defaults = self.defaults
         if (sampling := found.get("override_generation_config")) is not None:
