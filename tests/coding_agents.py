@@ -124,10 +124,13 @@ def served(lines: Sequence[Line], after: Callable[[], int] = lambda: -1) -> Iter
 
 class Cuts:
     """An application whose streams are cut off: the first one of each body after so many pieces as `after` says; what is asked
-    again is answered whole. `times`: how often it was done."""
+    again is answered whole, and so is what comes after MOST cuts in a row: some ask again with another body, and give up after five.
+    `times`: how often it was done."""
+
+    MOST = 3
 
     def __init__(self, app: Any, after: Callable[[], int]):
-        self.app, self.after, self.times, self._seen = app, after, 0, set[bytes]()
+        self.app, self.after, self.times, self._seen, self._row = app, after, 0, set[bytes](), 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -153,12 +156,15 @@ class Cuts:
         async def taken(message: Any) -> None:
             nonlocal left
             if message["type"] == "http.response.start":
-                if dict(message["headers"]).get(b"content-type") == b"text/event-stream" and body not in self._seen:
+                if dict(message["headers"]).get(b"content-type") == b"text/event-stream":
+                    if body not in self._seen and self._row < self.MOST:
+                        left = self.after()
+                    else:
+                        self._row = 0
                     self._seen.add(body)
-                    left = self.after()
             else:
                 if not left:
-                    self.times += 1
+                    self.times, self._row = self.times + 1, self._row + 1
                     gone.set()
                 left -= 1
             if not gone.is_set():

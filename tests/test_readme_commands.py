@@ -26,7 +26,7 @@ CURL = "curl() { command curl -sS --fail-with-body --noproxy '*' --max-time 30 \
 
 
 def test_there_is_one_for_each_api():
-    assert set(CURLS) == {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/v1/rerank"}
+    assert set(CURLS) == {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/v1/rerank", "/v1/score", "/v1/embeddings"}
     assert any("run-batch" in block for block in BLOCKS)
 
 
