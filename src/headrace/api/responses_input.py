@@ -92,7 +92,7 @@ def check_unserved(body: ResponsesRequest) -> None:
         if getattr(body, name) is not None:
             raise unsupported(name, "not supported; send the whole input, or previous_response_id")
     if body.background:
-        raise unsupported("background", "not supported: a response ends with its connection")
+        raise unsupported("background", "not supported: a response ends with its connection; wait for it, or ask for a stream")
     if body.truncation == "auto":
         raise unsupported("truncation", "only disabled: a prompt is never cut silently (truncate_prompt_tokens cuts it)")
     if body.n not in (None, 1):
