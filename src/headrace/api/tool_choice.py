@@ -29,7 +29,7 @@ def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> Non
         if not _NAME.fullmatch(tool.function.name):
             raise invalid(f"tools[{i}].function.name", "1 to 64 letters, digits, underscores, dots or dashes.")
     if not tools and choice not in (None, "none"):
-        raise allowed_only("tool_choice", "together with tools")
+        raise allowed_only("tool_choice", "together with tools that are functions; others are not run here")
     if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
         raise invalid("tool_choice", f"there is no tool named {choice.function.name[:100]!r}.")
 
