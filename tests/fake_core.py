@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import msgspec
-import zmq
 
 from engine_driver import BLOCK
 from headrace.config import EngineConfig
@@ -54,14 +53,11 @@ class Inbox:
     def __init__(self):
         self.messages: deque[bytes] = deque()
 
-    def poll(self, _: int) -> bool:
-        return bool(self.messages)
+    def wait(self, _: int) -> None:
+        pass
 
-    def get(self, _: int) -> int:
-        return zmq.POLLIN if self.messages else 0
-
-    def recv(self) -> bytes:
-        return self.messages.popleft()
+    def take(self) -> bytes | None:
+        return self.messages.popleft() if self.messages else None
 
 
 class Process:

@@ -13,6 +13,7 @@ import importlib
 import logging
 import math
 import os
+import select
 import signal
 import sys
 import threading
@@ -67,11 +68,31 @@ PR_SET_PDEATHSIG = 1
 READABLE = int(zmq.POLLIN)
 
 
+class Inbox:
+    """What a core reads. That nothing has come is known, in every step, by one system call: the queue itself makes several."""
+
+    def __init__(self, socket: zmq.Socket):
+        self._socket, self._signal = socket, select.poll()
+        self._signal.register(socket.fileno(), select.POLLIN)  # raised by what comes after the queue was found empty
+        self._empty = False
+
+    def take(self) -> bytes | None:
+        """The next message that is there."""
+        if self._empty and not self._signal.poll(0):
+            return None
+        self._empty = not int(self._socket.get(zmq.EVENTS)) & READABLE
+        return None if self._empty else self._socket.recv()
+
+    def wait(self, milliseconds: int) -> None:
+        """Until there is one, or so long."""
+        self._empty = not self._socket.poll(milliseconds)
+
+
 class CoreLoop:
     """Feeds one EngineCore from a socket and sends what it has to say."""
 
     def __init__(
-        self, core: EngineCore, inbox: zmq.Socket, send: Callable[[FromCore], None], traced: bool = False,
+        self, core: EngineCore, inbox: Inbox, send: Callable[[FromCore], None], traced: bool = False,
         reading: Reading | None = None,
     ):  # fmt: skip
         self.core, self.inbox, self.send = core, inbox, send
@@ -140,10 +161,10 @@ class CoreLoop:
 
     def _receive(self, wait: bool) -> bool:
         """Take all messages there are; False when one of them was the end."""
-        if wait and not self.inbox.poll(IDLE_POLL_MS):
-            return True
-        while int(self.inbox.get(zmq.EVENTS)) & READABLE:  # cheaper, in every step, than the exception of an empty inbox
-            message = self._decoder.decode(self.inbox.recv())
+        if wait:
+            self.inbox.wait(IDLE_POLL_MS)
+        while (data := self.inbox.take()) is not None:
+            message = self._decoder.decode(data)
             if isinstance(message, Shutdown):
                 return False
             self._stats_due = True
@@ -285,7 +306,7 @@ def serve(
             device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
             weights=engine.weights,
         )  # fmt: skip
-        loop = CoreLoop(engine.core, inbox, send, traced, engine.reading)
+        loop = CoreLoop(engine.core, Inbox(inbox), send, traced, engine.reading)
         send(ready)
         loop.run()
         return 0

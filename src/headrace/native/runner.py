@@ -19,10 +19,15 @@ class NativeRunner(ModelRunner):
     """See ModelRunner; for a NativeDecoder without a drafter."""
 
     decoder: NativeDecoder
+    _drawn = 0  # version of plain decodes that are known to ask for no more
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        if not plan.is_plain or plan.kept or self.sampler.tail(plan) is Tail.LOGITS:
+        if not plan.is_plain:
             return super().launch(plan)
+        if plan.version != self._drawn:
+            if self.sampler.tail(plan) is Tail.LOGITS:
+                return super().launch(plan)
+            self._drawn = plan.version
         if plan.new_blocks:
             self.state.apply(plan)
         return DoneStep(*self.decoder.decode_slots(plan.slots, plan.starts))
