@@ -40,7 +40,10 @@ def theirs(pair):
     import transformers
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    return transformers.AutoModelForCausalLM.from_pretrained(pair[1], attn_implementation="eager").float().cuda().eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(pair[1], attn_implementation="eager").float().cuda().eval()
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = SIZES["swiglu_limit"]  # Transformers up to 5.17 have 7 whatever the config says
+    return model
 
 
 def requests() -> list[EngineRequest]:
