@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -167,6 +168,37 @@ async def test_while_it_runs_and_when_its_client_leaves():
         assert (await server.client.get(f"{PATH}/resp_it")).json()["status"] == "in_progress"
         engine.gate.set()
         assert (await server.client.get(f"{PATH}/resp_it")).json()["id"] == (await whole).json()["id"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_cancelling_one_that_runs(stream):
+    engine = FakeEngine(script=lambda ids, params: "text" * 999, bursts=1, delay=0.002)
+    async with serving(engine) as server:
+        reader, writer = await server.connect(PATH, {"model": MODEL, "input": "hi", "request_id": "it", "stream": stream})
+        await soon(lambda: engine.active)
+        data = b""
+        while stream and b"output_text.delta" not in data:
+            data += await asyncio.wait_for(reader.read(2**16), 5)
+        cancelled = await server.client.post(f"{PATH}/resp_it/cancel")
+        shown = cancelled.json()
+        assert (cancelled.status_code, shown["status"], shown["id"], shown["output"]) == (200, "cancelled", "resp_it", [])
+        while not data.endswith(b"0\r\n\r\n" if stream else b"}"):
+            data += await asyncio.wait_for(reader.read(2**16), 5)
+        writer.close()
+        await server.idle()
+        assert engine.aborted
+        if stream:
+            *_, error, failed = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+            assert (error["type"], error["code"], failed["type"]) == ("error", "cancelled", "response.failed")
+            assert failed["response"] == shown
+        else:
+            assert data.startswith(b"HTTP/1.1 409 ") and b'"code":"cancelled"' in data
+        assert (await server.client.get(f"{PATH}/resp_it")).json() == shown
+        assert server.store.num_bytes == sum(stored.size for stored in server.store._kept.values())
+        again = await server.client.post(f"{PATH}/resp_it/cancel")
+        assert again.status_code == 400 and "has ended" in error_of(again)["message"]
+        body = {"model": MODEL, "input": "x", "previous_response_id": "resp_it", "max_output_tokens": 2}
+        assert (await server.client.post(PATH, json=body)).status_code == 200
 
 
 async def test_by_the_sdk():

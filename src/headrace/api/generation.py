@@ -222,6 +222,7 @@ class Generation:
         self.endpoint = request.url.path
         self.request = request
         self.arrival: float = request.scope["state"]["arrival"]
+        self.line: Lifeline | None = None  # while it runs
 
     async def run(self, stream: EventStream | None) -> None:
         """Admit the samples (or raise a 429) and run them to their ends."""
@@ -236,7 +237,8 @@ class Generation:
         """The answer as the body asks for it. Raises ApiError (504 past the deadline) or ClientGone."""
         if self.answer.body.stream:
             return StreamedAnswer(self)
-        async with Lifeline(self.request.receive, seconds_left(self.request)):
+        self.line = Lifeline(self.request.receive, seconds_left(self.request))
+        async with self.line:
             await self.run(None)
         return Response(self.answer.whole(), media_type="application/json")
 
@@ -257,7 +259,7 @@ class StreamedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, answer = self.generation, self.generation.answer
         ticker = generation.ctx.ticker
-        lifeline = Lifeline(receive, seconds_left(generation.request))
+        lifeline = generation.line = Lifeline(receive, seconds_left(generation.request))
         stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()), answer.silence, answer.media_type)
         try:
             async with lifeline:

@@ -19,11 +19,12 @@ Items = list[dict[str, Any]]
 class Stored:
     """One response: what went in (its own part of the conversation) and what came out, as JSON."""
 
-    __slots__ = ("children", "gone", "key", "now", "output", "previous", "resource", "size", "taken")
+    __slots__ = ("cancel", "children", "gone", "key", "now", "output", "previous", "resource", "size", "taken")
 
     def __init__(self, key: tuple[int, str], taken: bytes, previous: Stored | None, now: Callable[[], dict[str, Any]]):
         self.key, self.taken, self.previous = key, taken, previous
         self.now: Callable[[], dict[str, Any]] | None = now  # the response object, while it is running
+        self.cancel: Callable[[], None] | None = None  # ends it where it is
         self.resource = b""  # the same, when it has ended
         self.size = len(taken)
         self.children = 0  # kept responses that continue it
@@ -89,7 +90,7 @@ class ResponseStore:
         if not self._room(len(resource), 0):
             self.remove(stored)
             return False
-        stored.now, stored.resource = None, resource
+        stored.now, stored.resource, stored.cancel = None, resource, None
         stored.size += len(resource)
         self.num_bytes += len(resource)
         self.find(stored.key)
@@ -105,7 +106,7 @@ class ResponseStore:
         del self._kept[stored.key]
         self.num_bytes -= stored.size
         self._forget_previous(stored)
-        stored.gone, stored.now = True, None
+        stored.gone, stored.now, stored.cancel = True, None, None
         stored.taken = stored.resource = b""
 
     def _forget_previous(self, stored: Stored) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -70,12 +71,20 @@ async def _kept(
     stored = store.begin((owner(generation.request), answer.id), with_ids(items), previous, answer.resource)
     if stored is None:
         return await generation.response()
-    answer.stored = stored
+    answer.stored, stored.cancel = stored, partial(_cancel, generation, answer)
     try:
         return Held(await generation.response(), store, stored)
     except BaseException:
         store.release(stored)
         raise
+
+
+def _cancel(generation: Generation, answer: ResponsesAnswer) -> None:
+    """For somebody else than its own client, who is told so: what is kept says that it was cancelled."""
+    assert generation.line is not None, "a response is in the store when it has begun"
+    answer.status = "cancelled"
+    answer.whole()
+    generation.line.end(ApiError(409, "The response was cancelled.", code="cancelled"))
 
 
 def _tools(
@@ -161,8 +170,8 @@ class ResponsesAnswer(Answer):
     def failure(self, error: ApiError) -> bytes:
         code = error.code or "server_error"
         fields = {"code": code, "message": error.message, "param": error.param}
-        self.status = "failed"
-        self.error = {"code": code, "message": error.message}
+        if self.status != "cancelled":
+            self.status, self.error = "failed", {"code": code, "message": error.message}
         failed = {"response": msgspec.Raw(self._final())}
         return self.events.bytes("error", fields) + self.events.bytes("response.failed", failed)
 
@@ -172,7 +181,7 @@ class ResponsesAnswer(Answer):
     def _final(self) -> bytes:
         """The response object at its end, as it is kept, or as it says that it is not."""
         data = encode(self.resource())
-        if self.stored is not None and not self.ctx.responses.end(self.stored, data):
+        if self.stored is not None and self.stored.now is not None and not self.ctx.responses.end(self.stored, data):
             self.stored = None
             data = encode(self.resource())
         return data

@@ -95,9 +95,12 @@ async def delete(ctx: ApiContext, request: Request) -> Response:
 
 
 async def cancel(ctx: ApiContext, request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel."""
-    _asked(ctx, request)
-    raise unsupported("id", "only responses in the background are cancelled so, and there are none; close the connection")
+    """POST /v1/responses/{id}/cancel: one that is running, whoever reads it."""
+    stored = _asked(ctx, request)
+    if stored.cancel is None:
+        raise invalid("id", "the response has ended: only one that is in progress can be cancelled.")
+    stored.cancel()
+    return Response(stored.document(), media_type="application/json")
 
 
 async def input_items(ctx: ApiContext, request: Request) -> Response:
