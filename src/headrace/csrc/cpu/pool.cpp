@@ -30,7 +30,7 @@ constexpr int SPINS_A_LOOK = 16;  // at the clock
 constexpr int WINDOW = 16;       // steps that are looked at together
 constexpr int PROBE_WINDOW = 8;  // of a probe with one thread more
 constexpr double WORTH = 0.2;  // of the 1 / threads of a step that a thread does: beside a stranger shorter waits, not counted, lose more
-constexpr milliseconds FIRST_PAUSE{250};
+constexpr milliseconds FIRST_PAUSE{60};  // doubles while the stranger stays: most are gone soon, such as a client that starts
 constexpr milliseconds LONGEST_PAUSE{8000};
 
 void relax() {
