@@ -83,6 +83,9 @@ def test_a_cpu_is_measured_once_and_only_when_that_disturbs_nobody(engine, monke
     assert observer.snapshot(0.0)["reading"] is None and found.rate == 0
     while core.has_work:
         core.step()
+    monkeypatch.setattr(module, "available_memory", lambda: 2**21 - 1)
+    assert observer.snapshot(0.0)["reading"] is None
+    monkeypatch.setattr(module, "available_memory", lambda: 2**21)
     weights, token, rate = observer.snapshot(0.0)["reading"]
     assert (weights, token) == (found.weights, found.token) and 1e7 < rate < 1e13
     monkeypatch.setattr(module, "CPU_ROUNDS", 0)  # and would leave it at 0

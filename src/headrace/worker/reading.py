@@ -15,6 +15,7 @@ import torch
 
 from headrace.cache.kv_cache import KVCache
 from headrace.cache.layer_shape import LayerShape
+from headrace.machine import available_memory
 from headrace.model.config import ModelConfig
 
 CPU_BYTES = 2**27  # that a CPU reads to be measured: more than its caches hold
@@ -32,8 +33,8 @@ class Reading:
     rate: float = 0.0
 
     def measure(self) -> None:
-        """Of a CPU, once; takes some 50 ms of it, in which nothing else should run."""
-        if self.rate or not self.threads:
+        """Of a CPU, once; takes some 50 ms of it, in which nothing else should run, and memory that must be there twice over."""
+        if self.rate or not self.threads or available_memory() < 2 * CPU_BYTES:
             return
         numbers = np.ones(CPU_BYTES // 8, np.int64)
         with ThreadPoolExecutor(self.threads) as pool:
