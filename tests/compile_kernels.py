@@ -126,6 +126,7 @@ def fused(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, nor
         x = meta(32, hidden)
         rms_norm_triton(x, meta(hidden), 1e-6)
         add_rms_norm_triton(x, x, meta(hidden), 1e-6)
+        add_rms_norm_triton(x, x, meta(hidden), 1e-6, 1.0, 1.0, meta(hidden))
         act_mul_triton(meta(32, 2 * inner), "silu")
         act_mul_triton(meta(32, 2 * inner), "gelu_tanh")
         cache = [meta(1000, 64, kv_heads, head_dim)]

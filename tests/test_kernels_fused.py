@@ -47,11 +47,14 @@ def test_rms_norm(width: int, offset: float) -> None:
 
 @pytest.mark.parametrize("offset, scale", [(0.0, 1.0), (1.0, 0.22)])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 2e-3)])
-def test_add_rms_norm(offset: float, scale: float, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("with_post", [False, True])
+def test_add_rms_norm(offset: float, scale: float, dtype: torch.dtype, tolerance: float, with_post: bool) -> None:
     x, residual, weight = torch.randn(5, 576).to(dtype), torch.randn(5, 576).to(dtype), torch.randn(576).to(dtype)
-    before = residual.clone()
-    normed, total = add_rms_norm_triton(x, residual, weight, 1e-6, offset, scale)
-    want, want_total = add_rms_norm_reference(x, residual, weight, 1e-6, offset, scale)
+    before, post = residual.clone(), torch.randn(576).to(dtype) if with_post else None
+    normed, total = add_rms_norm_triton(x, residual, weight, 1e-6, offset, scale, post)
+    added = x if post is None else rms_norm_reference(x, post, 1e-6, offset)
+    want, want_total = add_rms_norm_reference(added, residual, weight, 1e-6, offset, scale)
+    assert torch.equal(add_rms_norm_reference(x, residual, weight, 1e-6, offset, scale, post)[0], want)
     close(normed, want, tolerance)
     close(total, want_total, tolerance)
     assert torch.equal(residual, before), "the residual is not changed in place"

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual add before it."""
+"""RMSNorm, alone and fused with the residual add before it, and with the norm of what is added."""
 
 from __future__ import annotations
 
@@ -22,26 +22,33 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, offset: float = 0.
 
 
 def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0, post: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """residual + scale * x, and its RMSNorm; x, residual [T, H] -> (normed, new residual), both [T, H]."""
+    """See `add_rms_norm`."""
+    if post is not None:
+        x = rms_norm_reference(x, post, eps, offset)
     residual = torch.add(residual, x, alpha=scale)
     return rms_norm_reference(residual, weight, eps, offset), residual
 
 
 @jit(do_not_specialize=["num_rows"])
 def _rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, offset, scale, x_stride, num_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, post_ptr, out_ptr, sum_ptr, eps, offset, scale, x_stride, num_rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (column < WIDTH) & (row < num_rows)
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset  # cold: before the wait
+    if POST:
+        post = tl.load(post_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32) + offset
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if POST:  # rounded as by a kernel of its own
+        x = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / WIDTH + eps) * post
+        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
     if ADD:
         x = tl.load(residual_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32) + scale * x
         rounded = x.to(sum_ptr.dtype.element_ty)
@@ -69,12 +76,13 @@ def default_tile(width: int) -> NormTile:
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float,
-            scale: float, add: bool, tile: NormTile | None) -> None:  # fmt: skip
+            scale: float, add: bool, tile: NormTile | None, post: Tensor | None = None) -> None:  # fmt: skip
     rows, width = x.shape
     tile = tile or default_tile(width)
     _launcher(
-        -(-rows // tile.rows), (x, residual, weight, out, total), (eps, offset, scale, x.stride(0)), (rows,),
-        num_warps=tile.num_warps, WIDTH=width, BLOCK=next_power_of_2(width), ROWS=tile.rows, ADD=add,
+        -(-rows // tile.rows), (x, residual, weight, weight if post is None else post, out, total),
+        (eps, offset, scale, x.stride(0)), (rows,),
+        num_warps=tile.num_warps, WIDTH=width, BLOCK=next_power_of_2(width), ROWS=tile.rows, ADD=add, POST=post is not None,
     )  # fmt: skip
 
 
@@ -89,12 +97,12 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, 
 
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0,
-    *, tile: NormTile | None = None,
+    post: Tensor | None = None, *, tile: NormTile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `add_rms_norm`."""
     out, total = torch.empty_like(residual), torch.empty_like(residual)
     if x.shape[0]:
-        _launch(x, residual, weight, out, total, eps, offset, scale, True, tile)
+        _launch(x, residual, weight, out, total, eps, offset, scale, True, tile, post)
     return out, total
 
 
@@ -104,11 +112,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0, post: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """new_residual = residual + scale * x; returns (RMSNorm(new_residual), new_residual), both [T, H] in x's dtype."""
+    """new_residual = residual + scale * x; returns (RMSNorm(new_residual), new_residual), both [T, H] in x's dtype.
+
+    With a weight `post` [H] what is added is RMSNorm(x) by it, rounded to x's dtype.
+    """
     run = add_rms_norm_triton if on_gpu(x) else add_rms_norm_reference
-    return run(x, residual, weight, eps, offset, scale)
+    return run(x, residual, weight, eps, offset, scale, post)
 
 
 @jit(do_not_specialize=["num_rows"])

@@ -134,12 +134,11 @@ class Decoder:
             part.add_to(residual, x)
             return norm(residual, following, config.norm_eps, self.norm_offset), residual
         out = part(x)
-        if post is not None:
-            out = norm(out, post, config.norm_eps, self.norm_offset)
         if following is None:
+            out = out if post is None else norm(out, post, config.norm_eps, self.norm_offset)
             residual = torch.add(residual, out, alpha=config.residual_scale)
             return residual, residual
-        return add_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale)
+        return add_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale, post)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See Forward."""

@@ -58,11 +58,12 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0, post: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]."""
-    if weight.shape[0] == residual.shape[-1]:
-        return add_rms_norm(x, residual, weight, eps, offset, scale)
+    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]. With `post` x is normed by that before."""
+    if weight.shape[0] == residual.shape[-1] and (post is None or post.shape == weight.shape):
+        return add_rms_norm(x, residual, weight, eps, offset, scale, post)
+    x = x if post is None else norm(x, post, eps, offset)
     residual = torch.add(residual, x, alpha=scale)
     return norm(residual, weight, eps, offset), residual
 
