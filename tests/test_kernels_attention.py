@@ -114,7 +114,7 @@ def test_prefill_mixed(query_lens, context_lens, heads, kv_heads, head_dim, bloc
     close(varlen(case, tma=tma), attention_reference(case, SCALE))
 
 
-@pytest.mark.parametrize("window, softcap", [(1, 0.0), (16, 0.0), (50, 4.0), (1000, 0.0), (0, 2.0)])
+@pytest.mark.parametrize("window, softcap", [(1, 0.0), (16, 0.0), (50, 4.0), (1000, 0.0), (0, 2.0), (20, 70.0), (0, 70.0)])
 @pytest.mark.parametrize("tma", [False, True])
 def test_prefill_window_and_softcap(window: int, softcap: float, tma: bool) -> None:
     case = paged_case([60, 1, 50], [60, 40, 210], 2, 1, 32, 64)
