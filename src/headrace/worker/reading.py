@@ -33,7 +33,7 @@ class Reading:
     rate: float = 0.0
 
     def measure(self) -> None:
-        """Of a CPU, once; takes some 50 ms of it, in which nothing else should run, and memory that must be there twice over."""
+        """Of a CPU, once; takes some 50 ms, in which nothing else should run, and memory that must be there twice over."""
         if self.rate or not self.threads or available_memory() < 2 * CPU_BYTES:
             return
         numbers = np.ones(CPU_BYTES // 8, np.int64)
