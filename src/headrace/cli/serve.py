@@ -26,7 +26,7 @@ from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import BUILDER, ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
-from headrace.errors import EngineDeadError, ParameterError
+from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.logs import configure
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.api.config import ServerConfig
     from headrace.api_processes.parent import ApiProcesses
     from headrace.engine.client import EngineClient
+    from headrace.engine.core_process import EarlyCore
     from headrace.metrics.prometheus import PrometheusMetrics
     from headrace.metrics.trace import TraceFile
 
@@ -52,9 +53,40 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
     named_model(args)
     listeners = bind(options.host, options.port, options.api_processes)
-    server = Server(options, args, listeners, began, builder)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
-    return loop.run(server.run())
+    return loop.run(serve(options, args, listeners, began, builder))
+
+
+async def serve(
+    options: ServeOptions, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str
+) -> int:  # fmt: skip
+    """The exit code. The core's process is started first: what it imports takes longest."""
+    early = await early_core(options, args, builder)
+    try:
+        server = Server(options, args, listeners, began, builder, early)
+    except BaseException:
+        if early is not None:
+            await early.core.kill()
+        raise
+    return await server.run()
+
+
+async def early_core(options: ServeOptions, args: argparse.Namespace, builder: str) -> EarlyCore | None:
+    """None where it is not known yet how many there will be, and where."""
+    engine = engine_options(args)
+    if args.models or options.ray is not None or engine.get("data_parallel_size", 1) != 1:
+        return None
+    import zmq.asyncio
+
+    from headrace.engine.core_process import CoreProcess, EarlyCore
+
+    context, traced = zmq.asyncio.Context(), options.trace is not None
+    device = engine.get("device", "auto")
+    try:
+        core = await CoreProcess.spawn(context, builder, options.log_level, options.log_format, traced, device)
+    except (OSError, HeadraceError):  # the client will meet it again, and tell
+        return None
+    return EarlyCore(context, core)
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -71,8 +103,9 @@ class Server:
     """One run of the server, from the bound port to the exit code. Making one looks at all that the options say."""
 
     def __init__(
-        self, options: ServeOptions, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str
-    ):
+        self, options: ServeOptions, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str,
+        early: EarlyCore | None = None,
+    ):  # fmt: skip
         self.options, self.listeners, self.began = options, listeners, began
         self.signals = 0
         self.stop = asyncio.Event()
@@ -80,7 +113,7 @@ class Server:
         self.trace: TraceFile | None = None
         self.tls = tls_context(options.ssl_certfile, options.ssl_keyfile)
         self.several = bool(args.models)
-        self.client, self.metrics, self.http = self._parts(args, builder)
+        self.client, self.metrics, self.http = self._parts(args, builder, early)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -129,7 +162,7 @@ class Server:
         self.failed = self.failed or why
         self.stop.set()
 
-    def _parts(self, args: argparse.Namespace, builder: str):
+    def _parts(self, args: argparse.Namespace, builder: str, early: EarlyCore | None):
         """The client of the engine, its metrics and what serves HTTP, put together and not started."""
         from headrace.cli.several import check_alone
         from headrace.config import EngineConfig
@@ -154,7 +187,7 @@ class Server:
             log_level=options.log_level, log_format=options.log_format,
             on_give_up=lambda why: self._give_up(f"the engine has ended: {why}"), traced=options.trace is not None,
             supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, options),
-            balancer=self.routing.balancer,
+            balancer=self.routing.balancer, early=early,
         )  # fmt: skip
         names = config.served_model_names or (client.model_name,)
         if taken := next((name for name in client.adapters() if name in names), None):

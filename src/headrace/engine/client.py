@@ -21,7 +21,7 @@ import msgspec
 import zmq.asyncio
 
 from headrace.config import EngineConfig
-from headrace.engine.core_process import CoreProcess
+from headrace.engine.core_process import CoreProcess, EarlyCore
 from headrace.engine.interface import Balancer, CoreStatus, EngineStatus, Spectator
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
@@ -64,9 +64,10 @@ class EngineClient:
         traced: bool = False,
         supplies: Callable[[zmq.asyncio.Context], CoreSupply] | None = None,
         balancer: Balancer | None = None,
+        early: EarlyCore | None = None,
     ):
-        """`supplies` makes what cores come from, of other machines too; None: processes of this one. `balancer` chooses where
-        there are several; None: by their loads alone."""
+        """`supplies` makes what cores come from, of other machines too; None: processes of this one, of which `early` is the
+        first, if it has been started. `balancer` chooses where there are several; None: by their loads alone."""
         self.config, self.supervision = config, supervision or SupervisionConfig()
         # what the layers above must know of the model: read here, without torch, while the core loads the weights
         self.checkpoint = checkpoint or resolve_checkpoint(config)
@@ -83,9 +84,10 @@ class EngineClient:
         self.spectator: Spectator | None = None
         self._on_give_up = on_give_up or (lambda why: None)
         self._streams = Streams(self.observers.ended)
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context() if early is None else early.context
         spawn = partial(CoreProcess.spawn, self._context, builder, log_level, log_format, traced)
-        supply = PlacedSupply(spawn, Placement(config)) if supplies is None else supplies(self._context)
+        first = None if early is None else early.core
+        supply = PlacedSupply(spawn, Placement(config), first) if supplies is None else supplies(self._context)
         self._slots = Slots(config, self.supervision, supply, balancer, self._streams, self)
         self._adapters = ServedAdapters(config, model_config, self._slots, self._streams.with_adapter)
         self._loaded = asyncio.Event()

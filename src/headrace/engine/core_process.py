@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 from signal import SIGKILL
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -18,6 +19,13 @@ from headrace.engine.core_link import CoreLink
 from headrace.engine.news_pipe import Outbox, PipeOutbox
 from headrace.engine.socket_pair import addresses, bind_pair
 from headrace.engine.wire import Shutdown
+
+
+class EarlyCore(NamedTuple):
+    """A process that was started before there was a client, and in which context its sockets are."""
+
+    context: zmq.asyncio.Context
+    core: CoreProcess
 
 
 class CoreProcess(CoreLink):
@@ -29,9 +37,10 @@ class CoreProcess(CoreLink):
 
     @classmethod
     async def spawn(
-        cls, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool
+        cls, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool, device: str = ""
     ) -> CoreProcess:
-        """Start a process. It connects, removes the directory of the socket and imports; `begin` gives it its task."""
+        """Start a process. It imports, connects and removes the directory of the socket; `begin` gives it its task. `device`:
+        the one that this will name, if that is soon."""
         inbox, home = context.socket(zmq.PUSH), None
         ours, theirs = socket.socketpair()
         outbox = PipeOutbox(ours)
@@ -41,7 +50,7 @@ class CoreProcess(CoreLink):
             home = bind_pair(inbox)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "headrace.engine.process", addresses(home)[0], str(theirs.fileno()), str(os.getpid()),
-                builder, log_level, log_format, str(int(traced)), stdin=asyncio.subprocess.DEVNULL,
+                builder, log_level, log_format, str(int(traced)), device, stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent: it drains first
             )  # fmt: skip

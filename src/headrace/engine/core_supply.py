@@ -13,13 +13,17 @@ logger = logging.getLogger(__name__)
 
 
 class StandbySupply:
-    """A new core each time, or the one that stands by. `spawn` starts one, and raises OSError or HeadraceError if it cannot."""
+    """A new core each time, or the one that stands by. `spawn` starts one, and raises OSError or HeadraceError if it cannot.
+    `first`: one that has been started already."""
 
-    def __init__(self, spawn: Callable[[], Awaitable[Core]]):
-        self._spawn = spawn
+    def __init__(self, spawn: Callable[[], Awaitable[Core]], first: Core | None = None):
+        self._spawn, self._first = spawn, first
         self._standby: asyncio.Task[Core | None] | None = None
 
     async def take(self, number: int) -> Core:
+        first, self._first = self._first, None
+        if first is not None and not first.exited:
+            return first
         standby, self._standby = self._standby, None  # who comes while we wait for it gets another
         if standby is not None:
             try:
@@ -52,6 +56,9 @@ class StandbySupply:
             return None
 
     async def close(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            await first.kill()
         standby, self._standby = self._standby, None
         if standby is not None:
             await _end(standby)

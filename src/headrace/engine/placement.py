@@ -85,8 +85,8 @@ class Placement:
 class PlacedSupply(StandbySupply):
     """Processes of this machine, each in its place."""
 
-    def __init__(self, spawn: Callable[[], Awaitable[CoreProcess]], placement: Placement):
-        super().__init__(spawn)
+    def __init__(self, spawn: Callable[[], Awaitable[CoreProcess]], placement: Placement, first: CoreProcess | None = None):
+        super().__init__(spawn, first)
         self._placement = placement
 
     async def take(self, number: int) -> Core:

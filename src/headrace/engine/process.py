@@ -1,14 +1,16 @@
 """The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
 
-Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL LOGFORMAT TRACED`. The
-first message is empty, the second a Begin; between them everything is imported, so that a process can wait there
-until it is needed. It ends with its parent, whatever ended that: the kernel is asked to, and a thread looks.
+Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL LOGFORMAT TRACED DEVICE`.
+The first message is empty, the second a Begin; meanwhile everything is imported, so that a process can wait there until it is
+needed. A DEVICE is named where the wait is short. It ends with its parent, whatever ended that: the kernel is asked to, and a
+thread looks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import math
@@ -250,12 +252,22 @@ def connect(context: zmq.Context, address: str, parent: int) -> zmq.Socket:
     return inbox
 
 
-def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: bool) -> int:
+def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: bool, device: str) -> int:
     ignore_signals()
     inlet = PipeInlet(outbox)
     prepare_threads()
+    gc.disable()  # until all is there: nothing of it goes, and looking through it takes tenths of a second
+    if device:
+        prewarm(device)
+    # who has started us may be at its own imports; what fails here is tried again, and told
+    threading.Thread(target=_import_quietly, args=(builder.partition(":")[0],), daemon=True).start()
     context = zmq.Context()
     return serve(context, connect(context, inbox_address, parent), inlet, parent, builder, traced)
+
+
+def _import_quietly(module: str) -> None:
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
 
 
 def ignore_signals() -> None:
@@ -297,6 +309,8 @@ def serve(
         begun.set()
         engine = build(config)
         engine.prepare(lambda *progress: send(Progress(*progress)))
+        gc.freeze()  # or a collection would look through all of it, for 0.1 s in the middle of a step
+        gc.enable()
         if engine.ranks is not None:
             engine.ranks.on_death(end_with_ranks)
         resolved = engine.config
@@ -347,4 +361,4 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     configure("core", *sys.argv[5:7])
-    leave(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1"))
+    leave(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1", sys.argv[8]))
