@@ -95,6 +95,7 @@ def main() -> None:
             "max_num_seqs": 64, "max_num_batched_tokens": CHUNK,
         }  # fmt: skip
         engine = build_engine(EngineConfig(**options))
+        engine.prepare()
         modules = modules_of(engine.model)
         base = seconds(engine, args.rows, [""], "base")
         engine.close()
@@ -103,6 +104,7 @@ def main() -> None:
         engine = build_engine(
             EngineConfig(**options, lora_dir=directory, max_loras=args.adapters, max_lora_rank=args.rank)
         )  # fmt: skip
+        engine.prepare()
         versions: list[Version] = []
         for i in range(args.adapters):
             write(home / f"{i}", modules, args.rank, i)

@@ -131,7 +131,8 @@ def noted(work: Work) -> tuple[Any, list[Any]]:
     dtype = getattr(torch, dtype_name(work.config.dtype, model.dtype, bool(checkpoint.quantized_to())))
     cache_dtype = choose_cache_dtype(work.config.kv_cache_dtype, dtype, META)
     shown, weights = weights_without_data(checkpoint, model, dtype, work.config.quantization)
-    Stage(Played(shown, weights, work.limits, cache_dtype, work.card.name, work.config.enforce_eager)).play()
+    adapters = (work.config.max_loras, work.config.max_lora_rank) if work.config.takes_adapters else None
+    Stage(Played(shown, weights, work.limits, cache_dtype, work.card.name, work.config.enforce_eager, adapters)).play()
     return original, sorted(launches, key=lambda found: not found.name.startswith(SLOW))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,12 +30,14 @@ from headrace.kernels.prepare import Rows, launch, launch_publish
 from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, launch_expand
 from headrace.kernels.sample import add_mask_triton, sample_rows
 from headrace.kernels.tables import Float, Int, SlotTables
+from headrace.lora.pool import AdapterPool
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.decoder_weights import DecoderWeights
-from headrace.model.linear import Linear, NarrowLinear, Reduce, make_linear
+from headrace.model.linear import Linear, MakeLinear, NarrowLinear, Reduce, make_linear
+from headrace.model.shard import WHOLE
 from headrace.model.weight import Weight
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
@@ -64,6 +66,7 @@ class Played:
     cache_dtype: torch.dtype
     card: str  # as tables of tiles name it
     eager: bool = False  # nothing is captured
+    adapters: tuple[int, int] | None = None  # how many, of which rank; None: it takes none
 
 
 class Stage:
@@ -73,11 +76,16 @@ class Stage:
         model, limits, weights = played.model, played.limits, played.weights
         self.model, self.limits, self.eager = model, limits, played.eager
         self.dtype = weights.embedding.dtype
-        narrow = played.cache_dtype == fp8.DTYPE
+        narrow, make = played.cache_dtype == fp8.DTYPE, cast(MakeLinear, _linear)
         self.attention = _backend(model, narrow)
+        self.adapters: AdapterPool | None = None
+        if played.adapters is not None:
+            self.adapters = AdapterPool(model, WHOLE, *played.adapters, limits.max_num_batched_tokens, self.dtype, META)
+            make = self.adapters.make(weights, _linear)
         self.decoder = Decoder(
-            model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=_linear
+            model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=make
         )
+        self.decoder.adapters = self.adapters
         self.fast = None if played.eager else self._fast_path(played)
         slots = limits.max_num_seqs + 1
         self.tables = SlotTables(
@@ -85,6 +93,8 @@ class Stage:
             empty(slots, len(Float), dtype=torch.float32), empty(slots, len(Int), dtype=torch.int64), empty(slots),
             limits.block_size,
         )  # fmt: skip
+        if self.adapters is not None:
+            self.adapters.table = self.tables.ints
         self.kv = _cache(model, limits.block_size, played.cache_dtype)
         if model.delta is not None:
             self.kv.states = StatePool(model.delta, slots, 0, self.dtype, META)
@@ -121,7 +131,8 @@ class Stage:
             counts += row_steps(experts.chosen, len(experts.here), self.dtype.itemsize, most)
         for tokens in dict.fromkeys(counts):
             if tokens <= most:
-                self.forward([tokens], [tokens])
+                for adapted in self.kinds:
+                    self.forward([tokens], [tokens], adapted=adapted)
         few = max_tokens(group)
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
@@ -136,7 +147,14 @@ class Stage:
         floats, ints = (table.view(torch.int32) for table in (self.tables.floats, self.tables.ints))
         tables.enter_triton(empty(500), 2, 300, (self.tables.token_ids, self.tables.block_tables, floats, ints))
 
-    def forward(self, query_lens: list[int], context_lens: list[int], keep: bool = False) -> None:
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of steps: those with adapters are True."""
+        return (False,) if self.adapters is None else (False, True)
+
+    def forward(
+        self, query_lens: list[int], context_lens: list[int], keep: bool = False, adapted: bool = False
+    ) -> None:  # fmt: skip
         count = sum(query_lens)
         if count > self.limits.max_num_batched_tokens or max(context_lens) > self.limits.max_model_len:
             return
@@ -144,16 +162,18 @@ class Stage:
         launch(empty(4, len(rows.token_ids)), None, self.tables, rows)
         self.attention.keeps_own = keep
         decodes = sum(length == 1 for length in query_lens)
-        hidden = self.decoder.forward(self._batch(rows.part(0, count), query_lens, context_lens, decodes), self.kv)
+        batch = self._batch(rows.part(0, count), query_lens, context_lens, decodes, adapted=adapted)
+        hidden = self.decoder.forward(batch, self.kv)
         self.decoder.logits(hidden[: len(query_lens)])
 
     def _batch(
-        self, rows: Rows, query_lens: list[int], context_lens: list[int], decodes: int, related: bool = False
+        self, rows: Rows, query_lens: list[int], context_lens: list[int], decodes: int, related: bool = False,
+        adapted: bool = False,
     ) -> ForwardBatch:  # fmt: skip
         count = len(query_lens)
         return ForwardBatch(
             rows.token_ids, rows.positions, rows.slot_mapping, self.tables.block_tables, empty(count), empty(count + 1),
-            empty(count), decodes, query_lens, context_lens, related=related,
+            empty(count), decodes, query_lens, context_lens, related=related, adapted=adapted,
         )  # fmt: skip
 
     def captured_prompts(self) -> None:
@@ -187,14 +207,18 @@ class Stage:
             part = rows.part(0, size)
             launch(inbox, turn, self.tables, part)
             for bucket in context_buckets(FEW_CONTEXTS if size <= FEW_ROWS else CONTEXTS, limits.max_model_len):
-                self.decode(self._batch(part, [1] * size, [bucket] * size, size, related))
+                for adapted in self.kinds:
+                    self.decode(self._batch(part, [1] * size, [bucket] * size, size, related, adapted))
             launch_publish(empty(size), empty(size).bool(), part, self.tables, outbox, turn, related)
 
     def decode(self, batch: ForwardBatch) -> None:
         if self.fast is None or batch.num_rows > self.fast.max_rows:
             self.decoder.decode(batch, self.kv)
-        else:
+        elif not batch.adapted or self.adapters is None:
             self.fast.forward(batch, self.kv)
+        else:
+            self.adapters.begin(batch, None)
+            self.fast.forward(batch, self.kv, adapters=self.adapters)
 
     # ---------------------------------------------------------------- what makes tokens of logits
 
