@@ -24,6 +24,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 HEADRACE = [sys.executable, "-m", "headrace.cli"]
@@ -39,6 +41,35 @@ def ready_state(url: str) -> str:
         return json.load(refused)["state"]
     except OSError:
         return "not listening"
+
+
+@dataclass
+class Server:
+    port: int
+    process: subprocess.Popen
+    ready_after: float  # seconds from the start of the process
+
+
+@contextlib.contextmanager
+def serving(model: str, options: list[str], environment: dict[str, str]) -> Iterator[Server]:
+    """`headrace serve`, when it is ready; it has ended behind this."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.perf_counter()
+    command = [*HEADRACE, "serve", model, "--port", str(port), "--stats-interval", "0", *options]
+    process = subprocess.Popen(command, env=os.environ | environment)
+    try:
+        yield Server(port, process, wait_ready(f"http://127.0.0.1:{port}", process, began))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def options_behind() -> tuple[list[str], list[str]]:
+    """Arguments of ours, and behind -- those of headrace serve."""
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)
+    return given[:at], given[at + 1 :]
 
 
 def wait_ready(url: str, server: subprocess.Popen, began: float) -> float:
@@ -74,16 +105,26 @@ def kind_of(seqs: int, tokens: int) -> str:
     return f"decode of {size}" if tokens == seqs else f"prompts of {1 << (tokens - 1).bit_length()} tokens"
 
 
-def by_kind(trace: Path, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of the steps of the first `seconds` of the trace, which begins with the server; none comes before ready."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    steps = [e for e in events if e["ph"] == "X" and e["name"].endswith("tokens") and e["args"]["tokens"]]
-    kinds: dict[str, list[float]] = {}
-    before = ""
-    for step in sorted(steps, key=lambda step: step["ts"]):
-        kind = kind_of(step["args"]["seqs"], step["args"]["tokens"])
-        if kind == before and step["ts"] / 1e6 <= seconds:
-            kinds.setdefault(kind, []).append(step["dur"] / 1e3)
+@dataclass
+class Step:
+    at: float  # seconds since the trace began, with the server
+    milliseconds: float
+    parts: str  # and what of it took how long
+
+
+def by_kind(trace: Path, seconds: float) -> dict[str, list[Step]]:
+    """The steps of the first `seconds` of the trace, which begins with the server; none comes before ready."""
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["args"]["tokens"]]
+    kinds: dict[str, list[Step]] = {}
+    before, step = "", Step(0.0, 0.0, "")
+    for event in events:  # a step, and behind it its parts
+        if not event["name"].endswith("tokens"):
+            step.parts += f" {event['name']} {event['dur'] / 1e3:.2f}"
+            continue
+        kind = kind_of(event["args"]["seqs"], event["args"]["tokens"])
+        step = Step(event["ts"] / 1e6, event["dur"] / 1e3, "")
+        if kind == before and step.at <= seconds:
+            kinds.setdefault(kind, []).append(step)
         before = kind
     return kinds
 
@@ -94,31 +135,24 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--empty", action="store_true")
-    given = sys.argv[1:]
-    at = given.index("--") if "--" in given else len(given)  # behind it: options of headrace serve
-    args, options = parser.parse_args(given[:at]), given[at + 1 :]
-    with tempfile.TemporaryDirectory() as home, socket.create_server(("127.0.0.1", 0)) as free:
-        port, trace = free.getsockname()[1], Path(home) / "trace.json"
-        free.close()
+    given, options = options_behind()
+    args = parser.parse_args(given)
+    with tempfile.TemporaryDirectory() as home:
+        trace = Path(home) / "trace.json"
         caches = {"TRITON_CACHE_DIR": f"{home}/triton", "HEADRACE_CACHE": f"{home}/headrace"} if args.empty else {}
-        url, began = f"http://127.0.0.1:{port}", time.perf_counter()
-        ours = ["--port", str(port), "--trace", str(trace), "--stats-interval", "0"]
-        command = [*HEADRACE, "serve", args.model, *ours, *options]
-        server = subprocess.Popen(command, env=os.environ | caches)
-        try:
-            took = wait_ready(url, server, began)
-            load(url, time.monotonic() + args.seconds)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait()
-        kinds = by_kind(trace, args.seconds + took)
-    print(f"ready after {took:.2f} s")
+        with serving(args.model, ["--trace", str(trace), *options], caches) as server:
+            load(f"http://127.0.0.1:{server.port}", time.monotonic() + args.seconds)
+        kinds = by_kind(trace, args.seconds + server.ready_after)
+    print(f"ready after {server.ready_after:.2f} s")
     worst = 0.0
-    for kind, times in sorted(kinds.items()):
-        if len(times) >= FEWEST:
-            median, most = statistics.median(times), max(times)
-            worst = max(worst, most / median)
-            print(f"{kind:>26}: {len(times):6} steps, median {median:8.2f} ms, longest {most:8.2f} ms = {most / median:5.1f} x")
+    for kind, steps in sorted(kinds.items()):
+        if len(steps) >= FEWEST:
+            median, longest = statistics.median(step.milliseconds for step in steps), max(steps, key=lambda s: s.milliseconds)
+            share = longest.milliseconds / median
+            worst = max(worst, share)
+            where = f"at {longest.at - server.ready_after:.2f} s:{longest.parts}" if share > args.limit else ""
+            told = f"{len(steps):6} steps, median {median:8.2f} ms, longest {longest.milliseconds:8.2f} ms = {share:5.1f} x"
+            print(f"{kind:>26}: {told} {where}")
     print(f"the longest step is {worst:.1f} x the median of its kind")
     return int(worst > args.limit or not kinds)
 
