@@ -11,9 +11,11 @@ from torch import Tensor
 
 from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
+from headrace.cache.state_pool import StatePool
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
+from headrace.model.delta_config import DeltaConfig
 from headrace.model.experts_config import ExpertsConfig
 from headrace.model.weight import Weight
 from narrow_cases import narrow
@@ -37,6 +39,10 @@ CONFIGS = {
     "gpt-oss": replace(
         PLAIN, qkv_bias=True, o_bias=True, windows=(20, 0), sinks=True,
         experts=ExpertsConfig(6, 2, 24, score="chosen", correction=True, router_bias=True, biases=True, clamp=0.5),
+    ),
+    "delta net": replace(
+        PLAIN, qk_norm="head", norm_offset=1.0, attn_gate=True, head_dim=32, rope=RopeConfig(1e4, 8),
+        delta=DeltaConfig(2, 4, 16, 16, 4, layers=(True, False)),
     ),
 }  # fmt: skip
 
@@ -63,10 +69,21 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
             "experts_down_bias": draw(of.count * hidden, scale=0.1),
         }  # fmt: skip
 
+    def delta_net(of: DeltaConfig, index: int) -> LayerWeights:
+        rows = {"delta_conv": (of.channels, 1, of.kernel), "delta_decay": (of.value_heads,), "delta_bias": (of.value_heads,)}
+        return LayerWeights(
+            qkv=Weight(draw(of.channels + of.v_size, hidden)), o=Weight(draw(hidden, of.v_size)),
+            gate_up=Weight(draw(2 * inner, hidden)), down=Weight(draw(hidden, inner)), input_norm=norm(hidden), mlp_norm=norm(hidden),
+            more={name: draw(*shape).float() for name, shape in rows.items()}
+            | {"delta_gates": Weight(draw(2 * of.value_heads, hidden)), "delta_norm": draw(of.value_dim, mean=1.0).float()},
+        )  # fmt: skip
+
     def layer(index: int) -> LayerWeights:
+        if config.delta is not None and config.delta.layers[index]:
+            return delta_net(config.delta, index)
         experts = config.experts if config.experts is not None and config.experts.at(index) else None
         return LayerWeights(
-            qkv=Weight(draw(q + 2 * kv, hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
+            qkv=Weight(draw(q + 2 * kv + (q if config.attn_gate else 0), hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
             down=Weight(draw(hidden, inner)),
             input_norm=norm(hidden), mlp_norm=norm(hidden),
             q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
@@ -108,6 +125,10 @@ def decode_batch(
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     for tensor in (t for pair in kv.scales for t in pair if t is not None):
         tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    if config.delta is not None:
+        kv.states = StatePool(config.delta, rows + 2, 0, dtype, torch.device("cpu"))
+        for tensor in (kv.states.inputs, kv.states.states):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
     slots = torch.randperm(rows + 1, generator=generator)[:rows].int()
     tables = torch.zeros(rows + 2, width, dtype=torch.int32)
     tables[slots.long()] = torch.randperm(rows * width, generator=generator).view(rows, width).int() + 1

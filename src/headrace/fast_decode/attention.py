@@ -103,7 +103,7 @@ def _decode_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EARLY: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
     HEADS_FIRST: tl.constexpr, TOUCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -181,7 +181,7 @@ def _decode_attention_kernel(
         gdc_wait()
         if EARLY:
             gdc_launch_dependents()
-    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
+    row = qkv_ptr + b * ((HEADS * (2 if GATED else 1) + 2 * KV_HEADS) * DIM)
     q_row = row + (head * GROUP + rg)[:, None] * DIM
     k_row = row + (HEADS + head) * DIM
     q = _sum_slabs(q_row + rd[None, :], slab_stride, out_ok, SLABS)
@@ -262,6 +262,9 @@ def _decode_attention_kernel(
         acc = acc * shrink[:, None]
         m = top
     result = acc / l[:, None]
+    if GATED:  # each split its part: what they add up to is gated too
+        gate = _sum_slabs(q_row + (HEADS + 2 * KV_HEADS) * DIM + rd[None, :], slab_stride, out_ok, SLABS)
+        result *= tl.sigmoid(gate)
     if used == 1:
         tl.store(out + out_place, result.to(out_ptr.dtype.element_ty), mask=out_ok)
     else:
@@ -280,7 +283,7 @@ def decode_attention(
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
     window: int, num_splits: int, tile: AttentionTile, space: SplitSpace, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """qkv [slabs, B, (heads + 2 kv heads) * head_dim] (summed over the slabs) -> out [B, heads * head_dim].
+    """qkv [slabs, B, (heads + 2 kv heads) * head_dim, and that of gates] (summed over the slabs) -> out [B, heads * head_dim].
 
     Row b is the newest token of a sequence: seq_lens[b] tokens long with it, block table block_tables[seq_slots[b]], its own
     place slot_mapping[b] (-1: not written); a row with seq_lens 0 is padding and gets zeros. cos, sin [P, rotated / 2]
@@ -312,7 +315,7 @@ def decode_attention(
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, DIM_BLOCK=dim_block, HALF=cos.shape[1],
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
-        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, EARLY=tile.early,
-        HEADS_FIRST=tile.heads_first, TOUCH=tile.touch, FP8=kind,
+        HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, GATED=heads.gated,
+        EARLY=tile.early, HEADS_FIRST=tile.heads_first, TOUCH=tile.touch, FP8=kind,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip

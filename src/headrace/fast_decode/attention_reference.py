@@ -23,6 +23,12 @@ class HeadShape:
     softcap: float = 0.0
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    gated: bool = False  # behind q, k and v, a row has for each number of the output what that is multiplied by the sigmoid of
+
+    @property
+    def gates(self) -> list[int]:
+        """Heads behind those of the values."""
+        return [self.num_heads] if self.gated else []
 
 
 def decode_attention_reference(
@@ -30,14 +36,14 @@ def decode_attention_reference(
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
     window: int, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What attention.decode_attention computes, one sequence at a time in float32; qkv [B, (heads + 2 kv heads) * head_dim]."""
+    """What attention.decode_attention computes, one sequence at a time in float32; qkv as there, without slabs."""
     out = torch.zeros(qkv.shape[0], heads.num_heads, heads.head_dim, device=qkv.device)
     group = heads.num_heads // heads.num_kv_heads
     for b, length in enumerate(seq_lens.tolist()):
         if length == 0:
             continue
         x = qkv[b].float().view(1, -1, heads.head_dim)
-        q, k, v = x.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], 1)
+        q, k, v, *gate = x.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, *heads.gates], 1)
         if q_norm is not None and k_norm is not None:
             q, k = (
                 y * torch.rsqrt(y.square().mean(-1, keepdim=True) + heads.norm_eps) * (w.float() + heads.norm_offset)
@@ -62,6 +68,8 @@ def decode_attention_reference(
         if sinks is not None:  # the share of what has a value
             weights = weights * torch.sigmoid(scores.logsumexp(-1) - sinks.view(-1, group)).unsqueeze(-1)
         out[b] = torch.einsum("kgt,tkd->kgd", weights, values).flatten(0, 1)
+        if gate:
+            out[b] *= torch.sigmoid(gate[0][0])
     return out.flatten(1)
 
 

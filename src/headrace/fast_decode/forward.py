@@ -4,8 +4,9 @@
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
 kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
-of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py). Nothing is read by
-the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
+of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py), a gated delta net
+that of attention (delta.py). Nothing is read by the host, so a step can be captured in a CUDA graph. Other steps run through
+`Decoder`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.adapters import Adds, adapted_glu
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
+from headrace.fast_decode.delta import delta_steps
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
@@ -26,6 +28,7 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.tiles import Kinds, StepTiles, TileTable, default_table, with_attention_in_two, with_fp8_cache
+from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.launch import capability
 from headrace.kernels.qkv import qkv_rope_write_triton
@@ -35,6 +38,7 @@ from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, MakeLinear
 from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
+from headrace.model.delta_net import join_gates
 from headrace.model.forward import HiddenStateHook
 from headrace.model.linear import Linear, make_linear
 from headrace.model.mlp import Mlp
@@ -51,7 +55,8 @@ MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_T
 def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products may run as WideTile: for matrices whose rows are multiples of 16 bytes, on Hopper and on the data centre
     cards after it (the others after it have half the shared memory)."""
-    widths = (config.hidden_size, config.q_size, config.intermediate_size)
+    state = config.hidden_size if config.delta is None else config.delta.v_size
+    widths = (config.hidden_size, config.q_size, config.intermediate_size, state)
     return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
 
 
@@ -80,11 +85,15 @@ class FastDecode:
         group: Group | None = None,
     ):  # fmt: skip
         dtype = weights.embedding.dtype
-        kinds, usual, copy_engine = kinds_of(weights), usual_kinds(weights), has_copy_engine(config, dtype, device)
-        self.tables = {of: dict(default_table(config, copy_engine, of)) for of in dict.fromkeys([usual, *kinds])}
+        for layer in weights.layers:
+            join_gates(layer)
+        kinds, usual, copy_engine = kinds_of(weights), (usual_kinds(weights), False), has_copy_engine(config, dtype, device)
+        self.deltas = delta_steps(config, weights.layers)
+        forms = [(of, delta is not None) for of, delta in zip(kinds, self.deltas, strict=True)]
+        self.tables = {of: dict(default_table(config, copy_engine, *of)) for of in dict.fromkeys([usual, *forms])}
         if tiles is not None:
             self.tables[usual] = dict(tiles)
-        self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in kinds]
+        self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]
         if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
         self.config, self.weights, self.max_rows = config, weights, max_rows
@@ -94,7 +103,7 @@ class FastDecode:
         self.rope = {kind: rope_tables(kind, length, device) for kind in dict.fromkeys(self.layer_rope)}
         self.heads = HeadShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.attn_scale, config.attn_softcap,
-            config.norm_eps, weights.norm_offset,
+            config.norm_eps, weights.norm_offset, config.attn_gate,
         )  # fmt: skip
         inner_norms = [w for layer in weights.layers for w in (layer.input_norm, layer.mlp_norm) if w is not None]
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
@@ -105,7 +114,7 @@ class FastDecode:
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
         """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP, nothing rare
-        but experts (see experts.py) and sinks.
+        but experts (see experts.py), gated delta nets and sinks.
 
         Not float16: x * norm weight is stored before it is divided by the norm, and may exceed 65504.
         """
@@ -113,8 +122,9 @@ class FastDecode:
             config.norm_place == "pre"
             and config.qk_norm in ("none", "head")
             and not config.mlp_bias
-            and set(rare_parts(config)) <= {"a mixture of experts", "attention sinks"}
+            and set(rare_parts(config)) <= {"a mixture of experts", "gated delta nets", "attention sinks"}
             and takes_experts(config)
+            and (config.delta is None or config.delta.on_cards)
             and config.head_dim <= 256
             and config.num_heads % config.num_kv_heads == 0
             and config.num_heads // config.num_kv_heads <= 64
@@ -135,7 +145,7 @@ class FastDecode:
         self.normed = empty(rows, config.hidden_size)
         self.sumsq_o, self.sumsq_down = (empty(rows * column_tiles, dtype=f32) for _ in range(2))
         slabs = max(num_splits(step.qkv) for _, step in steps)
-        self.qkv = empty(slabs * rows * (config.q_size + 2 * config.kv_size), dtype=f32)
+        self.qkv = empty(slabs * rows * max(layer.qkv.shape[0] for layer in self.weights.layers), dtype=f32)
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
@@ -173,9 +183,12 @@ class FastDecode:
         return [(n, self.tiles_for(n, table)) for table in self.tables.values() for n in range(1, self.max_rows + 1)]
 
     def _layer_steps(self, rows: int, in_two: bool) -> list[StepTiles]:
-        """The tiles of each layer; `in_two`: its attention takes no partial sums."""
+        """The tiles of each layer; `in_two`: its attention takes no partial sums, as delta nets do not."""
         steps = [self.tiles_for(rows, table) for table in self.layer_tables]
-        return [with_attention_in_two(step) for step in steps] if in_two else steps
+        return [
+            with_attention_in_two(step) if in_two or delta is not None else step
+            for step, delta in zip(steps, self.deltas, strict=True)
+        ]
 
     def _num_splits(self, tiles: StepTiles, rows: int, context: int) -> int:
         """Programs that share a sequence of up to `context` tokens, so that the card is filled and none has too much. No more
@@ -212,21 +225,26 @@ class FastDecode:
             attention, splits = tiles.short_attention, 1
         norms, eps = self.norms, config.norm_eps
         # attention in two kernels takes queries in the model's dtype
-        qkv_buffer = self.qkv.view(normed.dtype) if isinstance(attention, SplitTile) else self.qkv
+        narrow_qkv = self.qkv.view(normed.dtype)
+        qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else self.qkv
         self._embed(batch.token_ids, total, normed, sumsq_down)
         for index, layer in enumerate(weights.layers):
             if hook is not None:
                 hook(index, total, batch)
-            step = steps[index]
+            step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]
             sumsq_o = self._squares(self.sumsq_o, rows, step.o)
-            qkv = self._project(normed, layer.qkv, qkv_buffer, step.qkv, sumsq_down, layer.qkv_bias)
+            buffer = qkv_buffer if delta is None else narrow_qkv
+            qkv = self._project(normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias)
             if adapters is not None:
                 adapters.add_to(f"layers.{index}.qkv", qkv[0], normed, squares=sumsq_down, eps=eps)
-            self._attend(qkv, batch, kv, index, layer, splits, attention)
+            if delta is None:
+                self._attend(qkv, batch, kv, index, layer, splits, attention)
+            else:
+                attended = delta(qkv[0], normed, sumsq_down if self.ranks is None else None, batch, kv)
             if adapters is not None:  # the residual grows before the product's kernel, which takes its squares, adds to it
-                adapters.add_to(f"layers.{index}.o", total, self.attended[:rows], scale=config.residual_scale)
+                adapters.add_to(f"layers.{index}.o", total, attended, scale=config.residual_scale)
             after, following = norms[2 * index + 1 : 2 * index + 3]
-            self._add(self.attended[:rows], layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias)
+            self._add(attended, layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias)
             if config.experts is not None and config.experts.at(index):
                 offset = weights.norm_offset
                 sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset)
@@ -299,11 +317,11 @@ class FastDecode:
     def _attend_in_two(
         self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, tile: SplitTile
     ) -> None:
-        """`_attend` as one kernel that rotates and writes the cache and one that reads it; qkv [rows, q + 2 kv]."""
-        config, rows = self.config, qkv.shape[0]
+        """`_attend` as one kernel that rotates and writes the cache and one that reads it; gates may lie behind q, k, v."""
+        config, rows, width = self.config, qkv.shape[0], self.config.q_size + 2 * self.config.kv_size
         cos, sin = self.rope[self.layer_rope[index]]
         q, _ = qkv_rope_write_triton(
-            qkv, batch.positions, cos, sin, kv, index, batch.slot_mapping, num_heads=config.num_heads,
+            qkv[:, :width], batch.positions, cos, sin, kv, index, batch.slot_mapping, num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, q_norm=layer.q_norm, k_norm=layer.k_norm,
             eps=config.norm_eps, norm_offset=self.weights.norm_offset,
         )  # fmt: skip
@@ -313,6 +331,8 @@ class FastDecode:
             scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, scales=kv.scales[index],
             tile=tile, sinks=layer.more.get("sinks"),
         )  # fmt: skip
+        if config.attn_gate:
+            gate_rows_triton(self.attended[:rows], qkv[:, width:])
 
 
 class FastDecoder(Decoder):

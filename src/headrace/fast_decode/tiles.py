@@ -93,11 +93,15 @@ class Shape:
     splittable: bool = True
 
 
-def product_shapes(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def product_shapes(config: ModelConfig, delta: bool = False) -> dict[str, Shape]:
+    """Of a layer with attention, or of one that is a gated delta net."""
+    hidden, inner, net = config.hidden_size, config.intermediate_size, config.delta
+    columns, width = config.q_size * (2 if config.attn_gate else 1) + 2 * config.kv_size, config.q_size
+    if delta and net is not None:
+        columns, width = net.channels + net.v_size + 2 * net.value_heads, net.v_size
     return {
-        "qkv": Shape(config.q_size + 2 * config.kv_size, hidden),
-        "o": Shape(hidden, config.q_size),
+        "qkv": Shape(columns, hidden),
+        "o": Shape(hidden, width),
         "gate_up": Shape(inner, hidden, gated=True, splittable=False),
         "down": Shape(hidden, inner),
         "lm_head": Shape(config.vocab_size, hidden, splittable=False),
@@ -108,10 +112,12 @@ Kinds = tuple[Kind, ...]  # of the matrices of PRODUCTS
 FLOAT: Kinds = ("float", "float", "float", "float", "float")
 
 
-def default_tiles(config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT) -> StepTiles:
+def default_tiles(
+    config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False
+) -> StepTiles:  # fmt: skip
     """Good guesses for H100 and H200 from the shapes alone, and the bytes of a weight."""
     guess = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
-    shapes = product_shapes(config)
+    shapes = product_shapes(config, delta)
     products = {
         name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, packed(kind))
         for name, kind in zip(PRODUCTS, kinds, strict=True)
@@ -137,12 +143,14 @@ def default_programs(rows: int) -> int:
     return FILL if rows <= 2 else 2 * FILL if rows <= 4 else 4 * FILL
 
 
-def default_table(config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT) -> dict[int, StepTiles]:
-    """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine. With narrow weights for few rows: above, FP8
-    tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py)."""
+def default_table(
+    config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False
+) -> dict[int, StepTiles]:  # fmt: skip
+    """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine; `delta`: see product_shapes. With narrow
+    weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py)."""
     wide = copy_engine and kinds == FLOAT
     steps = [rows for rows in ROW_STEPS if wide or rows <= GEMM_MAX_ROWS]
-    return {rows: default_tiles(config, rows, copy_engine, kinds) for rows in steps}
+    return {rows: default_tiles(config, rows, copy_engine, kinds, delta) for rows in steps}
 
 
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:

@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward part, and the soft cap of scores and logits."""
+"""The gated activation of the feed-forward part, the gate of attention's output, and the soft cap of scores and logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, on_gpu, tl
+from headrace.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, jit, on_gpu, pdl, tl
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]  # the last: see model/xielu.py
 
@@ -97,3 +97,33 @@ def act_mul_triton(gate_up: Tensor, kind: Activation, *, tile: ActTile = ActTile
 def act_mul(gate_up: Tensor, kind: Activation) -> Tensor:
     """activation(gate) * up with gate_up [T, 2I] = (gate, up) -> [T, I], each computed in float32."""
     return (act_mul_triton if on_gpu(gate_up) else act_mul_reference)(gate_up, kind)
+
+
+@jit(do_not_specialize=["gate_stride"])
+def _gate_rows(x_ptr, gate_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    PARTS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptr + row * WIDTH + column, (x * tl.sigmoid(gate)).to(x_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_rows_triton(x: Tensor, gate: Tensor) -> None:
+    """See `gate_rows`: x [T, N], contiguous, in place."""
+    (rows, width), block = x.shape, 1024
+    if rows:
+        _gate_rows[(rows * -(-width // block),)](x, gate, gate.stride(0), WIDTH=width, BLOCK=block, num_warps=4, **pdl(x))
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """x [T, N] times sigmoid(gate) [T, N], whose rows may be parts of wider ones; x may be changed in place."""
+    if not on_gpu(x):
+        return x * torch.sigmoid(gate)
+    x = x.contiguous()
+    gate_rows_triton(x, gate)
+    return x

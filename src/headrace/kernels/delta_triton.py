@@ -47,8 +47,7 @@ def delta_rule_triton(
             batch.query_start, *weights, out, *strides, count, alone, **sizes, **options,
         )  # fmt: skip
     elif alone:
-        columns = layer.value_dim if alone <= FEW_ROWS else min(STATE_COLUMNS, layer.value_dim)
-        options["num_warps"] = 8 if layer.key_dim * columns > 4096 else 4
+        columns, options["num_warps"] = decode_tile(layer, alone)
         _decode[(alone * layer.value_heads * (layer.value_dim // columns),)](
             projected, gates, kept.inputs, kept.states, batch.positions, batch.seq_slots, batch.seq_lens, *weights, out,
             *strides, **sizes, COLUMNS=columns, **options,
@@ -57,13 +56,20 @@ def delta_rule_triton(
     if prompts:
         assert chunks is not None
         _prompts(layer, projected, gates, kept, batch, chunks, out, sizes, alone)
-    first = 0 if kept.behind is None and alone > FEW_ROWS else sum(batch.query_lens[:alone])
+    closed = kept.behind is not None or (alone > 0 and decode_tile(layer, alone)[0] == layer.value_dim)
+    first = sum(batch.query_lens[:alone]) if closed else 0
     if prompts or not first:
         _gate[(-(-(rows - first) // GATE_ROWS) * layer.value_heads,)](
             projected, out, layer.norm, projected.stride(0), layer.eps, first, rows, **sizes, ROWS=GATE_ROWS,
             **(options | {"num_warps": 4}),
         )  # fmt: skip
     return out
+
+
+def decode_tile(layer: DeltaLayer, rows: int) -> tuple[int, int]:
+    """Columns of a head, and warps, of a program of `_decode`."""
+    columns = layer.value_dim if rows <= FEW_ROWS else min(STATE_COLUMNS, layer.value_dim)
+    return columns, 8 if layer.key_dim * columns > 4096 else 4
 
 
 def first_prompt(batch: Rows) -> int:
@@ -153,14 +159,19 @@ def _fading(gates, head, decay, bias, VALUE_HEADS: tl.constexpr, mask):
 
 
 @jit
-def _convolved_row(x, ring, conv, at, position, KERNEL: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr):
-    """Channels `at` of a row at `x`, behind those that `ring` remembers."""
-    total = tl.load(x + at).to(tl.float32) * tl.load(conv + at * KERNEL + KERNEL - 1)
+def _remembered(ring, conv, at, position, KERNEL: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr):
+    """What a row's convolution has of those before it, channels `at`."""
+    total = tl.zeros(at.shape, tl.float32)
     for back in tl.static_range(1, KERNEL):
         before = ring + ((position - back + RING) % RING) * WIDTH + at
-        kept = tl.load(before, (at >= 0) & (position >= back), 0.0).to(tl.float32)
+        kept = tl.load(before, (at >= 0) & (position >= back), 0.0, cache_modifier=".cg").to(tl.float32)
         total += kept * tl.load(conv + at * KERNEL + KERNEL - 1 - back)
-    return total * tl.sigmoid(total)
+    return total
+
+
+@jit
+def _silu(x):
+    return x * tl.sigmoid(x)
 
 
 @jit
@@ -170,7 +181,8 @@ def _decode(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
     RING: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a program that has some columns of a head only, what `_gate` has still to norm and to gate."""
+    """Of a program that has some columns of a head only, what `_gate` has still to norm and to gate. What is older than this
+    step is loaded before the wait. The output, which others wait for, comes before the state: o = exp(g) S^T q + (k . q) u."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
@@ -180,41 +192,55 @@ def _decode(
     row = (tl.program_id(0) // (PARTS * VALUE_HEADS)).to(tl.int64)
     i = tl.arange(0, KEY_DIM)
     j = part * COLUMNS + tl.arange(0, COLUMNS)
-    weight = tl.load(norm + j)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    if tl.load(seq_lens + row) == 0:
-        tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, tl.zeros([COLUMNS], out.dtype.element_ty))
+    out_at = out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j
+    length = tl.load(seq_lens + row, cache_modifier=".cg")
+    if length == 0:
+        if PDL:
+            gdc_wait()
+        tl.store(out_at, tl.zeros([COLUMNS], out.dtype.element_ty))
         return
-    position = tl.load(positions + row)
-    slot = tl.load(seq_slots + row).to(tl.int64)
+    # past the L1 cache: what is read before the wait may have changed since this multiprocessor read it last
+    position = tl.load(positions + row, cache_modifier=".cg")
+    slot = tl.load(seq_slots + row, cache_modifier=".cg").to(tl.int64)
     state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(state_at, (i[:, None] >= 0) & (position > 0), 0.0)
+    state = tl.load(state_at, (i[:, None] >= 0) & (position > 0), 0.0, cache_modifier=".cg")
+    weight = tl.load(norm + j)
     x = projected + row * row_stride
     ring = inputs + slot * (RING * WIDTH)
     q_at = head // GROUP * KEY_DIM + i
     v_at = 2 * KEYS + head * VALUE_DIM + j
-    q = _convolved_row(x, ring, conv, q_at, position, KERNEL, RING, WIDTH)
-    k = _convolved_row(x, ring, conv, KEYS + q_at, position, KERNEL, RING, WIDTH)
-    v = _convolved_row(x, ring, conv, v_at, position, KERNEL, RING, WIDTH)
-    own = ring + position % RING * WIDTH
-    tl.store(own + v_at, tl.load(x + v_at))
-    if (part == 0) & (head % GROUP == 0):
-        tl.store(own + q_at, tl.load(x + q_at))
-        tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
+    last = conv + KERNEL - 1
+    q = _remembered(ring, conv, q_at, position, KERNEL, RING, WIDTH)
+    k = _remembered(ring, conv, KEYS + q_at, position, KERNEL, RING, WIDTH)
+    v = _remembered(ring, conv, v_at, position, KERNEL, RING, WIDTH)
+    q_weight = tl.load(last + q_at * KERNEL)
+    k_weight = tl.load(last + (KEYS + q_at) * KERNEL)
+    v_weight = tl.load(last + v_at * KERNEL)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    q_new = tl.load(x + q_at)
+    k_new = tl.load(x + KEYS + q_at)
+    v_new = tl.load(x + v_at)
+    z = tl.load(x + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
+    g, beta = _fading(gates + row * gate_stride, head, decay, bias, VALUE_HEADS, True)
+    q = _silu(q + q_new.to(tl.float32) * q_weight)
+    k = _silu(k + k_new.to(tl.float32) * k_weight)
+    v = _silu(v + v_new.to(tl.float32) * v_weight)
     q *= tl.rsqrt(tl.sum(q * q, 0) + length_eps) * (KEY_DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + length_eps)
-    g, beta = _fading(gates + row * gate_stride, head, decay, bias, VALUE_HEADS, True)
-    state *= tl.exp(g)
-    correction = beta * (v - tl.sum(state * k[:, None], 0))
-    state += k[:, None] * correction[None, :]
-    tl.store(state_at, state)
-    o = tl.sum(state * q[:, None], 0)
+    faded = tl.exp(g)
+    correction = beta * (v - faded * tl.sum(state * k[:, None], 0))
+    o = faded * tl.sum(state * q[:, None], 0) + tl.sum(k * q, 0) * correction
     if PARTS == 1:
-        z = tl.load(x + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
-        o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight * z * tl.sigmoid(z)
-    tl.store(out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j, o.to(out.dtype.element_ty))
+        o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight * _silu(z)
+    tl.store(out_at, o.to(out.dtype.element_ty))
+    tl.store(state_at, state * faded + k[:, None] * correction[None, :])
+    own = ring + position % RING * WIDTH
+    tl.store(own + v_at, v_new)
+    if (part == 0) & (head % GROUP == 0):
+        tl.store(own + q_at, q_new)
+        tl.store(own + KEYS + q_at, k_new)
 
 
 @jit

@@ -247,7 +247,10 @@ def default_tile(itemsize: int, rows: int, copies: bool, hopper: bool, roomy: bo
         return LatentTile(16, 16, 4, 1, 16, False)
     if not hopper:
         return LatentTile(32, 32, 8, 2, 16, False) if roomy else LatentTile(32, 16, 4, 2, 16, False)
-    return LatentTile(64, 64, 4, 2, 16, copies) if rows <= 32 else LatentTile(64, 64, 8, 2, 64, copies)
+    if rows <= 32:
+        return LatentTile(64, 64, 4, 2, 16, copies)
+    # by pointers, whose places are loaded too, a tile more is in flight: of 64 tokens there was no room for it
+    return LatentTile(64, 64, 8, 2, 64, True) if copies else LatentTile(64, 32, 8, 2, 32, False)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.kernels.activation import gate_rows
 from headrace.kernels.delta_layer import DeltaLayer
 from headrace.kernels.delta_rule import chunk_table, delta_rule
 from headrace.model.batch import WantedRows
@@ -26,7 +27,7 @@ class GatedAttention:
         projected = self.attention.qkv(normed)
         attended = self.attention.attend(projected[:, : self.split], shared, last)
         gate = projected[:, self.split :]
-        return attended * torch.sigmoid(gate if last is None else gate[last.index])
+        return gate_rows(attended, gate if last is None else gate[last.index])
 
 
 class GatedDeltaNet:
@@ -34,15 +35,10 @@ class GatedDeltaNet:
 
     def __init__(self, qkv: Linear, out: Linear, gates: Linear | None, config: ModelConfig, layer: int, weights: LayerWeights):
         """`gates`: a product of its own, where they are not in the last columns of `qkv`."""
-        delta, more = config.delta, weights.more
-        assert delta is not None
+        assert config.delta is not None
         self.qkv, self.out, self.gates, self.layer = qkv, out, gates, layer
-        self.split = delta.channels + delta.v_size
-        self.rule = DeltaLayer(
-            delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim,
-            more["delta_conv"].squeeze(1).contiguous(), more["delta_decay"], more["delta_bias"], more["delta_norm"],
-            config.norm_eps,
-        )  # fmt: skip
+        self.split = config.delta.channels + config.delta.v_size
+        self.rule = rule_of(config, weights)
 
     def __call__(self, normed: Tensor, shared: Pass, last: WantedRows | None) -> Tensor:
         projected = self.qkv(normed)
@@ -51,6 +47,16 @@ class GatedDeltaNet:
             shared.more = chunk_table(shared.batch)
         out = delta_rule(self.rule, projected, gates, shared.kv.states.of(self.layer), shared.batch, shared.more)
         return out if last is None else out[last.index]
+
+
+def rule_of(config: ModelConfig, weights: LayerWeights) -> DeltaLayer:
+    """What a layer's kernels are given beside the products."""
+    delta, more = config.delta, weights.more
+    assert delta is not None
+    return DeltaLayer(
+        delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, more["delta_conv"].squeeze(1).contiguous(),
+        more["delta_decay"], more["delta_bias"], more["delta_norm"], config.norm_eps,
+    )  # fmt: skip
 
 
 def hybrid_mixer(
