@@ -23,7 +23,8 @@ from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
 from headrace.engine.messages import EngineRequest
 from headrace.kernels.delta_layer import DeltaLayer
-from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
+from headrace.kernels.delta_prompts import plan_chunks
+from headrace.kernels.delta_triton import delta_rule_triton
 from headrace.model.config import ModelConfig
 from headrace.model.families import model_config_from_hf
 from headrace.model.parts import weight_bytes

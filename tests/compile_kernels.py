@@ -35,7 +35,8 @@ from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, 
 from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.delta_layer import DeltaLayer
-from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
+from headrace.kernels.delta_prompts import plan_chunks
+from headrace.kernels.delta_triton import delta_rule_triton
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton

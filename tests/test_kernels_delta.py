@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from headrace.cache.state_pool import LayerStates
-from headrace.kernels import delta_triton
+from headrace.kernels import delta_prompts, delta_triton
 from headrace.kernels.delta_layer import DeltaLayer
+from headrace.kernels.delta_prompts import plan_chunks
 from headrace.kernels.delta_rule import delta_rule_reference
-from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
+from headrace.kernels.delta_triton import delta_rule_triton
 
 RING = 4
 
@@ -173,7 +174,7 @@ def test_wrong_drafts_leave_nothing_behind(rule: str) -> None:
 def test_many_decodes_are_closed_by_a_kernel_of_their_own(monkeypatch) -> None:
     """Columns in parts, alone and beside a prompt."""
     monkeypatch.setattr(delta_triton, "decode_tile", lambda layer, rows: (16, 2) if rows > 1 else (32, 4))
-    monkeypatch.setattr(delta_triton, "STATE_COLUMNS", 16)
+    monkeypatch.setattr(delta_prompts, "STATE_COLUMNS", 16)
     torch.manual_seed(5)
     layer = layer_for("triton")
     sequences = [random_rows(layer, 12) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What the gated delta rule's reference (delta_rule.py) and its kernels (delta_triton.py) are given."""
+"""What the gated delta rule's reference (delta_rule.py) and its kernels (delta_triton.py, delta_prompts.py) are given."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from headrace.cache.state_pool import LayerStates
 from headrace.kernels.delta_layer import CHUNK, LENGTH_EPS, DeltaLayer, Rows
-from headrace.kernels.delta_triton import delta_rule_triton, plan_chunks
+from headrace.kernels.delta_prompts import plan_chunks
+from headrace.kernels.delta_triton import delta_rule_triton
 from headrace.kernels.launch import on_gpu
 
 

@@ -2,14 +2,8 @@
 
     rows of decodes   _decode   a program a row and value head, or part of one: convolution, state read and written once
                       _verify   the same where some rows may be wrong: the state is made of those before them only
-    rows of prompts   _mix      a program a chunk and head: convolution and lengths
-                      _chunks   a program a chunk and value head, all at once: what of a chunk does not need the state before it
-                      _states   a program a sequence, value head and part of its columns: from chunk to chunk
+    rows of prompts             see delta_prompts.py
     all rows          _gate     norm and gate, where they have not been part of the others
-
-With T the inverse of I + system (delta_rule.py), a chunk's corrections are u = T beta v - (T beta exp(G) k) S: two matrices
-that are known before S is. T comes by doubling: of the diagonal blocks' inverses D and the blocks N between two of them follow
-those of twice the size, D - D N D.
 """
 
 from __future__ import annotations
@@ -18,10 +12,10 @@ import torch
 from torch import Tensor
 
 from headrace.cache.state_pool import LayerStates
-from headrace.kernels.delta_layer import CHUNK, LENGTH_EPS, DeltaLayer, Rows
-from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, is_roomy, jit, next_power_of_2, pdl, tl
+from headrace.kernels.delta_layer import LENGTH_EPS, DeltaLayer, Rows
+from headrace.kernels.delta_prompts import fading, first_prompt, run_prompts
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 
-STATE_COLUMNS = 32  # of a program of `_states`: with 32 heads of 128 columns, one sequence fills a card
 GATE_ROWS = 16
 
 
@@ -53,7 +47,7 @@ def delta_rule_triton(
     prompts = alone < len(batch.query_lens)
     if prompts:
         assert chunks is not None
-        _prompts(layer, projected, gates, kept, batch, chunks, out, sizes, alone)
+        run_prompts(layer, projected, gates, kept, batch, chunks, out, sizes, alone)
     closed = kept.behind is not None or (alone > 0 and decode_tile(layer, alone)[0] == layer.value_dim)
     first = sum(batch.query_lens[:alone]) if closed else 0
     if prompts or not first:
@@ -70,95 +64,6 @@ def decode_tile(layer: DeltaLayer, rows: int) -> tuple[int, int]:
     of 128, H200); of 32 rows 89 and 42."""
     columns, warps = (32, 2) if rows <= 4 else (64, 4)
     return (columns, warps) if layer.value_dim > columns else (layer.value_dim, 4)
-
-
-def first_prompt(batch: Rows) -> int:
-    """The sequences before it have one row, or rows that are to be verified."""
-    return max(batch.num_decodes, batch.num_verified)
-
-
-def _prompts(
-    layer: DeltaLayer, projected: Tensor, gates: Tensor, kept: LayerStates, batch: Rows, chunks: Tensor, out: Tensor,
-    sizes: dict[str, int], first: int,
-) -> None:  # fmt: skip
-    rows, heads = projected.shape[0], layer.value_heads
-
-    def empty(*shape: int, dtype: torch.dtype = projected.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=projected.device)
-
-    mixed = empty(rows, layer.channels)  # what `_chunks` makes of v lies where v was
-    w, within = (empty(rows, heads, width) for width in (layer.key_dim, CHUNK))
-    total = empty(rows, heads, dtype=torch.float32)
-    precise = projected.dtype == torch.float32
-    made = mixed, w, within, total
-    _mix[(chunks.shape[0] * (2 * layer.key_heads + heads),)](
-        projected, kept.inputs, chunks, layer.conv, mixed, projected.stride(0), LENGTH_EPS, **sizes, CHUNK=CHUNK, num_warps=8
-    )  # fmt: skip
-    _chunks[(chunks.shape[0] * heads,)](
-        gates, chunks, layer.decay, layer.bias, *made, gates.stride(0), **sizes, CHUNK=CHUNK, PRECISE=precise,
-        num_warps=8 if precise else 4,
-    )  # fmt: skip
-    columns = min(STATE_COLUMNS, layer.value_dim)
-    sequences = len(batch.query_lens) - first
-    stages = 1 if precise or not is_roomy(out.device) else 3 if capability(out.device)[0] != 8 else 2
-    behind = kept.states if kept.behind is None else kept.behind
-    _states[(sequences * heads * (layer.value_dim // columns),)](
-        projected, kept.inputs, kept.states, behind, batch.positions, batch.query_start, batch.seq_slots, *made, out,
-        projected.stride(0), first, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise,
-        DRAFTS=kept.behind is not None, num_warps=4, num_stages=stages,
-    )  # fmt: skip
-
-
-def plan_chunks(batch: Rows) -> Tensor | None:
-    """The chunks of prompts [C, 5] int32: slot, first row, rows, position of the first row, and the
-    sequence's first row. Made on the device; C is a bound, what is behind the last one has no rows. None: there are none."""
-    first = first_prompt(batch)
-    lengths = batch.query_lens[first:]
-    if not lengths:
-        return None
-    most = sum(length // CHUNK + 2 for length in lengths)
-    table = torch.zeros((most, 5), dtype=torch.int32, device=batch.positions.device)
-    _plan[(len(lengths),)](
-        batch.positions, batch.query_start, batch.seq_slots, table, first, len(lengths), CHUNK=CHUNK,
-        SEQUENCES=next_power_of_2(len(lengths)), num_warps=4,
-    )  # fmt: skip
-    return table
-
-
-@jit(do_not_specialize=["first", "count"])
-def _plan(positions, query_start, seq_slots, table, first, count, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr):
-    """A program a sequence: counts the chunks of those before it, and writes its own."""
-    index = tl.program_id(0)
-    each = tl.arange(0, SEQUENCES)
-    there = each < count
-    begins = tl.load(query_start + first + each, there, 0)
-    lengths = tl.load(query_start + first + each + 1, there, 0) - begins
-    starts = tl.load(positions + begins, there, 0)
-    chunks = (starts % CHUNK + lengths + CHUNK - 1) // CHUNK
-    place = tl.sum(tl.where(there & (each < index), chunks, 0), 0)
-    begin = tl.load(query_start + first + index)
-    length = tl.load(query_start + first + index + 1) - begin
-    start = tl.load(positions + begin)
-    slot = tl.load(seq_slots + first + index)
-    for chunk in range(0, (start % CHUNK + length + CHUNK - 1) // CHUNK):
-        edge = (start // CHUNK + chunk) * CHUNK
-        at = tl.maximum(edge, start)
-        stop = tl.minimum(edge + CHUNK, start + length)
-        row = table + (place + chunk) * 5
-        tl.store(row, slot)
-        tl.store(row + 1, begin + at - start)
-        tl.store(row + 2, stop - at)
-        tl.store(row + 3, at)
-        tl.store(row + 4, begin)
-
-
-@jit
-def _fading(gates, head, decay, bias, VALUE_HEADS: tl.constexpr, mask):
-    """Of rows whose gates begin at `gates`: (g, beta)."""
-    b = tl.load(gates + head, mask, 0.0).to(tl.float32)
-    x = tl.load(gates + VALUE_HEADS + head, mask, 0.0).to(tl.float32) + tl.load(bias + head)
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return -tl.exp(tl.load(decay + head)) * softplus, tl.sigmoid(b)
 
 
 @jit
@@ -226,7 +131,7 @@ def _decode(
     k_new = tl.load(x + KEYS + q_at)
     v_new = tl.load(x + v_at)
     z = tl.load(x + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
-    g, beta = _fading(gates + row * gate_stride, head, decay, bias, VALUE_HEADS, True)
+    g, beta = fading(gates + row * gate_stride, head, decay, bias, VALUE_HEADS, True)
     q = _silu(q + q_new.to(tl.float32) * q_weight)
     k = _silu(k + k_new.to(tl.float32) * k_weight)
     v = _silu(v + v_new.to(tl.float32) * v_weight)
@@ -315,7 +220,7 @@ def _verify(
         of = gates + (row + t - position) * gate_stride
         if t < position:
             of = ring + t % RING * WIDTH + CHANNELS
-        g, beta = _fading(of, head, decay, bias, VALUE_HEADS, True)
+        g, beta = fading(of, head, decay, bias, VALUE_HEADS, True)
         state *= tl.exp(g)
         correction = beta * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * correction[None, :]
@@ -338,184 +243,6 @@ def _verify(
         of = gates + (row + t - position) * gate_stride
         tl.store(own + CHANNELS + head, tl.load(of + head))
         tl.store(own + CHANNELS + VALUE_HEADS + head, tl.load(of + VALUE_HEADS + head))
-
-
-@jit
-def _convolved(
-    projected, ring, conv, row, first, position, count, at, row_stride, KERNEL: tl.constexpr, RING: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Channels `at` of `count` rows from `row` on [CHUNK, channels]; the sequence's own rows begin at `first`, and those before
-    them lie in the ring: only a first chunk looks there."""
-    t = tl.arange(0, CHUNK)[:, None]
-    x = projected + row * row_stride + t * row_stride + at[None, :]
-    there = t < count
-    before = tl.minimum(row - first, CHUNK).to(tl.int32)  # rows of its own
-    total = tl.load(x, there, 0.0).to(tl.float32) * tl.load(conv + at * KERNEL + KERNEL - 1)[None, :]
-    for back in tl.static_range(1, KERNEL):
-        own = tl.load(x - back * row_stride, there & (t + before >= back), 0.0).to(tl.float32)
-        total += own * tl.load(conv + at * KERNEL + KERNEL - 1 - back)[None, :]
-    if before < KERNEL - 1:
-        for back in tl.static_range(1, KERNEL):
-            kept = there & (t + before < back) & (position + t >= back)
-            old = ring + ((position + t - back + RING) % RING) * WIDTH + at[None, :]
-            total += tl.load(old, kept, 0.0).to(tl.float32) * tl.load(conv + at * KERNEL + KERNEL - 1 - back)[None, :]
-    return total * tl.sigmoid(total)
-
-
-@jit
-def _product(a, b, PRECISE: tl.constexpr):
-    if PRECISE:
-        c = tl.dot(a, b, input_precision="tf32x3")
-    else:
-        c = tl.dot(a, b)
-    return c
-
-
-@jit
-def _inverse(system, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
-    """Of I + system, which is strictly lower triangular [CHUNK, CHUNK], float32."""
-    r = tl.arange(0, CHUNK)[:, None]
-    c = tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))
-    for level in tl.static_range(1, 6):
-        between = tl.where((r >> (level + 1) == c >> (level + 1)) & (r >> level != c >> level), system, 0.0)
-        inverse -= _product(_product(inverse, between, PRECISE), inverse, PRECISE)
-    return inverse
-
-
-@jit
-def _mix(
-    projected, inputs, chunks, conv, mixed, row_stride, length_eps,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    entry = chunks + tl.program_id(0) // HEADS * 5
-    head = tl.program_id(0) % HEADS
-    count = tl.load(entry + 2)
-    if count == 0:
-        return
-    ring = inputs + tl.load(entry).to(tl.int64) * (RING * WIDTH)
-    row = tl.load(entry + 1).to(tl.int64)
-    position = tl.load(entry + 3)
-    first = tl.load(entry + 4).to(tl.int64)
-    t = tl.arange(0, CHUNK)
-    rows = mixed + (row + t)[:, None] * CHANNELS
-    there = (t < count)[:, None]
-    if head < 2 * KEY_HEADS:
-        at = head * KEY_DIM + tl.arange(0, KEY_DIM)
-        x = _convolved(projected, ring, conv, row, first, position, count, at, row_stride, KERNEL, RING, WIDTH, CHUNK)
-        factor = tl.rsqrt(tl.sum(x * x, 1) + length_eps) * tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-        tl.store(rows + at[None, :], (x * factor[:, None]).to(mixed.dtype.element_ty), there)
-    else:
-        at = 2 * KEYS + (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
-        x = _convolved(projected, ring, conv, row, first, position, count, at, row_stride, KERNEL, RING, WIDTH, CHUNK)
-        tl.store(rows + at[None, :], x.to(mixed.dtype.element_ty), there)
-
-
-@jit
-def _chunks(
-    gates, chunks, decay, bias, mixed, w_out, within_out, total_out, gate_stride,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    entry = chunks + tl.program_id(0) // VALUE_HEADS * 5
-    head = tl.program_id(0) % VALUE_HEADS
-    count = tl.load(entry + 2)
-    if count == 0:
-        return
-    row = tl.load(entry + 1).to(tl.int64)
-    dtype = mixed.dtype.element_ty
-    t = tl.arange(0, CHUNK)
-    i = tl.arange(0, KEY_DIM)
-    there = t < count
-    g, beta = _fading(gates + (row + t) * gate_stride, head, decay, bias, VALUE_HEADS, there)
-    total = tl.cumsum(tl.where(there, g, 0.0), 0)
-    beta = tl.where(there, beta, 0.0)
-    at = (row + t) * VALUE_HEADS + head
-    tl.store(total_out + at, total, there)
-    k_at = mixed + (row + t)[:, None] * CHANNELS + KEYS + (head // GROUP * KEY_DIM + i)[None, :]
-    k = tl.load(k_at, there[:, None], 0.0)
-    lower = t[:, None] >= t[None, :]
-    faded = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
-    system = tl.where(t[:, None] > t[None, :], _product(k, tl.trans(k), PRECISE) * faded * beta[:, None], 0.0)
-    within = _product(tl.load(k_at - KEYS, there[:, None], 0.0), tl.trans(k), PRECISE) * faded
-    tl.store(within_out + at[:, None] * CHUNK + t[None, :], within.to(dtype), there[:, None])
-    inverse = _inverse(system, CHUNK, PRECISE).to(dtype)
-    w = _product(inverse, (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(dtype), PRECISE)
-    tl.store(w_out + at[:, None] * KEY_DIM + i[None, :], w.to(dtype), there[:, None])
-    v_at = mixed + (row + t)[:, None] * CHANNELS + 2 * KEYS + (head * VALUE_DIM + tl.arange(0, VALUE_DIM))[None, :]
-    v = tl.load(v_at, there[:, None], 0.0).to(tl.float32)
-    u = _product(inverse, (v * beta[:, None]).to(dtype), PRECISE)
-    tl.store(v_at, u.to(dtype), there[:, None])
-
-
-@jit(do_not_specialize=["decodes"])
-def _states(
-    projected, inputs, states, behind, positions, query_start, seq_slots, mixed, w_in, within_in, total_in, out, row_stride,
-    decodes,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
-    DRAFTS: tl.constexpr,
-):  # fmt: skip
-    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    PARTS: tl.constexpr = VALUE_DIM // COLUMNS
-    part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % VALUE_HEADS
-    sequence = decodes + tl.program_id(0) // (PARTS * VALUE_HEADS)
-    begin = tl.load(query_start + sequence).to(tl.int64)
-    count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
-    start = tl.load(positions + begin)
-    slot = tl.load(seq_slots + sequence).to(tl.int64)
-    dtype = mixed.dtype.element_ty
-    t = tl.arange(0, CHUNK)
-    i = tl.arange(0, KEY_DIM)
-    j = part * COLUMNS + tl.arange(0, COLUMNS)
-    state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(state_at, (i[:, None] >= 0) & (start > 0), 0.0)
-    for chunk in range(0, (start % CHUNK + count + CHUNK - 1) // CHUNK):
-        edge = (start // CHUNK + chunk) * CHUNK
-        from_ = tl.maximum(edge, start)
-        rows = tl.minimum(edge + CHUNK, start + count) - from_
-        there = (t < rows)[:, None]
-        row = begin + (from_ - start) + t
-        at = row * VALUE_HEADS + head
-        x = mixed + row[:, None] * CHANNELS
-        q = tl.load(x + head // GROUP * KEY_DIM + i[None, :], there, 0.0)
-        k = tl.load(x + KEYS + head // GROUP * KEY_DIM + i[None, :], there, 0.0)
-        w = tl.load(w_in + at[:, None] * KEY_DIM + i[None, :], there, 0.0)
-        u = tl.load(x + 2 * KEYS + head * VALUE_DIM + j[None, :], there, 0.0)
-        within = tl.load(within_in + at[:, None] * CHUNK + t[None, :], there, 0.0)
-        total = tl.load(total_in + at, t < rows, 0.0)
-        last = tl.load(total_in + (begin + (from_ - start) + rows - 1) * VALUE_HEADS + head)
-        before = state.to(dtype)
-        corrected = u.to(tl.float32) - _product(w, before, PRECISE)
-        o = tl.exp(total)[:, None] * _product(q, before, PRECISE) + _product(within, corrected.to(dtype), PRECISE)
-        tl.store(out + at[:, None] * VALUE_DIM + j[None, :], o.to(dtype), there)
-        remaining = corrected * tl.exp(tl.where(t < rows, last - total, 0.0))[:, None]
-        state = tl.exp(last) * state + _product(tl.trans(k), remaining.to(dtype), PRECISE)
-    tl.store(state_at, state)
-    ring = inputs + slot * (RING * WIDTH)
-    v_at = 2 * KEYS + head * VALUE_DIM + j
-    q_at = head // GROUP * KEY_DIM + i
-    for back in tl.static_range(0, KERNEL):
-        if count > back:
-            x = projected + (begin + count - 1 - back) * row_stride
-            own = ring + (start + count - 1 - back) % RING * WIDTH
-            tl.store(own + v_at, tl.load(x + v_at))
-            if (part == 0) & (head % GROUP == 0):
-                tl.store(own + q_at, tl.load(x + q_at))
-                tl.store(own + KEYS + q_at, tl.load(x + KEYS + q_at))
-    if DRAFTS:
-        tl.store(behind + slot * VALUE_HEADS + head, start + count, part == 0)
 
 
 @jit(do_not_specialize=["first", "stop"])
