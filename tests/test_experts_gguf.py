@@ -82,6 +82,74 @@ def loaded(path: Path, **options: Any):
     return load_model(checkpoint, config, torch.float32, torch.device("cpu"), **options)
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 16.0, "original_max_position_embeddings": 16, "mscale": 0.5,
+    "mscale_all_dim": 0.5,
+}  # fmt: skip
+LATENT = {"deepseek_v2": {"rope_parameters": YARN, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}, "deepseek_v3": {}}
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("family", LATENT)
+def test_latent_attention_as_older_and_newer_files_have_it(family: str, by_head: bool, tmp_path: Path):
+    """By head: keys' parts of the latent turned by a quarter, which may be quantized."""
+    source = write_tiny(family, tmp_path / "hf", **LATENT[family])
+    nope = LATENT[family].get("qk_nope_head_dim", 24)
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = together(tensors)
+        for name in [name for name in found if by_head and ".kv_b_proj." in name]:
+            heads = found.pop(name).unflatten(0, (4, -1))
+            found[name.replace("kv_b", "k_b")] = heads[:, :nope].transpose(1, 2).contiguous()
+            found[name.replace("kv_b", "v_b")] = heads[:, nope:].contiguous()
+        return found
+
+    def describe_latent(writer: gguf.GGUFWriter, config: Any) -> None:
+        query, value, row = nope + config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank + config.qk_rope_head_dim
+        for key, number in {"attention.key_length": row if by_head else query, "rope.dimension_count": config.qk_rope_head_dim}.items():
+            writer.kv_data[0][f"deepseek2.{key}"].value = number
+        writer.add_value_length(config.kv_lora_rank if by_head else value)
+        if by_head:
+            writer.add_key_length_mla(query)
+            writer.add_value_length_mla(value)
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        if config.q_lora_rank:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(SIGMOID if family == "deepseek_v3" else gguf.ExpertGatingFuncType.SOFTMAX)
+        if family == "deepseek_v3":
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+        else:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+    path = convert(family, source, tmp_path / "model.gguf", change, describe_latent)
+    assert_same_model(source, path, **({"family": f"{family}_by_head"} if by_head else {}))
+    if not by_head or family != "deepseek_v2":
+        return
+
+    kind, rounded = gguf.GGMLQuantizationType.Q8_0, {}
+
+    def pack(name: str, data: np.ndarray) -> tuple[np.ndarray, Any]:
+        if "attn_k_b" not in name:
+            return data, None
+        packed = gguf.quantize(data, kind)
+        rounded[name] = torch.from_numpy(gguf.dequantize(packed, kind))
+        return packed, kind
+
+    path = convert(family, source, tmp_path / "packed.gguf", change, describe_latent, pack)
+    for narrow in (False, True):
+        for i, layer in enumerate(loaded(path, narrow=narrow).layers):
+            ours = layer.more["kv_b"].data.unflatten(0, (4, -1))[:, :nope]
+            assert torch.equal(ours, rounded[f"blk.{i}.attn_k_b.weight"].transpose(1, 2))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_quantized_experts_are_each_their_own_numbers(kind: str, tmp_path: Path):
     """Of three dimensions in the file; kept narrow, too. The router stays what it is."""

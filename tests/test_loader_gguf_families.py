@@ -23,7 +23,7 @@ from tiny_models import write_tiny
 NAMES = {
     "olmo3": "olmo2", "ministral3": "mistral3", "hunyuan_v1_dense": "hunyuan-dense", "cohere": "command-r",
     "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "glm4_moe": "glm4moe", "minimax_m2": "minimax-m2",
-    "hunyuan_v1_moe": "hunyuan-moe", "ernie4_5_moe": "ernie4_5-moe", "gpt_oss": "gpt-oss",
+    "hunyuan_v1_moe": "hunyuan-moe", "ernie4_5_moe": "ernie4_5-moe", "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # others' are theirs
 INTERLEAVED = {"llama", "mixtral", "granite", "smollm3", "ministral3"}
 PLUS_ONE = {"gemma2", "gemma3", "nemotron"}

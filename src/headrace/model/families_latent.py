@@ -108,11 +108,14 @@ LATENT_NAMES = {  # queries and the row that is cached are made of the hidden st
 }
 _SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _DEEPSEEK = {**_SIZES, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_BY_HEAD = {**LATENT_NAMES, "kv_b": ("self_attn.k_b.{}", "self_attn.v_b.{}")}  # as GGUF files have it
 LATENT_FAMILIES: Mapping[str, Family] = MappingProxyType({
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",), _deepseek_v2, LATENT_NAMES,
         {**_DEEPSEEK, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "num_experts_per_tok": 6},
     ),
+    "deepseek_v2_by_head": Family(("DeepseekV2ForCausalLM of GGUF",), _deepseek_v2, _BY_HEAD),
+    "deepseek_v3_by_head": Family(("DeepseekV3ForCausalLM of GGUF",), _deepseek_v3, _BY_HEAD),
     "deepseek_v3": Family(
         ("DeepseekV3ForCausalLM",), _deepseek_v3, LATENT_NAMES,
         {

@@ -107,6 +107,8 @@ def plan_weights(config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> l
                 continue
             suffix = ".bias" if name.endswith("_bias") else ".weight"
             modules = names[name.removesuffix("_bias")]
+            if name == "kv_b" and len(modules) > 1:  # of each head two matrices
+                modules = tuple(part.format(head) for head in range(config.num_heads) for part in modules)
             stacked = zip(modules, rows if len(modules) > 1 else (sum(rows),), strict=True)
             sources = tuple((f"model.layers.{layer}.{source}{suffix}", count) for source, count in stacked)
             shape = (sum(rows), columns) if columns else (sum(rows),)
@@ -163,7 +165,7 @@ def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple
     shapes: dict[str, tuple[tuple[int, ...], int]] = {"qkv": ((rank or queries, latent.row), config.hidden_size)}
     if rank:
         shapes |= {"q_a_norm": ((rank,), 0), "q_b": ((queries,), rank)}
-    kv_b = (config.num_heads * (latent.nope + latent.value),), latent.rank
+    kv_b = (latent.nope, latent.value) * config.num_heads, latent.rank
     return shapes | {"kv_a_norm": ((latent.rank,), 0), "kv_b": kv_b}
 
 

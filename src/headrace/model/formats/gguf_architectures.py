@@ -205,6 +205,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "minimax-m2": Architecture("MiniMaxM2ForCausalLM", "minimax_m2", experts.minimax_m2, names=experts.MINIMAX_NAMES),
     "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", experts.hunyuan_moe, names=experts.HUNYUAN_NAMES),
     "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", experts.ernie_moe, names=experts.ERNIE_NAMES),
+    "deepseek2": Architecture("DeepseekV3ForCausalLM", "deepseek_v3", experts.deepseek2, names=experts.DEEPSEEK_NAMES),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _phi3, names={"ffn_up": "mlp.gate_up_proj"}),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2, norms_plus_one=True, names=_SANDWICH),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3, norms_plus_one=True, names=_SANDWICH),

@@ -1,4 +1,5 @@
-"""GGUF architectures with mixtures of experts, whose tensors hold all of a layer's experts: one becomes many, one of each."""
+"""GGUF architectures with mixtures of experts, whose tensors hold all of a layer's experts: one becomes many, one of each.
+Those of latent attention that hold a matrix of each head do so, too."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from headrace.model.experts_config import MOST_EXPERTS
 from headrace.model.formats.gguf_metadata import Metadata
 from headrace.model.formats.tensor_file import TensorEntry
 
-_SIGMOID = 2  # of expert_gating_func
+_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 _ONE = MappingProxyType({  # {} is an expert's number
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -42,6 +43,13 @@ GLM_NAMES = {
     **_ONE, **shared_names("shared_experts"), "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "post_attention_norm": "post_attention_layernorm",
 }  # fmt: skip
+_BY_HEAD = "self_attn.k_b.{}"  # a matrix of each head, turned by a quarter
+DEEPSEEK_NAMES = {
+    **_ONE, **shared_names("shared_experts"), "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": _BY_HEAD, "attn_v_b": "self_attn.v_b.{}",
+}  # fmt: skip
 ERNIE_NAMES = {
     **_ONE, **shared_names("shared_experts"), "exp_probs_b": "mlp.moe_statics.e_score_correction_bias[0]",
 }  # fmt: skip
@@ -58,10 +66,12 @@ def by_expert(entry: TensorEntry, target: str) -> Iterator[TensorEntry]:
         raise CheckpointError(
             f"{entry.file}: the tensor {entry.name!r} has shape {entry.shape}, wanted a matrix of each expert"
         )
+    turned = _BY_HEAD in target
     for expert in range(entry.num_rows):
         offset = entry.offset + expert * entry.row_bytes
         yield replace(
-            entry, name=target.format(expert), shape=entry.shape[1:], offset=offset, num_bytes=entry.row_bytes
+            entry, name=target.format(expert), shape=entry.shape[:0:-1] if turned else entry.shape[1:], offset=offset,
+            num_bytes=entry.row_bytes, transposed=turned,
         )  # fmt: skip
 
 
@@ -74,10 +84,11 @@ def _experts(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _grouped(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _grouped(meta: Metadata, config: dict[str, Any], kind: int = _SIGMOID) -> dict[str, Any]:
     """Of DeepSeek's kind of router, behind some dense layers and before those that guess ahead."""
-    if (kind := meta.get("expert_gating_func")) not in (None, _SIGMOID):
-        raise CheckpointError(f"{meta.gguf.path}: {meta.prefix}expert_gating_func is {kind!r}, supported: {_SIGMOID}, sigmoid")
+    if (found := meta.get("expert_gating_func")) not in (None, kind):
+        name = "sigmoid" if kind == _SIGMOID else "softmax"
+        raise CheckpointError(f"{meta.gguf.path}: {meta.prefix}expert_gating_func is {found!r}, supported: {kind}, {name}")
     ahead = meta.integer("nextn_predict_layers") if meta.get("nextn_predict_layers") else 0
     return {
         **_experts(meta, config),
@@ -119,6 +130,30 @@ def glm4_moe(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         **_grouped(meta, config), "n_shared_experts": meta.integer("expert_shared_count"), "partial_rotary_factor": rotated,
         "use_qk_norm": meta.has_tensor("blk.0.attn_q_norm.weight"),
     }  # fmt: skip
+
+
+def deepseek2(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek V2-Lite and V3 and what is built like them. Newer files hold keys' and values' parts of the latent by head, and
+    call the row that is cached the key."""
+    sigmoid = any(name.endswith(".exp_probs_b.bias") for name in meta.gguf.tensors)
+    rope = meta.integer("rope.dimension_count")
+    key = meta.integer("attention.key_length_mla", config["head_dim"])
+    groups = _grouped(meta, config, _SIGMOID if sigmoid else _SOFTMAX)
+    parts = {
+        **groups, "n_routed_experts": groups["num_experts"], "n_shared_experts": meta.integer("expert_shared_count"),
+        "kv_lora_rank": meta.integer("attention.kv_lora_rank"), "qk_rope_head_dim": rope, "qk_nope_head_dim": key - rope,
+        "q_lora_rank": meta.integer("attention.q_lora_rank") if meta.get("attention.q_lora_rank") else None,
+        "v_head_dim": meta.integer("attention.value_length_mla", meta.integer("attention.value_length")), "head_dim": rope,
+        "num_key_value_heads": config["num_attention_heads"],
+    }  # fmt: skip
+    if not sigmoid:
+        parts["topk_method"] = "greedy" if parts["n_group"] == 1 else "group_limited_greedy"
+    version, by_head = 3 if sigmoid else 2, " of GGUF" if meta.has_tensor("blk.0.attn_k_b.weight") else ""
+    parts |= {"architectures": [f"DeepseekV{version}ForCausalLM{by_head}"], "model_type": f"deepseek_v{version}"}
+    if config["rope_scaling"] and "mscale_all_dim" in config["rope_scaling"]:  # a tenth of it is what the converter writes
+        of_all = 10 * config["rope_scaling"]["mscale_all_dim"]
+        parts["rope_scaling"] = {**config["rope_scaling"], "mscale": of_all, "mscale_all_dim": of_all}
+    return parts
 
 
 def minimax_m2(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
