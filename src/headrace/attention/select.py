@@ -85,8 +85,8 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
             raise ParameterError("attention_backend", name, f"auto, cudnn or triton here: FlashAttention-3 is {source}")
         problem = source
     missing = "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-    if model.head_dim > 128:
-        missing = f"cuDNN is not used at head_dim {model.head_dim}"
+    if model.head_dim > 128 and model.windows:
+        missing = f"cuDNN is not used at head_dim {model.head_dim} beside windows"
     if missing and name == "cudnn":
         raise ParameterError("attention_backend", name, f"auto or triton here: {missing}")
     if missing:

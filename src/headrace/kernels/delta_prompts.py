@@ -1,6 +1,6 @@
 """The gated delta rule's prompts on a card (see delta_rule.py), in chunks of 64 rows.
 
-    _mix      a program a chunk and head: convolution and lengths
+    _mix      a program some rows of a chunk and a head: convolution and lengths
     _chunks   a program a chunk and value head, all at once: what of a chunk does not need the state before it
     _states   a program a sequence, value head and part of its columns: from chunk to chunk
 
@@ -18,6 +18,7 @@ from headrace.cache.state_pool import LayerStates
 from headrace.kernels.delta_layer import CHUNK, LENGTH_EPS, DeltaLayer, Rows
 from headrace.kernels.launch import capability, is_roomy, jit, next_power_of_2, tl
 
+MIX_ROWS = 16  # of a program of `_mix`: what limits is latency, so many small ones
 STATE_COLUMNS = 32  # of a program of `_states`: with 32 heads of 128 columns, one sequence fills a card
 
 
@@ -41,8 +42,9 @@ def run_prompts(
     total = empty(rows, heads, dtype=torch.float32)
     precise = projected.dtype == torch.float32
     made = mixed, w, within, total
-    _mix[(chunks.shape[0] * (2 * layer.key_heads + heads),)](
-        projected, kept.inputs, chunks, layer.conv, mixed, projected.stride(0), LENGTH_EPS, **sizes, CHUNK=CHUNK, num_warps=8
+    _mix[(chunks.shape[0] * (2 * layer.key_heads + heads) * (CHUNK // MIX_ROWS),)](
+        projected, kept.inputs, chunks, layer.conv, mixed, projected.stride(0), LENGTH_EPS, **sizes, CHUNK=CHUNK, ROWS=MIX_ROWS,
+        num_warps=4,
     )  # fmt: skip
     _chunks[(chunks.shape[0] * heads,)](
         gates, chunks, layer.decay, layer.bias, *made, gates.stride(0), **sizes, CHUNK=CHUNK, PRECISE=precise,
@@ -114,14 +116,14 @@ def fading(gates, head, decay, bias, VALUE_HEADS: tl.constexpr, mask):
 @jit
 def _convolved(
     projected, ring, conv, row, first, position, count, at, row_stride, KERNEL: tl.constexpr, RING: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Channels `at` of `count` rows from `row` on [CHUNK, channels]; the sequence's own rows begin at `first`, and those before
-    them lie in the ring: only a first chunk looks there."""
-    t = tl.arange(0, CHUNK)[:, None]
+    """Channels `at` of `count` rows from `row` on [ROWS, channels]; the sequence's own rows begin at `first`, and those before
+    them lie in the ring: only the first rows look there."""
+    t = tl.arange(0, ROWS)[:, None]
     x = projected + row * row_stride + t * row_stride + at[None, :]
     there = t < count
-    before = tl.minimum(row - first, CHUNK).to(tl.int32)  # rows of its own
+    before = tl.minimum(row - first, KERNEL).to(tl.int32)  # rows of its own
     total = tl.load(x, there, 0.0).to(tl.float32) * tl.load(conv + at * KERNEL + KERNEL - 1)[None, :]
     for back in tl.static_range(1, KERNEL):
         own = tl.load(x - back * row_stride, there & (t + before >= back), 0.0).to(tl.float32)
@@ -159,32 +161,34 @@ def _inverse(system, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
 def _mix(
     projected, inputs, chunks, conv, mixed, row_stride, length_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = 2 * KEY_HEADS + VALUE_HEADS
+    PARTS: tl.constexpr = CHUNK // ROWS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
-    entry = chunks + tl.program_id(0) // HEADS * 5
     head = tl.program_id(0) % HEADS
-    count = tl.load(entry + 2)
-    if count == 0:
+    part = tl.program_id(0) // HEADS % PARTS * ROWS
+    entry = chunks + tl.program_id(0) // (HEADS * PARTS) * 5
+    count = tl.load(entry + 2) - part
+    if count <= 0:
         return
     ring = inputs + tl.load(entry).to(tl.int64) * (RING * WIDTH)
-    row = tl.load(entry + 1).to(tl.int64)
-    position = tl.load(entry + 3)
+    row = tl.load(entry + 1).to(tl.int64) + part
+    position = tl.load(entry + 3) + part
     first = tl.load(entry + 4).to(tl.int64)
-    t = tl.arange(0, CHUNK)
+    t = tl.arange(0, ROWS)
     rows = mixed + (row + t)[:, None] * CHANNELS
     there = (t < count)[:, None]
     if head < 2 * KEY_HEADS:
-        at = head * KEY_DIM + tl.arange(0, KEY_DIM)
-        x = _convolved(projected, ring, conv, row, first, position, count, at, row_stride, KERNEL, RING, WIDTH, CHUNK)
-        factor = tl.rsqrt(tl.sum(x * x, 1) + length_eps) * tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-        tl.store(rows + at[None, :], (x * factor[:, None]).to(mixed.dtype.element_ty), there)
+        i = head * KEY_DIM + tl.arange(0, KEY_DIM)
+        k = _convolved(projected, ring, conv, row, first, position, count, i, row_stride, KERNEL, RING, WIDTH, ROWS)
+        factor = tl.rsqrt(tl.sum(k * k, 1) + length_eps) * tl.where(head < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+        tl.store(rows + i[None, :], (k * factor[:, None]).to(mixed.dtype.element_ty), there)
     else:
-        at = 2 * KEYS + (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
-        x = _convolved(projected, ring, conv, row, first, position, count, at, row_stride, KERNEL, RING, WIDTH, CHUNK)
-        tl.store(rows + at[None, :], x.to(mixed.dtype.element_ty), there)
+        j = 2 * KEYS + (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
+        v = _convolved(projected, ring, conv, row, first, position, count, j, row_stride, KERNEL, RING, WIDTH, ROWS)
+        tl.store(rows + j[None, :], v.to(mixed.dtype.element_ty), there)
 
 
 @jit
