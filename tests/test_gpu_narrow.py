@@ -14,6 +14,7 @@ from fast_decode_cases import decode_batch, moved, random_weights, with_narrow
 from headrace.attention.torch_backend import TorchAttention
 from headrace.attention.triton_backend import TritonAttention
 from headrace.fast_decode.forward import FastDecode
+from headrace.kernels.activation import act_mul
 from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, NarrowProduct
 from headrace.model.decoder import Decoder
 from headrace.model.weight import dequantized
@@ -77,6 +78,15 @@ def test_products_of_any_number_of_rows(form: str, rows: int, card) -> None:
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, got)
+
+
+@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1, 700])
+@pytest.mark.parametrize("form", ["fp8 row", "fp8 blocks"])
+def test_a_product_behind_an_activation(form: str, rows: int, card) -> None:
+    """The bits of the two one after the other, whether or not what lies between is made FP8 at once."""
+    product = NarrowProduct(narrow(form, 208, 384, card), None)
+    gate_up = torch.randn(rows, 768, device=card).to(BF16)
+    assert torch.equal(product.of_gated(gate_up, "silu"), product(act_mul(gate_up, "silu")))
 
 
 @pytest.mark.parametrize("rows", [3, 100, 300])

@@ -10,8 +10,10 @@ from headrace.fast_decode.epilogues import glu_reference, project_reference, res
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels import quantize_rows as quantizing
+from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
-from headrace.kernels.quantize_rows import quantize_rows, quantize_rows_reference
+from headrace.kernels.quantize_rows import quantize_gated, quantize_rows, quantize_rows_reference
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import FORMS, narrow
@@ -129,3 +131,13 @@ def test_quantized_rows() -> None:
         close(part[:3], expected[:3], 1e-3)
     close(values.float() * scales, x, 0.04)
     assert not values[3].float().any()
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_quantized_as_it_comes_from_an_activation(kind: str, monkeypatch) -> None:
+    """The same bits as of the activation stored first."""
+    monkeypatch.setattr(quantizing, "on_gpu", lambda tensor: True)
+    gate_up = random(3, 2 * 200, dtype=DTYPES[-1])
+    values, scales = quantize_gated(gate_up, kind)  # type: ignore[arg-type]
+    expected = quantize_rows(act_mul_triton(gate_up, kind))  # type: ignore[arg-type]
+    assert torch.equal(values.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scales, expected[1])

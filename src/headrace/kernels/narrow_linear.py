@@ -14,10 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.kernels.activation import Activation, act_mul
 from headrace.kernels.launch import capability
 from headrace.kernels.narrow import NarrowMatrix
 from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
-from headrace.kernels.quantize_rows import quantize_rows
+from headrace.kernels.quantize_rows import quantize_gated, quantize_rows
 
 FEW_ROWS = 64
 FEW_ROWS_WIDENED = 128  # up to here widening the matrix costs more than the slower product
@@ -46,9 +47,17 @@ class NarrowProduct:
             return narrow_gemm(x, self.weight, self.bias, out)
         if not scaled:
             return self._widened(x.contiguous(), out)
-        values, scales = quantize_rows(x.contiguous())
+        return self._scaled(*quantize_rows(x.contiguous()), x.dtype, out)
+
+    def of_gated(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """gate_up [T, 2 K] -> the product of activation(gate) * up; one kernel less where that is made FP8."""
+        if len(gate_up) <= FEW_ROWS or not self.scaled or gate_up.dtype != torch.bfloat16:
+            return self(act_mul(gate_up, kind))
+        return self._scaled(*quantize_gated(gate_up, kind), gate_up.dtype)
+
+    def _scaled(self, values: Tensor, scales: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return torch._scaled_mm(
-            values, self.weight.data.t(), scale_a=scales, scale_b=self.column_scales, bias=self.bias, out_dtype=x.dtype,
+            values, self.weight.data.t(), scale_a=scales, scale_b=self.column_scales, bias=self.bias, out_dtype=dtype,
             use_fast_accum=True, out=out,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace.kernels.activation import Activation
 from headrace.kernels.narrow_linear import NarrowProduct
 from headrace.model.weight import Weight, dequantized
 
@@ -29,6 +30,7 @@ class Linear:
 
     fuses_add = False  # `add_to` is cheaper than the product and an addition apart
     into: Callable[[Tensor, Tensor], Tensor] | None = None  # (out [T, out], x) -> out, which gets the product
+    of_gated: Callable[[Tensor, Activation], Tensor] | None = None  # (gate_up, kind) -> what a call gives of act_mul of them
     workspace_bytes = 0  # beside what it gives
 
     def __init__(self, product: Callable[[Tensor], Tensor], reduce: Reduce | None = None):
@@ -67,6 +69,8 @@ class NarrowLinear(Linear):
         super().__init__(product, reduce)
         self.into = lambda out, x: product(x, out)
         self.workspace_bytes = product.workspace_bytes
+        if product.scaled and reduce is None:
+            self.of_gated = product.of_gated
 
 
 def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
