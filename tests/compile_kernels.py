@@ -275,6 +275,7 @@ def narrow_products() -> None:
     out, f32 = meta(8, 12288), torch.float32
     gate_up = gpu_decode.narrow_meta(2 * 12288, 4096, "int4")
     products.glu(meta(1, 4096), gate_up, out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 2), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
+    products.glu(meta(1, 4096), gpu_decode.narrow_meta(2 * 12288, 4096, "int8"), out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 1), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
     tile = decode_tiles.narrow_tile(shapes["qkv"], 32, 1)
     slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
     products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))

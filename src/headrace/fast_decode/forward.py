@@ -28,6 +28,7 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.tiles import Kinds, StepTiles, TileTable, default_table, with_attention_in_two, with_fp8_cache
+from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.launch import capability
@@ -90,7 +91,8 @@ class FastDecode:
         kinds, usual, copy_engine = kinds_of(weights), (usual_kinds(weights), False), has_copy_engine(config, dtype, device)
         self.deltas = delta_steps(config, weights.layers)
         forms = [(of, delta is not None) for of, delta in zip(kinds, self.deltas, strict=True)]
-        self.tables = {of: dict(default_table(config, copy_engine, *of)) for of in dict.fromkeys([usual, *forms])}
+        warps = all(suits(m) for layer in weights.layers for name in MATRICES if (m := getattr(layer, name)).kind != "float")
+        self.tables = {of: dict(default_table(config, copy_engine, *of, warps)) for of in dict.fromkeys([usual, *forms])}
         if tiles is not None:
             self.tables[usual] = dict(tiles)
         self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]

@@ -3,8 +3,9 @@
     GemvTile   CUDA cores, one row                           gemv.py
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
+    WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
 
-With narrow weights both kinds of tensor-core tiles are of narrow_gemm.py.
+With narrow weights GemmTile and WideTile are of narrow_gemm.py.
 
 `sumsq` [M, tiles] float32 are partial sums of squares of the residual that x is made of: the product of RMSNorm(residual) and
 the weight is norm factor * x @ weight.T (see epilogues.py). Products of many programs to a column add up by `space`.
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from headrace.fast_decode import gemv, narrow_gemm, skinny_gemm, wide_gemm
+from headrace.fast_decode import gemv, narrow_gemm, skinny_gemm, warp_gemm, wide_gemm
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
@@ -26,15 +27,21 @@ from headrace.fast_decode.epilogues import (
 )
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.all_reduce import PushSpace
 from headrace.kernels.launch import pdl
+from headrace.kernels.narrow import packed
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | GemmTile | WideTile
-MAX_ROWS: dict[type, int] = {GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS}
-PLAN: dict[type, Callable[..., Plan]] = {GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan}
+Tile = GemvTile | GemmTile | WideTile | WarpTile
+MAX_ROWS: dict[type, int] = {
+    GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
+}  # fmt: skip
+PLAN: dict[type, Callable[..., Plan]] = {
+    GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
+}  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
 
@@ -51,7 +58,9 @@ def _launch(
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
-    plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile) else NARROW_PLAN
+    if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
+        tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
+    plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile | WarpTile) else NARROW_PLAN
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, *([] if push is None else [push]))
     if not isinstance(tile, GemvTile):
         own |= {

@@ -19,19 +19,22 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
+from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.narrow import packed
+from headrace.kernels.warp_products import RUN_BYTES
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Kind
 
 logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent / "tables"  # that come with the package
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
+WARP_ROWS = 8  # up to here each warp multiplies 4-bit numbers for itself: all that is in its tile of x
 ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
 SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
-KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile}  # as a table's file names them
+KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile}  # as a table's file names them
 SMALL_BYTES = 96 * 1024  # of shared memory that a program has on every card
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
@@ -113,13 +116,13 @@ FLOAT: Kinds = ("float", "float", "float", "float", "float")
 
 
 def default_tiles(
-    config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False
+    config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True
 ) -> StepTiles:  # fmt: skip
-    """Good guesses for H100 and H200 from the shapes alone, and the bytes of a weight."""
+    """Good guesses for H100 and H200 from the shapes alone, and the bytes of a weight; `warps`: see `default_table`."""
     guess = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
     shapes = product_shapes(config, delta)
     products = {
-        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, packed(kind))
+        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, packed(kind), warps)
         for name, kind in zip(PRODUCTS, kinds, strict=True)
     }
     if not copy_engine:
@@ -144,13 +147,14 @@ def default_programs(rows: int) -> int:
 
 
 def default_table(
-    config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False
+    config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True
 ) -> dict[int, StepTiles]:  # fmt: skip
     """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine; `delta`: see product_shapes. With narrow
-    weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py)."""
+    weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py). `warps`:
+    all of them suit WarpTile."""
     wide = copy_engine and kinds == FLOAT
     steps = [rows for rows in ROW_STEPS if wide or rows <= GEMM_MAX_ROWS]
-    return {rows: default_tiles(config, rows, copy_engine, kinds, delta) for rows in steps}
+    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps) for rows in steps}
 
 
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:
@@ -220,9 +224,11 @@ def wide_tile(shape: Shape, rows: int) -> WideTile | GemmTile:
         splits *= 2
 
 
-def narrow_tile(shape: Shape, rows: int, per_byte: int) -> Tile:
+def narrow_tile(shape: Shape, rows: int, per_byte: int, warps: bool = True) -> Tile:
     """Of weights of a byte or half of one. What limits is the conversion in registers rather than memory: several programs to a
     multiprocessor, with few steps in flight (measured on an H200)."""
+    if warps and per_byte == 2 and rows <= WARP_ROWS and (tile := warp_tile(shape, per_byte)) is not None:
+        return tile
     if rows == 1:
         return narrow_gemv_tile(shape, per_byte)
     # of 4 bits: 6 % faster at 32 rows; slower at 64, and of a byte at either (measured on an H200)
@@ -232,6 +238,18 @@ def narrow_tile(shape: Shape, rows: int, per_byte: int) -> Tile:
         return GemmTile(64, 256 if rows <= 16 else 128, 1, 4, 3)
     splits = splits_to((5 if rows <= 16 else 3) * FILL, shape, 64, 8)
     return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
+
+
+def warp_tile(shape: Shape, per_byte: int) -> WarpTile | None:
+    """16 rows of the weights, and more warps along K where there are few of these; None where warps would have unequal parts.
+    A program that has little of a row loads all of it before the wait (whole steps of an 8B with 4 bits, on an H200)."""
+    block_n, runs = (8 if shape.gated else 16), shape.width // (RUN_BYTES * per_byte)
+    warps = 8 if shape.columns // block_n <= 2 * FILL else 4
+    if shape.width % (RUN_BYTES * per_byte) or runs % warps:
+        return None
+    chunk = runs // warps if runs // warps <= 4 else 2
+    lines = shape.width // per_byte // 128
+    return WarpTile(block_n, warps, warps, chunk, touch=lines if lines in (8, 16) and chunk == 2 and not shape.gated else 0)
 
 
 def wide_narrow_tile(shape: Shape) -> GemmTile | None:
