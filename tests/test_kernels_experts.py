@@ -219,3 +219,24 @@ def test_joining_a_residual(rows: int) -> None:
     close(total, expected, TOLERANCE)
     close(normed, expected * (norm + 0.25), TOLERANCE)
     close(squares.sum(1), expected.square().sum(1), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, how) in ROUTINGS.items() if how.groups == 1 and how.chosen < 8])
+def test_each_program_chooses_for_itself_as_the_one_kernel_does(name: str) -> None:
+    """Of one row; with equal logits, and with one that is no number. Experts are told apart by their down biases."""
+    count, how = ROUTINGS[name]
+    (x, gate_up, down, _, _), given = case(1, 16, 8, count, how.chosen, "float", torch.float32, biases=True)
+    router, sums, norm = random(count, 16, seed=3), x.square().sum(1, keepdim=True), torch.ones(16, device=DEVICE)
+    router[count // 2] = router[1]
+    rows = x * (sums / 16 + 1e-5).rsqrt()
+    for router_bias in (None, random(count, seed=4).round()):
+        logits = rows.double() @ router.double().T + (0.0 if router_bias is None else router_bias)
+        ids, shares = route_reference(logits, None, how)
+        expected = reference(rows, gate_up, down, ids, shares, **given)
+        total, squares = torch.zeros_like(x), experts_triton.Squares(sums, 16, 1e-5)
+        joining = experts_triton.Joining(total, torch.empty_like(x), norm, 1.0, 0.0)
+        experts_triton.add_experts(x, squares, router, gate_up, down, how, joining, router_bias=router_bias, **given)
+        close(total, expected, TOLERANCE)
+    router[0] = torch.nan
+    experts_triton.add_experts(x, squares, router, gate_up, down, how, joining, **given)
+    assert total.isnan().all()

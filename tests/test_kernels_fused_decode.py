@@ -149,7 +149,7 @@ def test_embed_residual():
 
 
 def attention_space(rows: int, splits: int, heads: int, kv_heads: int, dim: int) -> SplitSpace:
-    return SplitSpace(rows * splits * heads * dim, rows * kv_heads, torch.device(DEVICE), lse=rows * splits * heads)
+    return SplitSpace(rows * splits * heads * dim, rows * heads, torch.device(DEVICE), lse=rows * splits * heads)
 
 
 def attention_case(lengths, *, heads, kv_heads, dim, block_size, dtype=torch.float32, seed=0):
@@ -221,8 +221,19 @@ def test_decode_attention_with_sinks(numbers, dtype):
     check_decode_attention(*numbers, dtype=dtype, sinks=torch.linspace(-9.0, 9.0, numbers[0], device=DEVICE))
 
 
+@pytest.mark.parametrize("numbers", [
+    (4, 2, 32, 32, 16, 0, 0.0, True, 4, 1, 1), (4, 1, 32, 16, 5, 0, 20.0, False, 3, 2, 1), (8, 2, 32, 32, 64, 37, 0.0, True, 5, 1, 2),
+    (2, 2, 64, 64, 8, 1, 3.0, False, 1, 1, 1),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_attention_of_a_program_for_each_query_head(numbers, dtype):
+    check_decode_attention(*numbers, dtype=dtype, few=1)
+    check_decode_attention(*numbers, dtype=dtype, few=1, sinks=torch.linspace(-9.0, 9.0, numbers[0], device=DEVICE))
+
+
 def check_decode_attention(
-    heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles, dtype=torch.float32, sinks=None
+    heads, kv_heads, dim, rotated, block_size, window, softcap, qk_norm, splits, slabs, min_tiles, dtype=torch.float32, sinks=None,
+    few=0,
 ):  # fmt: skip
     lengths = [150, 1, 0, 33]
     sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size, "dtype": dtype}
@@ -237,11 +248,11 @@ def check_decode_attention(
     out = torch.full_like(expected, NAN)
     space = attention_space(len(lengths), splits, heads, kv_heads, dim)
     space.partials.fill_(NAN)
-    tile = AttentionTile(block_n=16, num_stages=2, min_tiles=min_tiles)
+    tile = AttentionTile(block_n=16, num_warps=1 if few else 4, num_stages=2, min_tiles=min_tiles, few=few)
     decode_attention(parts, out, kv, 1, **options, num_splits=splits, tile=tile, space=space)
-    close(out, expected, 1e-4 if slabs > 1 else 2e-6)
-    close(kv.k[1], kv_reference.k[1], 1e-6)
-    close(kv.v[1], kv_reference.v[1], 1e-6)
+    close(out, expected, 6e-3 if dtype == torch.bfloat16 else 1e-4 if slabs > 1 else 2e-6)
+    close(kv.k[1], kv_reference.k[1], 1e-3 if dtype == torch.bfloat16 else 1e-6)
+    close(kv.v[1], kv_reference.v[1], 1e-3 if dtype == torch.bfloat16 else 1e-6)
     for ours, theirs in zip(kv.scales[1], kv_reference.scales[1], strict=True):
         assert ours is None or torch.allclose(ours, theirs, rtol=1e-6)
     assert (kv.k[0].float() == kv_reference.k[0].float()).all()  # the other layer is untouched

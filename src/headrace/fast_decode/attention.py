@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode.attention_few import few_attention, takes_few
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels.activation import soft_cap
@@ -29,7 +30,8 @@ class AttentionTile:
 
     `early`: the next kernel may start (and load its weights) while this one reads the cache; else when it is about to end.
     `heads_first`: programs that run side by side read the KV heads of one sequence, which lie together in memory, rather than
-    one head of many sequences. `touch`: tiles after the first that are asked into the L2 cache before the wait.
+    one head of many sequences. `touch`: tiles after the first that are asked into the L2 cache before the wait. `few`: up to so
+    many tokens a program for each query head reads a context (attention_few.py).
     """
 
     block_n: int = 64
@@ -39,6 +41,7 @@ class AttentionTile:
     early: bool = False
     heads_first: bool = False
     touch: int = 0
+    few: int = 0
 
 
 @jit
@@ -300,6 +303,13 @@ def decode_attention(
         ))  # fmt: skip
         return
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
+    if tile.few and not kind and takes_few(heads, 2 * cos.shape[1], num_splits):
+        few_attention(
+            qkv, out, k, v, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens, slot_mapping=slot_mapping,
+            cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window, num_splits=num_splits,
+            block_n=tile.block_n, num_warps=tile.num_warps, min_tiles=tile.min_tiles, space=space, sinks=sinks,
+        )  # fmt: skip
+        return
     if kind:
         k, v = k.view(torch.int16), v.view(torch.int16)
     group = heads.num_heads // heads.num_kv_heads

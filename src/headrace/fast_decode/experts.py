@@ -1,8 +1,9 @@
 """The half of a layer that has experts, in a fused decode step: norm, choice, experts and residual.
 
-    router  ->  choice  ->  gate_up + activation  ->  down + residual
+    router  ->  gate_up + activation  ->  down + residual
 
-So up to two rows; of more there is a sort before the products and a sum behind them (kernels/experts_triton.py).
+So up to two rows, of which each program chooses for itself (kernels/experts_few.py). Of more, and where a choice takes more
+than the highest logits, a kernel chooses; of more there is a sort before the products and a sum behind them.
 """
 
 from __future__ import annotations

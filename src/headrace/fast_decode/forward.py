@@ -12,6 +12,7 @@ that of attention (delta.py). Nothing is read by the host, so a step can be capt
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ class FastDecode:
         sums = max(num_slots(rows), row_splits) * config.num_heads
         self.space = SplitSpace(  # of all kernels: they run in order
             max([sums * config.head_dim, *(tile.partial_elements(n, hidden) for n, tile in split)]),
-            max([rows * config.num_kv_heads, *(tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split)]),
+            max([rows * config.num_heads, *(tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split)]),
             device, lse=sums,
         )  # fmt: skip
 
@@ -225,6 +226,8 @@ class FastDecode:
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
+        if isinstance(attention, AttentionTile) and context > attention.few:
+            attention = replace(attention, few=0)
         norms, eps = self.norms, config.norm_eps
         # attention in two kernels takes queries in the model's dtype
         narrow_qkv = self.qkv.view(normed.dtype)

@@ -105,7 +105,7 @@ def _gemv_kernel(
                 pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
                 GROUPS, SCALE_ROWS, ZEROS,
             )
-        acc = add_step(acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+        acc = add_step(acc, step, x_ptr, rk, i * BLOCK, K, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
         if MODE == "glu":
             if i < PREFETCH:
                 step = early_up[i]
@@ -114,7 +114,7 @@ def _gemv_kernel(
                     up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
                     KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
                 )
-            up_acc = add_step(up_acc, step, x_ptr, rk, i * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+            up_acc = add_step(up_acc, step, x_ptr, rk, i * BLOCK, K, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
     factor = 1.0
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 0) / K + eps)

@@ -90,6 +90,12 @@ def router_parts(x: Tensor, router: Tensor) -> Tensor:
     return out
 
 
+@jit
+def ordered(bits):
+    """The bits of floats as whole numbers of the same order, and back. A warp finds the largest of these in one instruction."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @jit(do_not_specialize=["T", "sumsq_tiles"])
 def _route(
     parts_ptr, bias_ptr, correction_ptr, sumsq_ptr, ids_ptr, shares_ptr, factors_ptr, T, scale, sumsq_tiles, eps,
@@ -100,6 +106,7 @@ def _route(
 ):  # fmt: skip
     WORST: tl.constexpr = -3e38  # of an expert that there is; others, and those that are taken, are below
     NONE: tl.constexpr = float("-inf")
+    TAKEN: tl.constexpr = -(1 << 31)
     row = tl.program_id(0)
     groups, members = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
     experts = groups[:, None] * SIZE + members[None, :]
@@ -145,18 +152,21 @@ def _route(
             kept = tl.where(taken, 1, kept)
             of_groups = tl.where(taken, NONE, of_groups)
         choice = tl.where(kept[:, None] > 0, choice, NONE)
-    choice = tl.reshape(choice, (BLOCK_G * BLOCK_S,))
+    keys = ordered((tl.reshape(choice, (BLOCK_G * BLOCK_S,)) + 0.0).to(tl.int32, bitcast=True))  # a zero has no sign
     scores = tl.reshape(scores, (BLOCK_G * BLOCK_S,))
     places, columns = tl.arange(0, BLOCK_G * BLOCK_S), tl.arange(0, BLOCK_C)
     ids = tl.zeros([BLOCK_C], tl.int32)
     shares = tl.full([BLOCK_C], NONE if SCORE == "chosen" else 0.0, tl.float32)
     for j in tl.static_range(CHOSEN):
-        score, at = tl.max(choice, 0, return_indices=True)  # of equals the first
+        top = tl.max(keys, 0)
+        at = tl.min(tl.where(keys == top, places, BLOCK_G * BLOCK_S), 0)  # of equals the first
         if correction_ptr is not None:
             score = tl.sum(tl.where(places == at, scores, 0.0), 0)
+        else:
+            score = ordered(top).to(tl.float32, bitcast=True)
         ids = tl.where(columns == j, at // BLOCK_S * SIZE + at % BLOCK_S, ids)
         shares = tl.where(columns == j, score, shares)
-        choice = tl.where(places == at, NONE, choice)
+        keys = tl.where(places == at, TAKEN, keys)
     shares += 0.0 * tl.sum(tl.where(tl.reshape(there, (BLOCK_G * BLOCK_S,)), scores, 0.0), 0)  # no number, if one is none
     if SCORE == "chosen":
         shares = tl.exp(shares - tl.max(shares, 0))

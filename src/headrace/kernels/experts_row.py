@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.activation import gated
+from headrace.kernels.experts_few import Choice, best_experts, shares_of
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, num_multiprocessors, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, arguments, held_width, packed, step_columns
 from headrace.kernels.one_row import add_step, load_step
@@ -24,87 +25,112 @@ from headrace.kernels.one_row import add_step, load_step
 
 @jit(do_not_specialize=["first_expert", "clamp"])
 def _row_glu(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, factors_ptr, out_ptr, N, out_width, first_expert, count, clamp,
-    CHOSEN: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, logits_ptr, factors_ptr, out_ptr, N, out_width, first_expert, count,
+    clamp,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, TURNS: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
-    ASM: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, ACTIVATION: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PACK: tl.constexpr = 2 if KIND == "int4" or KIND == "fp4" else 1
     WIDTH: tl.constexpr = K // PACK  # of a row as it is held
     BLOCK: tl.constexpr = BLOCK_K // PACK
     STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     SUMS: tl.constexpr = BLOCK // 8 if KIND == "float" else BLOCK // 16
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     pair = tl.program_id(1)
+    row = pair // CHOSEN
     rk = tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    expert = tl.load(ids_ptr + pair) - first_expert
+    if BLOCK_E > 0:
+        ids, _, _ = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
+        expert = ids[0]
+        for j in tl.static_range(1, CHOSEN):
+            expert = tl.where(pair % CHOSEN == j, ids[j], expert)
+    else:
+        expert = tl.load(ids_ptr + pair)
+    expert -= first_expert
     if (expert < 0) | (expert >= count):
         return
-    place = out_ptr + pair.to(tl.int64) * out_width + column
-    if tl.program_id(0) * BLOCK_N >= N:  # past its end a row is 0
-        tl.store(place, tl.zeros([BLOCK_N], out_ptr.dtype.element_ty), mask=column < out_width)
-        return
-    row = pair // CHOSEN
     factor = 1.0
     if factors_ptr is not None:
         factor = tl.load(factors_ptr + row)
-    x_ptr += row.to(tl.int64) * K
+    x_ptr += row.to(tl.int64) * COLUMNS
     base = expert * (2 * N)
-    gate, up = base + tl.program_id(0) * BLOCK_N, base + N + tl.program_id(0) * BLOCK_N
-    ends = base + N, base + 2 * N
-    gate_rows, up_rows = gate + tl.arange(0, BLOCK_N), up + tl.arange(0, BLOCK_N)
-    gate_pointers = w_ptr + gate_rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
-    up_pointers = w_ptr + up_rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
     steps = ()
     acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
     up_acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
-    for i in tl.static_range(STEPS + AHEAD):
-        if i < STEPS:
+    for i in tl.static_range(TURNS * STEPS + AHEAD):
+        if i < TURNS * STEPS:
+            first = (tl.program_id(0) * TURNS + i // STEPS) * BLOCK_N  # past its end a row is 0
+            rows = base + first + tl.arange(0, BLOCK_N)
+            pointers = w_ptr + rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
             one = load_step(
-                gate_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, gate_rows, gate, ends[0], WIDTH, BLOCK_N, BLOCK, False,
-                KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                pointers, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, rows, base + first, base + N, WIDTH, BLOCK_N, BLOCK,
+                EVEN, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
             )  # fmt: skip
             two = load_step(
-                up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, up_rows, up, ends[1], WIDTH, BLOCK_N, BLOCK, False, KIND,
-                GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                pointers + N.to(tl.int64) * WIDTH, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, N + rows, base + N + first,
+                base + 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
             )  # fmt: skip
             steps = steps + ((one, two),)
         if i >= AHEAD:
             one, two = steps[i - AHEAD]
-            acc = add_step(acc, one, x_ptr, rk, (i - AHEAD) * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
-            up_acc = add_step(up_acc, two, x_ptr, rk, (i - AHEAD) * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
-    g, u = tl.sum(acc, 1) * factor, tl.sum(up_acc, 1) * factor
-    if KIND != "float" and GROUP == 0:
-        g *= tl.load(scales_ptr + gate_rows // SCALE_ROWS, mask=gate_rows < ends[0], other=0.0).to(tl.float32)
-        u *= tl.load(scales_ptr + up_rows // SCALE_ROWS, mask=up_rows < ends[1], other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        g += tl.load(bias_ptr + gate_rows, mask=gate_rows < ends[0], other=0.0).to(tl.float32)
-        u += tl.load(bias_ptr + up_rows, mask=up_rows < ends[1], other=0.0).to(tl.float32)
-    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)
-    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
+            acc = add_step(
+                acc, one, x_ptr, rk, (i - AHEAD) % STEPS * BLOCK, COLUMNS, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM
+            )  # fmt: skip
+            up_acc = add_step(
+                up_acc, two, x_ptr, rk, (i - AHEAD) % STEPS * BLOCK, COLUMNS, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM
+            )  # fmt: skip
+            if (i - AHEAD) % STEPS == STEPS - 1:
+                column = (tl.program_id(0) * TURNS + (i - AHEAD) // STEPS) * BLOCK_N + tl.arange(0, BLOCK_N)
+                rows = base + column
+                g, u = tl.sum(acc, 1) * factor, tl.sum(up_acc, 1) * factor
+                if KIND != "float" and GROUP == 0:
+                    g *= tl.load(scales_ptr + rows // SCALE_ROWS, mask=column < N, other=0.0).to(tl.float32)
+                    u *= tl.load(scales_ptr + (N + rows) // SCALE_ROWS, mask=column < N, other=0.0).to(tl.float32)
+                if bias_ptr is not None:
+                    g += tl.load(bias_ptr + rows, mask=column < N, other=0.0).to(tl.float32)
+                    u += tl.load(bias_ptr + N + rows, mask=column < N, other=0.0).to(tl.float32)
+                y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)
+                place = out_ptr + pair.to(tl.int64) * out_width + column
+                tl.store(place, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
+                acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
+                up_acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
 
 
 @jit
-def finish_row(y, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, row, column, N, scale, norm_offset):
+def row_target(residual_ptr, norm_ptr, row, column, N, norm_offset):
+    """The residual that columns of a row's result join, and the next norm's weights. Neither is of the kernel before: they may
+    be read ahead of the wait, and had better be, as the weights are in no cache."""
+    before = 0.0
+    norm = 0.0
+    if residual_ptr is not None:
+        before = tl.load(residual_ptr + row.to(tl.int64) * N + column, mask=column < N, other=0.0, cache_modifier=".cg")
+        norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32) + norm_offset
+    return before, norm
+
+
+@jit
+def finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale):
     """Columns of a row's result to where they belong; with a residual they join it, and out gets it times the next norm's
     weight, sumsq [T, programs along the columns] its part of the sum of squares."""
     at = row.to(tl.int64) * N + column
     if residual_ptr is not None:
-        y = tl.load(residual_ptr + at, mask=column < N, other=0.0) + scale * y
+        y = before + scale * y
         tl.store(residual_ptr + at, y, mask=column < N)
         tl.store(sumsq_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(column < N, y * y, 0.0), 0))
-        y = y * (tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32) + norm_offset)
+        y = y * norm
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=column < N)
 
 
 @jit(do_not_specialize=["first_expert"])
 def _row_down(
-    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, shares_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, N,
-    first_expert, count, scale, norm_offset,
-    CHOSEN: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, shares_ptr, logits_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_ptr,
+    N, first_expert, count, scale, norm_offset, share_scale,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,14 +142,23 @@ def _row_down(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1)
     rk = tl.arange(0, BLOCK)
-    # The choice was made by a kernel that had ended when the first one let this one start: it may be read before the wait, from
-    # the L2 cache, as what lies in the multiprocessor's may be older.
+    # What the choice is made of was written by a kernel that had ended when the first one let this one start: it may be read
+    # before the wait, from the L2 cache, as what lies in the multiprocessor's may be older.
+    ids = ()
+    shares = ()
+    if BLOCK_E > 0:
+        ids, best, logits = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
+        shares = shares_of(best, logits, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE)
+    else:
+        for j in tl.static_range(CHOSEN):
+            ids = ids + (tl.load(ids_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
+            shares = shares + (tl.load(shares_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
     experts = ()
     for j in tl.static_range(CHOSEN):
-        expert = tl.load(ids_ptr + row * CHOSEN + j, cache_modifier=".cg") - first_expert
-        share = tl.load(shares_ptr + row * CHOSEN + j, cache_modifier=".cg")
+        expert = ids[j] - first_expert
         held = (expert >= 0) & (expert < count)
-        experts = experts + ((tl.where(held, expert, 0), held, tl.where(held, share, 0.0)),)
+        experts = experts + ((tl.where(held, expert, 0), held, tl.where(held, shares[j], 0.0)),)
+    before, norm = row_target(residual_ptr, norm_ptr, row, column, N, norm_offset)
     steps = ()
     total = tl.zeros([BLOCK_N, SUMS], tl.float32)
     acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
@@ -149,7 +184,7 @@ def _row_down(
             known = held & (column < N)
             from_row = x_ptr + (row * CHOSEN + (i - AHEAD) // STEPS).to(tl.int64) * K
             acc = add_step(
-                acc, steps[i - AHEAD], from_row, rk, (i - AHEAD) % STEPS * BLOCK, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM
+                acc, steps[i - AHEAD], from_row, rk, (i - AHEAD) % STEPS * BLOCK, K, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM
             )  # fmt: skip
             if (i - AHEAD) % STEPS == STEPS - 1:
                 factor = tl.zeros([BLOCK_N], tl.float32) + share
@@ -160,20 +195,22 @@ def _row_down(
                 total += tl.where(held, acc * factor[:, None], 0.0)  # rows of experts elsewhere were not written
                 acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
     y = tl.sum(total, 1) + biases
-    finish_row(y, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, row, column, N, scale, norm_offset)
+    finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """A program's work: block_n columns of a result in steps of block_k; `ahead` steps' weights are on their way."""
+    """A program's work: `turns` times block_n columns of a result in steps of block_k; `ahead` steps' weights are on their
+    way."""
 
     block_n: int
     block_k: int
     num_warps: int
     ahead: int
+    turns: int = 1
 
     def arguments(self, weight: NarrowMatrix, experts: int) -> dict[str, int]:
-        steps = experts * -(-held_width(weight) // self.block_k)
+        steps = experts * self.turns * -(-held_width(weight) // self.block_k)
         return {
             "K": held_width(weight), "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "AHEAD": min(self.ahead, steps),
             "num_warps": self.num_warps,
@@ -191,27 +228,33 @@ def _tile(weight: NarrowMatrix, block_n: int, warps: int, of_row: int, matrices:
 
 
 def glu_tile(weight: NarrowMatrix) -> RowTile:
-    """Measured on an H200, as is the other: of floats a thread has two columns' gate and up weights at once."""
-    width = weight.data.shape[1] * weight.data.element_size()
-    warps = 4 if width >= 2048 else 2 if width >= 1024 else 1
-    return _tile(weight, 2 if weight.kind == "float" else 4, warps, warps, 2, 64)
+    """Measured on an H200, as is the other: of floats a warp by itself has two columns' gate and up at a time, twice."""
+    width, size = weight.data.shape[1], weight.data.element_size()
+    if weight.kind == "float":
+        return RowTile(2, 512 // size, 1, 8, 2 if width * size <= 8192 else 1)
+    warps = 4 if width * size >= 2048 else 2 if width * size >= 1024 else 1
+    return _tile(weight, 4, warps, warps, 2, 64)
 
 
 def down_tile(weight: NarrowMatrix, columns: int) -> RowTile:
-    """`columns`: of all rows."""
+    """`columns`: of all rows. One warp has what it multiplies by where it needs it: more would hand it over at each step."""
+    if weight.kind == "float":
+        return RowTile(2, 512 // weight.data.element_size(), 1, 12)
     return _tile(weight, 8 if columns >= 8 * num_multiprocessors(weight.data.device) else 4, 4, 1, 1, 48)
 
 
 def row_glu(
-    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, ids: Tensor, out: Tensor, columns: int, *, first: int, count: int,
+    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, choice: Choice, out: Tensor, columns: int, *, first: int, count: int,
     activation: str, clamp: float, factors: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """x [T, K], ids [T, k] -> out [T * k, W] = gated products of the held experts, 0 past `columns`; `factors` [T]: of x."""
+    """x [T, H] -> out [T * k, W] = gated products of the held experts, 0 past `columns`; `factors` [T]: of x."""
     tile = glu_tile(weight)
-    _row_glu[-(-out.shape[1] // tile.block_n), ids.numel()](
-        x, bias_ptr=bias, ids_ptr=ids, factors_ptr=factors, out_ptr=out, N=columns, out_width=out.shape[1], first_expert=first,
-        count=count, clamp=clamp, CHOSEN=ids.shape[1], ACTIVATION="clamped" if clamp else activation,
-        **tile.arguments(weight, 1), **arguments(weight, x), **pdl(x),
+    a_program = tile.block_n * tile.turns
+    even = out.shape[1] == columns and columns % a_program == 0
+    _row_glu[-(-out.shape[1] // a_program), choice.rows * choice.chosen](
+        x, bias_ptr=bias, factors_ptr=factors, out_ptr=out, N=columns, out_width=out.shape[1], first_expert=first, count=count,
+        clamp=clamp, COLUMNS=x.shape[1], ACTIVATION="clamped" if clamp else activation, EVEN=even, TURNS=tile.turns,
+        **choice.arguments(), **tile.arguments(weight, 1), **arguments(weight, x), **pdl(x),
     )  # fmt: skip
 
 
@@ -240,16 +283,15 @@ def alone(out: Tensor) -> dict:
 
 
 def row_down(
-    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, ids: Tensor, shares: Tensor, out: Tensor | Joining, *, first: int,
-    count: int,
-) -> Tensor | None:  # fmt: skip
-    """x [T * k, K], ids, shares [T, k] -> out [T, N]: the sums over held experts; of a residual the sums of squares."""
+    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, choice: Choice, out: Tensor | Joining, *, first: int, count: int
+) -> Tensor | None:
+    """x [T * k, K] -> out [T, N]: the sums over held experts; of a residual the sums of squares."""
     rows, columns = (out if isinstance(out, Tensor) else out.total).shape
     tile = down_tile(weight, rows * columns)
     tiles = -(-columns // tile.block_n)
     target = alone(out) if isinstance(out, Tensor) else out.arguments(tiles)
     _row_down[tiles, rows](
-        x, bias_ptr=bias, ids_ptr=ids, shares_ptr=shares, N=columns, first_expert=first, count=count, CHOSEN=ids.shape[1],
-        **target, **tile.arguments(weight, ids.shape[1]), **arguments(weight, x), **pdl(x),
+        x, bias_ptr=bias, N=columns, first_expert=first, count=count, **choice.arguments(), **choice.share_arguments(),
+        **target, **tile.arguments(weight, choice.chosen), **arguments(weight, x), **pdl(x),
     )  # fmt: skip
     return target["sumsq_ptr"]

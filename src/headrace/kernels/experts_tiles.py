@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.kernels.activation import gated
-from headrace.kernels.experts_row import Joining, alone, finish_row
+from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
 from headrace.kernels.experts_sort import Sorted
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, arguments, bytes_together, held_width, packed, span_bytes
@@ -153,6 +153,7 @@ def _sum_pairs(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    before, norm = row_target(residual_ptr, norm_ptr, row, column, N, norm_offset)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -161,7 +162,7 @@ def _sum_pairs(
         expert = tl.load(ids_ptr + row * CHOSEN + j) - first
         held = (expert >= 0) & (expert < count)
         total += tl.load(parts_ptr + (row * CHOSEN + j) * N + column, mask=held & (column < N), other=0.0)
-    finish_row(total, out_ptr, residual_ptr, norm_ptr, sumsq_ptr, row, column, N, scale, norm_offset)
+    finish_row(total, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale)
 
 
 def sum_pairs(parts: Tensor, ids: Tensor, out: Tensor | Joining, count: int, first: int) -> Tensor | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.activation import Activation
+from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts
 from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
@@ -43,7 +44,7 @@ def run_experts(
     for at in range(0, rows, step):
         part = slice(at, at + step)
         form = _rows if rows <= ROW_FORM else _tiles
-        form(_whole(x[part], gate_up), gate_up, down, ids[part], shares[part], None, out[part], how)
+        form(x[part], gate_up, down, Choice(ids[part], shares[part]), None, out[part], how)
     return out
 
 
@@ -54,10 +55,14 @@ def add_experts(
 ) -> Tensor:  # fmt: skip
     """What the experts give joins a residual stream, and with it the norms on both sides of them: x [T, H] are rows that still
     have to be divided by their norm. Returns the sums of squares that the next product needs."""
-    ids, shares, factors = route_parts(router_parts(x, router), router_bias, correction, routing, squares)
     how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
-    form = _rows if len(x) <= ROW_FORM else _tiles
-    sums = form(_whole(x, gate_up), gate_up, down, ids, shares, factors, joining, how)
+    if len(x) <= ROW_FORM and chooses_by_logits(correction, routing):
+        logits, factors = row_logits(x, router, router_bias, squares)
+        sums = _rows(x, gate_up, down, Choice(None, None, logits, routing), factors, joining, how)
+    else:
+        ids, shares, of_rows = route_parts(router_parts(x, router), router_bias, correction, routing, squares)
+        form = _rows if len(x) <= ROW_FORM else _tiles
+        sums = form(x, gate_up, down, Choice(ids, shares), of_rows, joining, how)
     assert sums is not None
     return sums
 
@@ -95,27 +100,29 @@ class _How:
 
 
 def _rows(
-    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None,
-    out: Tensor | Joining, how: _How,
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
+    how: _How,
 ) -> Tensor | None:  # fmt: skip
-    between = x.new_empty(ids.numel(), held_width(down))
+    between = x.new_empty(choice.rows * choice.chosen, held_width(down))
     row_glu(
-        x, gate_up, how.gate_up_bias, ids, between, how.inner, first=how.first, count=how.count, activation=how.activation,
-        clamp=how.clamp, factors=factors,
+        x.contiguous(), gate_up, how.gate_up_bias, choice, between, how.inner, first=how.first, count=how.count,
+        activation=how.activation, clamp=how.clamp, factors=factors,
     )  # fmt: skip
-    return row_down(between, down, how.down_bias, ids, shares, out, first=how.first, count=how.count)
+    return row_down(between, down, how.down_bias, choice, out, first=how.first, count=how.count)
 
 
 def _tiles(
-    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None,
-    out: Tensor | Joining, how: _How,
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
+    how: _How,
 ) -> Tensor | None:  # fmt: skip
+    ids, shares = choice.ids, choice.shares
+    assert ids is not None and shares is not None
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
     block_m = tile_rows(pairs, how.count, x.itemsize)
     in_order = sort_pairs(ids, how.count, how.first, block_m)
     between = x.new_empty(pairs, held_width(down))
     launch(
-        x, gate_up, how.gate_up_bias, in_order, chosen, between, how.inner, tile_for(gate_up, x, block_m),
+        _whole(x, gate_up), gate_up, how.gate_up_bias, in_order, chosen, between, how.inner, tile_for(gate_up, x, block_m),
         activation=how.activation, clamp=how.clamp, factors=factors,
     )  # fmt: skip
     parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)

@@ -49,19 +49,21 @@ def load_scales(
 
 
 @jit
-def _load_grains(x_ptr, at: tl.constexpr, half: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr):
+def _load_grains(x_ptr, at: tl.constexpr, half: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FOUR: tl.constexpr):
     """What BLOCK bytes are multiplied by, sixteen numbers a thread, in two loads, so that each thread gets what belongs to its
-    weights; and the sums of the sixteen."""
+    weights; and the sums of the sixteen. There are COLUMNS numbers, all others are 0."""
+    FIRST: tl.constexpr = 2 * at if FOUR else at
     r = tl.arange(0, BLOCK // 2)
     byte = r // 8 * 16 + r % 8
     column = byte // 64 * 128 + byte % 64 + half * 64 if FOUR else byte
-    x_ptr += (2 * at if FOUR else at) + tl.max_contiguous(tl.multiple_of(column, 8), 8)
-    if at + BLOCK <= WIDTH:
+    column = tl.max_contiguous(tl.multiple_of(column, 8), 8)
+    x_ptr += FIRST + column
+    if FIRST + (2 * BLOCK if FOUR else BLOCK) <= COLUMNS:
         first = tl.load(x_ptr)
         second = tl.load(x_ptr + 8)
     else:
-        first = tl.load(x_ptr, mask=at + byte < WIDTH, other=0.0)
-        second = tl.load(x_ptr + 8, mask=at + byte + 8 < WIDTH, other=0.0)
+        first = tl.load(x_ptr, mask=FIRST + column < COLUMNS, other=0.0)
+        second = tl.load(x_ptr + 8, mask=FIRST + column + 8 < COLUMNS, other=0.0)
     first = tl.reshape(first, (BLOCK // 16, 8)).to(tl.float32)
     second = tl.reshape(second, (BLOCK // 16, 8)).to(tl.float32)
     x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (BLOCK,))
@@ -75,15 +77,15 @@ def _sums_of_grains(weights, x, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def multiply_add_narrow(
-    acc, raw, scales, zeros, x_ptr, at: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    acc, raw, scales, zeros, x_ptr, at: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [BLOCK_N, BLOCK / 16] += raw [BLOCK_N, BLOCK] bytes from byte `at` of their rows on, of WIDTH, times x."""
+    """acc [BLOCK_N, BLOCK / 16] += raw [BLOCK_N, BLOCK] bytes from byte `at` of their rows on times x, of COLUMNS numbers."""
     FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
     low, high = widen_one_row(raw, KIND, ASM)
     if FOUR and (GROUP == 0 or GROUP >= 128):  # the halves have one scale: what is the same for all rows is summed once
-        x, x_sums = _load_grains(x_ptr, at, 0, WIDTH, BLOCK, FOUR)
-        high_x, high_sums = _load_grains(x_ptr, at, 1, WIDTH, BLOCK, FOUR)
+        x, x_sums = _load_grains(x_ptr, at, 0, COLUMNS, BLOCK, FOUR)
+        high_x, high_sums = _load_grains(x_ptr, at, 1, COLUMNS, BLOCK, FOUR)
         sums = _sums_of_grains(low, x, BLOCK_N, BLOCK) + _sums_of_grains(high, high_x, BLOCK_N, BLOCK)
         if KIND == "int4":  # n stands in low halves as 256 + n, in high ones as 16 + n
             sums -= (256.0 * x_sums + 16.0 * high_sums)[None, :]
@@ -91,7 +93,7 @@ def multiply_add_narrow(
         acc += sums * scales[0]
     else:
         for half in tl.static_range(2 if FOUR else 1):
-            x, x_sums = _load_grains(x_ptr, at, half, WIDTH, BLOCK, FOUR)
+            x, x_sums = _load_grains(x_ptr, at, half, COLUMNS, BLOCK, FOUR)
             sums = _sums_of_grains(low if half == 0 else high, x, BLOCK_N, BLOCK)
             if KIND == "int4":
                 sums -= ((256.0 if half == 0 else 16.0) + zeros[half]) * x_sums[None, :]

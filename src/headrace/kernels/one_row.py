@@ -15,25 +15,28 @@ def _load_weights(pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK
 
 
 @jit
-def _multiply_add(acc, weights, x_ptr, rk, k: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def _multiply_add(
+    acc, weights, x_ptr, rk, k: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     """acc [BLOCK_N, BLOCK_K / 8] += weights * x, eight neighbours summed within the thread that loaded them."""
-    if k + BLOCK_K <= K:
+    if k + BLOCK_K <= COLUMNS:
         x = tl.load(x_ptr + k + rk).to(tl.float32)
     else:
-        x = tl.load(x_ptr + k + rk, mask=k + rk < K, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + k + rk, mask=k + rk < COLUMNS, other=0.0).to(tl.float32)
     return acc + tl.sum(tl.reshape(weights * x[None, :], (BLOCK_N, BLOCK_K // 8, 8)), 2)
 
 
 @jit
 def add_step(
-    acc, step, x_ptr, rk, k: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    acc, step, x_ptr, rk, k: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
+    """acc += a step's weights, from byte k of their rows on, times x of COLUMNS numbers."""
     weights, scales, zeros = step
     if KIND == "float":
-        acc = _multiply_add(acc, weights.to(tl.float32), x_ptr, rk, k, WIDTH, BLOCK_N, BLOCK)
+        acc = _multiply_add(acc, weights.to(tl.float32), x_ptr, rk, k, COLUMNS, BLOCK_N, BLOCK)
     else:
-        acc = multiply_add_narrow(acc, weights, scales, zeros, x_ptr, k, WIDTH, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
+        acc = multiply_add_narrow(acc, weights, scales, zeros, x_ptr, k, COLUMNS, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
     return acc
 
 

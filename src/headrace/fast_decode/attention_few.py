@@ -1,0 +1,248 @@
+"""Attention of a few rows where what counts is how soon it is done: few instructions, few barriers.
+
+As `attention.py`, from the raw QKV product to the context vector. At one row and a short context the bytes are nothing, and
+that kernel takes as long as its two thousand instructions, one after the other. Here a program has one query head and one
+split, on the CUDA cores. Lanes that share a token's numbers add up its score among themselves; each such group of lanes has
+tokens of its own and a softmax of its own over them, so that nothing is exchanged between warps before the end. Keys and
+values are read once for each query head of their group, all but once from the L2 cache: not for long contexts.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from headrace.fast_decode.attention_reference import HeadShape
+from headrace.kernels.activation import soft_cap
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.split import SplitSpace, count_part
+
+
+@jit
+def _offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets of tokens n0 + rn [L, R] of a sequence in a cache tensor, 64-bit."""
+    if BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block
+        block = tl.load(table + n0 // BLOCK_SIZE).to(tl.int64)
+        return block * stride_block + (n0 % BLOCK_SIZE + rn) * stride_token
+    token = n0 + rn
+    block = tl.load(table + token // BLOCK_SIZE, mask=token < hi, other=0).to(tl.int64)
+    return block * stride_block + (token % BLOCK_SIZE) * stride_token
+
+
+@jit
+def _floats(ptr, first, second, LANES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Float32 numbers [LANES, DIM] at indices `first`, and `second` if cached numbers have half their size: a thread then
+    gets those that belong to its eight cached ones, by two loads."""
+    x = tl.load(ptr + first)
+    if PARTS == 2:
+        y = tl.load(ptr + second)
+        x = tl.reshape(x, (LANES, DIM // 8, 4))
+        y = tl.reshape(y, (LANES, DIM // 8, 4))
+        x = tl.reshape(tl.permute(tl.join(x, y), (0, 1, 3, 2)), (LANES, DIM))
+    return x
+
+
+@jit
+def _product(
+    ptr, first, second, slab_stride, SLABS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """The same of a product, summed over its slabs."""
+    x = _floats(ptr, first, second, LANES, DIM, PARTS)
+    for j in tl.static_range(1, SLABS):
+        x += _floats(ptr + j * slab_stride, first, second, LANES, DIM, PARTS)
+    return x
+
+
+@jit
+def _together(d, NUMBER: tl.constexpr):
+    """Says that so many neighbours among the indices d [LANES, ...] are neighbours in memory."""
+    return tl.max_contiguous(tl.multiple_of(d, [1, NUMBER]), [1, NUMBER])
+
+
+@jit
+def _partner(d, HALF: tl.constexpr, NUMBER: tl.constexpr):
+    """The dimension that one is rotated with; those past the rotated ones are their own."""
+    return _together(tl.where(d < 2 * HALF, tl.where(d < HALF, d + HALF, d - HALF), d), NUMBER)
+
+
+@jit
+def _angle(d, HALF: tl.constexpr):
+    return _together(tl.where(d < HALF, d, tl.where(d < 2 * HALF, d - HALF, 0)), 4)
+
+
+@jit(do_not_specialize=["num_splits", "window"])
+def _few_attention_kernel(
+    qkv_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
+    out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window, scale, softcap, eps, norm_offset,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SLABS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, QK_NORM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    BLOCK_N: tl.constexpr = ROWS * LANES
+    LOG2E: tl.constexpr = 1.4426950408889634
+    MODEL: tl.constexpr = k_ptr.dtype.element_ty
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2)
+    kv_head = head // GROUP
+    # past the L1 cache: what is read before the wait may have changed since this SM read it last
+    pos = tl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
+    table = tables_ptr + tl.load(slots_ptr + b, cache_modifier=".cg").to(tl.int64) * table_stride
+    lane = tl.arange(0, LANES)
+    one = tl.arange(0, DIM)
+    rd = lane[:, None] * 0 + one[None, :]
+    r = tl.arange(0, DIM // PARTS)
+    r = r // 4 * (4 * PARTS) + r % 4
+    first = _together(lane[:, None] * 0 + r[None, :], 4)
+    second = first + 4
+    oldest = 0  # token that is seen
+    if HAS_WINDOW:
+        oldest = tl.maximum(pos - window + 1, 0)
+    begin = oldest // BLOCK_N * BLOCK_N
+    tiles = (pos - begin) // BLOCK_N + 1
+    share = tl.maximum((tiles + num_splits - 1) // num_splits, MIN_TILES) * BLOCK_N
+    lo = begin + split * share
+    out = out_ptr + (b * HEADS + head) * DIM + one
+    if lo > pos:  # nothing to read
+        if PDL:
+            gdc_wait()
+        if (pos < 0) & (split == 0):
+            tl.store(out, tl.zeros([DIM], out_ptr.dtype.element_ty))
+        return
+    owner = pos < lo + share
+    hi = tl.minimum(pos, lo + share)  # of the cached tokens; the new one comes from the product
+    rn = tl.arange(0, ROWS)[None, :] * LANES + lane[:, None]
+    k_base = k_ptr + kv_head * stride_head
+    v_base = v_ptr + kv_head * stride_head
+    offsets = _offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+    ok = (lo + rn < hi) & (lo + rn >= oldest)
+    k = tl.load(k_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
+    v = tl.load(v_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
+    cos_ptr += pos * HALF
+    sin_ptr += pos * HALF
+    turned = rd < 2 * HALF
+    cos = tl.where(turned, _floats(cos_ptr, _angle(first, HALF), _angle(second, HALF), LANES, DIM, PARTS), 1.0)
+    sin = tl.where(turned, _floats(sin_ptr, _angle(first, HALF), _angle(second, HALF), LANES, DIM, PARTS), 0.0)
+    sin = tl.where(rd < HALF, -sin, sin)
+    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+    if QK_NORM:
+        q_cos = (tl.load(q_norm_ptr + rd).to(tl.float32) + norm_offset) * cos
+        q_sin = (tl.load(q_norm_ptr + _partner(rd, HALF, 4 * PARTS)).to(tl.float32) + norm_offset) * sin
+        k_cos = (tl.load(k_norm_ptr + rd).to(tl.float32) + norm_offset) * cos
+        k_sin = (tl.load(k_norm_ptr + _partner(rd, HALF, 4 * PARTS)).to(tl.float32) + norm_offset) * sin
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
+    q_row = row + head * DIM
+    k_row = row + (HEADS + kv_head) * DIM
+    first_partner, second_partner = _partner(first, HALF, 4), _partner(second, HALF, 4)
+    q = _product(q_row, first, second, slab_stride, SLABS, LANES, DIM, PARTS)
+    q_partner = _product(q_row, first_partner, second_partner, slab_stride, SLABS, LANES, DIM, PARTS)
+    m = tl.full([LANES], -float("inf"), tl.float32)
+    l = tl.zeros([LANES], tl.float32)
+    acc = tl.zeros([LANES, DIM], tl.float32)
+    q_factor = tl.full([LANES], 1.0, tl.float32)
+    if QK_NORM:
+        q_factor = tl.rsqrt(tl.sum(q * q, 1) / DIM + eps)
+    q = (q_factor[:, None] * (q * q_cos + q_partner * q_sin)).to(MODEL).to(tl.float32)
+    if owner:
+        k_new = _product(k_row, first, second, slab_stride, SLABS, LANES, DIM, PARTS)
+        k_partner = _product(k_row, first_partner, second_partner, slab_stride, SLABS, LANES, DIM, PARTS)
+        v_new = _product(k_row + KV_HEADS * DIM, first, second, slab_stride, SLABS, LANES, DIM, PARTS).to(MODEL)
+        k_factor = tl.full([LANES], 1.0, tl.float32)
+        if QK_NORM:
+            k_factor = tl.rsqrt(tl.sum(k_new * k_new, 1) / DIM + eps)
+        k_new = (k_factor[:, None] * (k_new * k_cos + k_partner * k_sin)).to(MODEL)
+        place = tl.load(mapping_ptr + b)
+        if (place >= 0) & (head % GROUP == 0):
+            place = place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token
+            own = (lane == 0)[:, None]
+            tl.store(k_base + place + rd, k_new, mask=own)
+            tl.store(v_base + place + rd, v_new, mask=own)
+        s = tl.sum(q * k_new.to(tl.float32), 1) * scale
+        if HAS_SOFTCAP:
+            s = soft_cap(s, softcap)
+        mine = lane == 0  # of the groups of lanes one has the new token
+        m = tl.where(mine, s * LOG2E, m)
+        l = tl.where(mine, 1.0, l)
+        acc = tl.where(mine[:, None], v_new.to(tl.float32), acc)
+    if SINKS:  # a score without a value, which one group of one split counts
+        sink = tl.load(sinks_ptr + head) * LOG2E
+        mine = (lane == 1) & (split == 0)
+        m = tl.where(mine, sink, m)
+        l = tl.where(mine, 1.0, l)
+    for n0 in range(lo, hi, BLOCK_N):
+        s = tl.sum(k.to(tl.float32) * q[:, None, :], 2) * scale
+        if HAS_SOFTCAP:
+            s = soft_cap(s, softcap)
+        s = tl.where(ok, s * LOG2E, -float("inf"))
+        top = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(top == -float("inf"), 0.0, top)  # a group without a token so far
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(m - safe)
+        l = l * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
+        m = top
+        if n0 + BLOCK_N < hi:
+            offsets = _offsets(table, n0 + BLOCK_N, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+            ok = n0 + BLOCK_N + rn < hi
+            k = tl.load(k_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
+            v = tl.load(v_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
+    top = tl.max(m, 0)
+    weight = tl.exp2(m - top)
+    total = tl.sum(l * weight, 0)
+    result = tl.sum(acc * weight[:, None], 0) / total
+    used = (tiles * BLOCK_N + share - 1) // share
+    if used == 1:
+        tl.store(out, result.to(out_ptr.dtype.element_ty))
+    else:
+        base = (b * HEADS + head) * num_splits
+        tl.store(partials_ptr + (base + split).to(tl.int64) * DIM + one, result)
+        tl.store(lse_ptr + base + split, top + tl.log2(total))
+        ticket = tickets_ptr + b * HEADS + head
+        if count_part(ticket) == used - 1:
+            tl.store(ticket, 0)
+            _merge(out, partials_ptr, lse_ptr, base, used, DIM, MERGE_SPLITS)
+
+
+@jit
+def _merge(out, partials_ptr, lse_ptr, base, used, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """All splits of a head at once, from the L2 cache, where the other programs' sums are."""
+    part = tl.arange(0, SPLITS)
+    d = tl.arange(0, DIM)
+    lse = tl.load(lse_ptr + base + part, mask=part < used, other=-float("inf"), cache_modifier=".cg")
+    place = (base + part).to(tl.int64)[:, None] * DIM + d[None, :]
+    parts = tl.load(partials_ptr + place, mask=(part < used)[:, None], other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    result = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out, result.to(out.dtype.element_ty))
+
+
+def takes_few(heads: HeadShape, rotated: int, num_splits: int) -> bool:
+    """Whether heads, and halves of what is rotated, are of a size that lanes share evenly, and splits so few that they can be
+    merged at once."""
+    return heads.head_dim in (32, 64, 128, 256) and rotated % 16 == 0 and num_splits <= 32
+
+
+def few_attention(
+    qkv: Tensor, out: Tensor, k: Tensor, v: Tensor, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
+    slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
+    window: int, num_splits: int, block_n: int, num_warps: int, min_tiles: int, space: SplitSpace, sinks: Tensor | None,
+) -> None:  # fmt: skip
+    """As `attention.decode_attention`; `block_n` tokens at a time."""
+    slabs, rows, _ = qkv.shape
+    together = 16 // k.itemsize  # numbers that a thread loads at once
+    lanes = num_warps * 32 * together // heads.head_dim  # groups of lanes
+    _few_attention_kernel[heads.num_heads, num_splits, rows](
+        qkv, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin, sinks, out, space.partials,
+        space.lse, space.tickets,
+        qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window, heads.scale,
+        heads.softcap, heads.norm_eps, heads.norm_offset,
+        HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, HALF=cos.shape[1], SLABS=slabs,
+        BLOCK_SIZE=k.shape[1], ROWS=block_n // lanes, LANES=lanes, PARTS=together // 4, MIN_TILES=min_tiles,
+        MERGE_SPLITS=next_power_of_2(num_splits), QK_NORM=q_norm is not None, HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, num_warps=num_warps, num_stages=1, **pdl(qkv),
+    )  # fmt: skip
