@@ -169,6 +169,9 @@ def test_selection_for_a_card(monkeypatch) -> None:
         assert type(pick("auto", capability, **options)[0]) is TritonAttention
         with pytest.raises(ParameterError):
             pick("cudnn", capability, **options)
+    for windows, kind in (((), CudnnAttention), ((0, 128), TritonAttention)):
+        chosen.append((9, 0))
+        assert type(select_attention("auto", model(head_dim=256, windows=windows), card)[0]) is kind
     with pytest.raises(ParameterError, match="FlashAttention-3 is because"):
         pick("fa3", (9, 0))
     for capability in ((8, 0), (9, 0)):
