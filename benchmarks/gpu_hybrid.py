@@ -31,7 +31,7 @@ from headrace.model.families import model_config_from_hf
 from headrace.model.parts import weight_bytes
 from headrace.sampling.params import SamplingParams
 
-DECODES, PROMPTS = (1, 32), (4096, 8192, 32768)
+DECODES, PROMPTS = (1, 8, 32), (4096, 8192, 32768)
 
 
 def seconds(run: Callable[[], object], repeat: int = 10) -> float:
