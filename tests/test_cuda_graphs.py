@@ -112,7 +112,7 @@ def test_what_is_captured_before_the_first_request_does_for_all(most, longest, d
     graphs = Noted(most, longest)
     graphs.prepare()
     few = len(graphs.captured)
-    assert few <= most.bit_length() + 2
+    assert few <= 2 * (most.bit_length() + 1)
     for _ in range(3):
         rows, context = data.draw(st.integers(1, most)), data.draw(st.integers(1, longest))
         assert graphs.waits(rows, context, tail=tail) == []

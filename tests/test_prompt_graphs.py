@@ -158,7 +158,7 @@ def test_what_is_captured_before_the_first_request_does_for_all(most, longest, t
     graphs = Noted(most, longest, tokens)
     graphs.prepare()
     prepared = set(graphs._graphs)
-    assert len(prepared) <= 13 and max(key.tokens for key in prepared) >= min(tokens, MOST_TOKENS)
+    assert len(prepared) <= 21 and max(key.tokens for key in prepared) >= min(tokens, MOST_TOKENS)
     count = data.draw(st.integers(1, min(most, tokens)))
     rows = data.draw(st.integers(count, min(tokens, MOST_TOKENS, count - 1 + longest)))
     counts = [1] * (count - 1) + [rows - count + 1]

@@ -112,15 +112,12 @@ class DecodeGraphs(StepGraphs[Key]):
         """Capture steps that cover whatever plain decode may come, before any comes: each does for fewer rows, shorter contexts
         and simpler samplers. What fits better comes in idle time, and under load when it has been wanted for long."""
         fewer, most = self.buckets[0], self.buckets[-1]
-        rows = [s for s in reversed(self.sizes) if s & (s - 1) == 0 or s == self.sizes[-1]]
-        for context, some in ((most, rows[::4]), (fewer, rows[::2])):
-            for size, adapted in product(some, self.kinds):  # a smaller one fits into the memory of a larger
+        rows = [s for s in self.sizes if s & (s - 1) == 0 or s == self.sizes[-1]]
+        for context in dict.fromkeys((most, fewer)):
+            for size, adapted in product(reversed(rows), self.kinds):  # a smaller one fits into the memory of a larger
                 key = Key(size, self.bucket_for(context, size), Tail.FILTERED, False, adapted)
                 if key not in self._graphs and len(self._graphs) < self.max_graphs:
                     self.capture(key)
-        self._todo += [
-            Key(s, self.bucket_for(fewer, s), Tail.FILTERED, False, adapted) for s, adapted in product(rows[1::2], self.kinds)
-        ]
         self._todo += [
             Key(s, self.bucket_for(self.buckets[0], s), tail, False)
             for tail in (Tail.FILTERED, Tail.RANDOM, Tail.GREEDY) for s in self.sizes

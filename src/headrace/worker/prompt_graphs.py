@@ -135,13 +135,14 @@ class PromptGraphs(StepGraphs[PromptKey]):
         few, most, sizes = self.seq_sizes[0] - 1, self.seq_sizes[-1] - 1, self.sizes
         many = min(most, MANY_SEQS[0] - 1)  # what covers all that may come would sample rows for all of them
         rounded = [s for s in sizes if s & (s - 1) == 0 or s == sizes[-1]]
-        shapes = [(s, most, True, self.buckets[-1]) for s in rounded[::-4]]
-        shapes += [(s, *of, self.buckets[0]) for s in rounded[::-2] for of in ((many, True), (few, False))]
+        shapes = [(s, most, True, self.buckets[-1]) for s in rounded[::-3]]
+        shapes += [(s, *of, self.buckets[0]) for s in reversed(rounded) for of in ((many, True), (few, False))]
         for shape in shapes:  # a smaller one fits into the memory of a larger
             key = self.key_for(*shape, Tail.FILTERED)
             if key not in self._graphs and len(self._graphs) < self.max_graphs:
                 self.capture(key)
-        self._todo += [self.key_for(s, few, of, 1, Tail.FILTERED) for of in (False, True) for s in reversed(sizes)]
+        for of in ((few, False), (many, True), (few, True)):
+            self._todo += [self.key_for(s, *of, 1, Tail.FILTERED) for s in reversed(sizes)]
         self._todo += [self.key_for(s, few, False, 1, tail) for tail in (Tail.GREEDY, Tail.RANDOM) for s in rounded]
         self._prepared = time.monotonic()
 
