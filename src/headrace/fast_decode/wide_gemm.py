@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
-from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
+from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, tl
 from headrace.model.weight import Weight
 
 MAX_ROWS = 256
@@ -23,10 +23,7 @@ EARLY_ELEMENTS = 4096  # of a tile of the residual that is loaded before the sum
 
 @dataclass(frozen=True, slots=True)
 class WideTile:
-    """One program's work: block_m rows times block_n columns over 1 / splits of K, `num_stages` steps of block_k in flight.
-
-    The weights of its first `touch` steps are asked into the L2 cache before the wait for the previous kernel.
-    """
+    """One program's work: block_m rows times block_n columns over 1 / splits of K, `num_stages` steps of block_k in flight."""
 
     block_m: int
     block_n: int
@@ -34,7 +31,6 @@ class WideTile:
     splits: int
     num_warps: int
     num_stages: int
-    touch: int = 0
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.block_m)
@@ -48,11 +44,11 @@ class WideTile:
 
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _wide_kernel(
-    x_tiles, w_tiles, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
+    x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, MODE: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     n0 = tl.program_id(0) * BLOCK_N
@@ -61,12 +57,6 @@ def _wide_kernel(
     rn = n0 + tl.arange(0, BLOCK_N)
     rm = m0 + tl.arange(0, BLOCK_M)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
-    if PDL and LINES > 0:  # of 64 weights each; past the end the last one again
-        line = tl.minimum(k_start + tl.arange(0, LINES) * 64, K - 1)[None, :]
-        lines = tl.minimum(rn, N - 1)[:, None].to(tl.int64) * K + line
-        touch(w_ptr + lines)
-        if MODE == "glu":
-            touch(w_ptr + N.to(tl.int64) * K + lines)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -102,13 +92,10 @@ def _wide_kernel(
 
 
 def plan(tile: WideTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
-    k_split = split_width(x.shape[1], tile.splits, tile.block_k)
-    touched = min(tile.touch * tile.block_k, k_split) // 64
     own = {
         "x_tiles": TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         "w_tiles": TensorDescriptor.from_tensor(weight.data, [tile.block_n, tile.block_k]),
-        "w_ptr": weight.data, "LINES": next_power_of_2(touched) if touched else 0,
-        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "k_split": k_split,
+        "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "k_split": split_width(x.shape[1], tile.splits, tile.block_k),
         "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK,
         "EARLY": tile.block_m * tile.block_n <= EARLY_ELEMENTS,
     }  # fmt: skip
