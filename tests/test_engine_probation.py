@@ -112,6 +112,33 @@ def test_a_kill_from_outside_needs_more_proof():
     assert [p.name for p in world.blamed] == [0]
 
 
+def test_a_kill_of_a_core_without_suspects_speaks_for_those_outside():
+    old, suspect = Passenger(0, 100), Passenger(1, 100)
+    world = World([old])
+    world.send_rest()
+    for kills in range(1, PATIENCE_WHEN_KILLED):
+        for _ in range(PROVEN):
+            world.step()  # of the old one, alone
+        if kills == 1:
+            world.passengers.append(suspect)
+            world.submit(suspect)
+        assert suspect.sent
+        world.die(True)
+        assert suspect.kills == kills and not suspect.sent and old.sent
+    world.die(True)  # the old one was inside alone
+    assert suspect.kills == 0 and not world.blamed
+
+
+def test_a_kill_of_a_core_with_one_suspect_says_nothing_of_others():
+    first, second = passengers = [Passenger(0), Passenger(1)]
+    world = World(passengers)
+    world.send_rest()
+    world.die(True)
+    assert first.sent and not second.sent and first.kills == second.kills == 1
+    world.die(True)
+    assert first.kills == 2 and second.kills == 1
+
+
 def test_deaths_without_passengers_blame_nobody():
     world = World([])
     world.die(False)

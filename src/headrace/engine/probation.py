@@ -7,6 +7,8 @@ A request is *proven* in a core when it has got a few tokens there. After a deat
 Where other cores live, those of 1, and those that were unproven when somebody killed the core, go on there at once
 (`release`). So suspects of a core are tried in its successor alone, and the other cores know nothing of it.
 A request that was alone in being unproven when the core died, and had entered it because of a death before, is to blame.
+Where somebody killed the core it takes more deaths, and those of before do not count once a core is killed that no suspect is
+in: whoever kills that one may have killed the others, too.
 (Two killers at once can put the blame on a third: one that was proven reaches its fatal token just when an innocent one,
 interrupted by the other, has its turn. That is accepted: the alternative costs a third death each time.)
 """
@@ -35,6 +37,7 @@ class Probation:
         self._turn: list[Stream] = []  # entered, and not all proven
         self._entered: set[Stream] = set()  # in any turn of the present core, and were not proven since
         self._free: set[Stream] = set()  # of those in turns to come: nothing is held against them
+        self._suspects: set[Stream] = set()  # that came, or will come, into the present core as such
         self._began = 0.0
 
     @property
@@ -54,6 +57,9 @@ class Probation:
         unproven = [p for p in inside if p.num_in_core < PROVEN]
         for p in proven:
             p.deaths = p.kills = 0
+        if killed and not self._suspects.intersection(unproven):
+            for p in outside:
+                p.kills = 0
         for p in inside:
             if killed:
                 p.kills += 1
@@ -69,6 +75,7 @@ class Probation:
         # those with the most deaths last: the others run by then, and need no further proof
         suspects = [p for p in unproven + outside if p is not culprit and not p.ended]
         suspects.sort(key=lambda p: p.deaths + p.kills)
+        self._suspects = set(suspects)
         size = max(1, -(-len(suspects) // MOST_TURNS))
         self._turn, self._entered = [], set()
         self._turns = deque(suspects[i : i + size] for i in range(0, len(suspects), size))
