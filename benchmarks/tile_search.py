@@ -219,6 +219,7 @@ def to_json(table: TileTable) -> str:
         entry: dict = {"attention": asdict(tiles.attention), "attention_programs": tiles.attention_programs}
         entry["attention_kernels"] = 2 if isinstance(tiles.attention, SplitTile) else 1
         entry["short_attention"] = None if tiles.short_attention is None else asdict(tiles.short_attention)
+        entry["few_attention"] = None if tiles.few_attention is None else asdict(tiles.few_attention)
         for name in PRODUCTS:
             tile = getattr(tiles, name)
             entry[name] = {"kind": names[type(tile)], **asdict(tile)}

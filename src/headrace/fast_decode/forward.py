@@ -219,6 +219,8 @@ class FastDecode:
             tiles = with_attention_in_two(tiles)
         elif kv.scales[0][0] is not None:
             tiles = with_fp8_cache(tiles, config, rows)
+        elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
+            tiles = replace(tiles, attention=tiles.few_attention)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
         sumsq_down = self._squares(self.sumsq_down, rows, steps[0].down)
@@ -226,8 +228,6 @@ class FastDecode:
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
-        if isinstance(attention, AttentionTile) and context > attention.few:
-            attention = replace(attention, few=0)
         norms, eps = self.norms, config.norm_eps
         # attention in two kernels takes queries in the model's dtype
         narrow_qkv = self.qkv.view(normed.dtype)

@@ -45,7 +45,8 @@ class StepTiles:
 
     A SplitTile stands for two kernels, rotation with the cache write and attention over the cache, that choose splits
     themselves; the QKV product is then not split. `short_attention` serves contexts that one of its tiles holds: it is in
-    registers before the wait for the QKV product, and there is nothing to merge.
+    registers before the wait for the QKV product, and there is nothing to merge. `few_attention` serves contexts of up to its
+    `few` tokens.
     """
 
     qkv: Tile
@@ -56,6 +57,7 @@ class StepTiles:
     attention: AttentionTile | SplitTile = AttentionTile()
     attention_programs: int = 4 * FILL
     short_attention: AttentionTile | None = None
+    few_attention: AttentionTile | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.attention, SplitTile) and num_splits(self.qkv) > 1:
@@ -66,7 +68,7 @@ def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     """The same, with all keys and values written before any of them is read."""
     whole = tiles.qkv if isinstance(tiles.qkv, GemvTile) else replace(tiles.qkv, splits=1)
     two = tiles.attention if isinstance(tiles.attention, SplitTile) else SplitTile()
-    return replace(tiles, qkv=whole, attention=two, short_attention=None)
+    return replace(tiles, qkv=whole, attention=two, short_attention=None, few_attention=None)
 
 
 def with_fp8_cache(tiles: StepTiles, config: ModelConfig, rows: int) -> StepTiles:
@@ -129,7 +131,7 @@ def default_tiles(
         products = {name: within(SMALL_BYTES, tile, shapes[name], rows) for name, tile in products.items()}
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
-        short_attention=None,
+        short_attention=None, few_attention=None,
     )  # fmt: skip
 
 
@@ -283,10 +285,11 @@ def from_json(text: str) -> dict[int, StepTiles]:
                 raise ValueError(f"{name}: {tile} takes at most {MAX_ROWS[type(tile)]} rows, not {rows}")
         kind = SplitTile if entry.get("attention_kernels", 1) == 2 else AttentionTile
         attention = kind(**entry["attention"])
-        short = entry.get("short_attention")
+        short, few = entry.get("short_attention"), entry.get("few_attention")
         table[int(rows)] = StepTiles(
             **products, attention=attention, attention_programs=entry["attention_programs"],
             short_attention=None if short is None else AttentionTile(**short),
+            few_attention=None if few is None else AttentionTile(**few),
         )  # fmt: skip
     if not table:
         raise ValueError("a table without rows")

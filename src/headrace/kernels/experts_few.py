@@ -18,8 +18,7 @@ from torch import Tensor
 from headrace.kernels.experts_route import Routing, Squares, ordered
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 
-BLOCK_K = 512  # columns of a step: 16 bytes of the router for each thread
-WARPS = 4
+BLOCK_K = 128  # columns of a step: 16 bytes of the router for each thread of the one warp
 
 
 @jit(do_not_specialize=["sumsq_tiles"])
@@ -121,7 +120,7 @@ def row_logits(x: Tensor, router: Tensor, router_bias: Tensor | None, squares: S
     factors = torch.empty(rows, dtype=torch.float32, device=x.device)
     _row_logits[experts, rows](
         x, router, router_bias, squares.sums, logits, factors, E=experts, sumsq_tiles=squares.sums.shape[1], eps=squares.eps,
-        K=width, BLOCK_K=BLOCK_K, SUMSQ_BLOCK=max(256, next_power_of_2(squares.sums.shape[1])), num_warps=WARPS, **pdl(x),
+        K=width, BLOCK_K=BLOCK_K, SUMSQ_BLOCK=max(256, next_power_of_2(squares.sums.shape[1])), num_warps=1, **pdl(x),
     )  # fmt: skip
     return logits, factors
 
