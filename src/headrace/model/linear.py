@@ -69,8 +69,7 @@ class NarrowLinear(Linear):
         super().__init__(product, reduce)
         self.into = lambda out, x: product(x, out)
         self.workspace_bytes = product.workspace_bytes
-        if product.scaled and reduce is None:
-            self.of_gated = product.of_gated
+        self.of_gated = product.of_gated if product.scaled and reduce is None else None
 
 
 def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
@@ -83,9 +82,8 @@ def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | Non
         matrix, bias = dequantized(weight, torch.float32), None if bias is None else bias.float()
         return Linear(lambda x: F.linear(x.float(), matrix, bias).to(x.dtype), reduce)
     if matrix.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        if matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return Linear(_packed(matrix, bias), reduce)
-        if matrix.dtype == torch.float32 and matrix.shape[0] >= _PACK_FLOAT32_ROWS:
+        bfloat16 = matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if bfloat16 or (matrix.dtype == torch.float32 and matrix.shape[0] >= _PACK_FLOAT32_ROWS):
             return Linear(_packed(matrix, bias), reduce)
     if matrix.is_cuda and bias is None:
         return MatrixLinear(matrix, reduce)

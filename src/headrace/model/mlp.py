@@ -35,15 +35,14 @@ class DenseMlp:
         self.act = act_mul if gated else act
         self.gate_up, self.down, self.activation = gate_up, down, activation
         self.fuses_add, self.workspace_bytes = down.fuses_add, max(gate_up.workspace_bytes, down.workspace_bytes)
-        self.of_gated = down.of_gated if gated else None
+        self.of_gated = (down.of_gated if gated else None) or (lambda gate_up, kind: down(self.act(gate_up, kind)))
         self.max_rows = 1 << max(1, MLP_ELEMENTS // (2 * intermediate_size)).bit_length() - 1
 
     def _inner(self, x: Tensor) -> Tensor:
         return self.act(self.gate_up(x), self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        of = self.of_gated or (lambda gate_up, kind: self.down(self.act(gate_up, kind)))
-        parts = [of(self.gate_up(part), self.activation) for part in x.split(self.max_rows)]
+        parts = [self.of_gated(self.gate_up(part), self.activation) for part in x.split(self.max_rows)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def product(self, x: Tensor) -> Tensor:
