@@ -75,7 +75,7 @@ class Served:
     """An application over a fake engine that listens."""
 
     def __init__(self, app: Any, port: int, engine: FakeEngine):
-        self.port, self.engine, self.limits, self.store = port, engine, app.state.api.limits, app.state.api.responses
+        self.port, self.engine, self.app, self.limits = port, engine, app, app.state.api.limits
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20)
 
     async def connect(

@@ -194,7 +194,8 @@ async def test_cancelling_one_that_runs(stream):
         else:
             assert data.startswith(b"HTTP/1.1 409 ") and b'"code":"cancelled"' in data
         assert (await server.client.get(f"{PATH}/resp_it")).json() == shown
-        assert server.store.num_bytes == sum(stored.size for stored in server.store._kept.values())
+        store = server.app.state.api.responses
+        assert store.num_bytes == sum(stored.size for stored in store._kept.values())
         again = await server.client.post(f"{PATH}/resp_it/cancel")
         assert again.status_code == 400 and "has ended" in error_of(again)["message"]
         body = {"model": MODEL, "input": "x", "previous_response_id": "resp_it", "max_output_tokens": 2}

@@ -243,7 +243,7 @@ def dropped_inside_a_step(llm):
         streams.clear()
         return logits
 
-    params = SamplingParams(max_tokens=4, logits_processors=[processor])
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logits_processors=[processor])
     assert len(alone(llm, B, params)) == 4 and not streams
 
 

@@ -148,7 +148,7 @@ def test_sigterm_while_loading(model, tmp_path):
 def test_too_many_deaths_end_the_server(model, tmp_path):
     with start(model, tmp_path, "--max-restarts", "1") as server:
         server.wait_ready()
-        reader = Reader(server)
+        reader = Reader(server, n=32)  # too much to be done between a core's beginning and the second kill
         killed: list[int] = []
         for _ in range(2):  # each time the core that runs now, not the one whose death has not been noticed yet
             until(lambda: (pid := server.core()) not in [0, *killed] and server.is_ready() and not killed.append(pid), 60)
