@@ -208,6 +208,7 @@ async def test_by_keyboard_alone_and_as_a_screen_reader_hears_it(browser):
                 break
         await press("Enter")
         await expect(c.page.get_by_role("dialog", name="System message and sampling")).to_be_visible()
+        await c.page.wait_for_function("document.querySelector('[role=dialog]').contains(document.activeElement)")
         await c.page.keyboard.type("Be brief.")
         await press("Escape")
         await expect(c.page.get_by_role("dialog")).to_have_count(0)
