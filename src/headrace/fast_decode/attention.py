@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode.attention_few import few_attention, takes_few
+from headrace.fast_decode.attention_few import few_attention, takes_few, token_offsets
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels.activation import soft_cap
@@ -50,17 +50,6 @@ def _sum_slabs(pointers, slab_stride, mask, SLABS: tl.constexpr):
     for j in tl.static_range(1, SLABS):
         x += tl.load(pointers + j * slab_stride, mask=mask, other=0.0).to(tl.float32)
     return x
-
-
-@jit
-def _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets of tokens n0 .. n0 + BLOCK_N of a sequence in a cache tensor, 64-bit."""
-    if BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block
-        block = tl.load(table + n0 // BLOCK_SIZE).to(tl.int64)
-        return block * stride_block + (n0 % BLOCK_SIZE + rn) * stride_token
-    token = n0 + rn
-    block = tl.load(table + token // BLOCK_SIZE, mask=token < hi, other=0).to(tl.int64)
-    return block * stride_block + (token % BLOCK_SIZE) * stride_token
 
 
 @jit
@@ -162,7 +151,7 @@ def _decode_attention_kernel(
         q_sin = (tl.load(q_norm_ptr + partner, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * sin
         k_cos = (tl.load(k_norm_ptr + rd, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * cos
         k_sin = (tl.load(k_norm_ptr + partner, mask=d_ok, other=0.0).to(tl.float32) + norm_offset) * sin
-    offsets = _token_offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+    offsets = token_offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
     ok = (lo + rn < hi) & (lo + rn >= first)
     k_base = k_ptr + head * stride_head + rc[None, :]
     v_base = v_ptr + head * stride_head + rc[None, :]
@@ -170,14 +159,14 @@ def _decode_attention_kernel(
     v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
     k_scale, v_scale = scale, scale  # without meaning
     if FP8:  # [blocks, kv heads, tokens of a block]
-        places = _token_offsets(table, lo, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
+        places = token_offsets(table, lo, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
         k_scale = tl.load(k_scales_ptr + places, mask=ok, other=0.0)
         v_scale = tl.load(v_scales_ptr + places, mask=ok, other=0.0)
     if PDL:
         for i in tl.static_range(TOUCH):
             n0 = lo + (i + 1) * BLOCK_N
             if n0 < hi:
-                lines = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)[:, None]
+                lines = token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)[:, None]
                 lines += (head * stride_head + tl.arange(0, (COLUMNS + LINE - 1) // LINE) * LINE)[None, :]
                 touch(k_ptr + lines)
                 touch(v_ptr + lines)
@@ -240,12 +229,12 @@ def _decode_attention_kernel(
             q_even, q_odd, k, v, k_scale, v_scale, m, l, acc, odd, ok, scale, softcap, HAS_SOFTCAP, FP8
         )  # fmt: skip
     for n0 in range(lo + BLOCK_N, hi, BLOCK_N):
-        offsets = _token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+        offsets = token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
         ok = n0 + rn < hi
         k = tl.load(k_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
         v = tl.load(v_base + offsets[:, None], mask=ok[:, None] & c_ok[None, :], other=0)
         if FP8:
-            places = _token_offsets(table, n0, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
+            places = token_offsets(table, n0, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + head * BLOCK_SIZE
             k_scale = tl.load(k_scales_ptr + places, mask=ok, other=0.0)
             v_scale = tl.load(v_scales_ptr + places, mask=ok, other=0.0)
         m, l, acc, odd = _attend(

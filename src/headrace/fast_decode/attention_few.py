@@ -18,8 +18,8 @@ from headrace.kernels.split import SplitSpace, count_part
 
 
 @jit
-def _offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Element offsets of tokens n0 + rn [L, R] of a sequence in a cache tensor, 64-bit."""
+def token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets of tokens n0 + rn (below n0 + BLOCK_N) of a sequence in a cache tensor, 64-bit."""
     if BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block
         block = tl.load(table + n0 // BLOCK_SIZE).to(tl.int64)
         return block * stride_block + (n0 % BLOCK_SIZE + rn) * stride_token
@@ -116,7 +116,7 @@ def _few_attention_kernel(
     rn = tl.arange(0, ROWS)[None, :] * LANES + lane[:, None]
     k_base = k_ptr + kv_head * stride_head
     v_base = v_ptr + kv_head * stride_head
-    offsets = _offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+    offsets = token_offsets(table, lo, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
     ok = (lo + rn < hi) & (lo + rn >= oldest)
     k = tl.load(k_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
     v = tl.load(v_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
@@ -187,7 +187,7 @@ def _few_attention_kernel(
         acc = acc * shrink[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
         m = top
         if n0 + BLOCK_N < hi:
-            offsets = _offsets(table, n0 + BLOCK_N, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
+            offsets = token_offsets(table, n0 + BLOCK_N, rn, hi, stride_block, stride_token, BLOCK_SIZE, BLOCK_N)
             ok = n0 + BLOCK_N + rn < hi
             k = tl.load(k_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
             v = tl.load(v_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
