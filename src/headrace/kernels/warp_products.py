@@ -103,6 +103,8 @@ def _sum(count: int) -> Any:
     return _text(["mov.f32 z, 0f00000000;", "mov.b32 o, 0x3f803f80;", *lines], ".reg .f32 z, u, v;\n.reg .b32 o;")
 
 
+LOAD = tl and tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
+LOAD_ONCE = tl and tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 MULTIPLY_8, MULTIPLY_4 = _multiply(8), _multiply(4)
 SUM_8, SUM_4 = _sum(8), _sum(4)
 C_16_4, C_8_4, C_16_16, C_8_8 = _constraints(16, 4), _constraints(8, 4), _constraints(16, 16), _constraints(8, 8)
@@ -110,22 +112,11 @@ M_8, M_4, S_8, S_4 = _constraints(4, 48, "f", 4), _constraints(4, 24, "f", 4), _
 
 
 @jit
-def _load_words(pointers):
-    """16 bytes of each thread, that are read once."""
+def _load_words(pointers, INSTRUCTION: tl.constexpr):
+    """16 bytes of each thread."""
     WORDS: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
     return tl.inline_asm_elementwise(
-        "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers.to(tl.int64)], dtype=WORDS,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@jit
-def _load_x(pointers):
-    """Eight numbers of each thread."""
-    WORDS: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
-    return tl.inline_asm_elementwise(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [pointers.to(tl.int64)], dtype=WORDS,
-        is_pure=False, pack=1,
+        INSTRUCTION, "=r,=r,=r,=r,l", [pointers.to(tl.int64)], dtype=WORDS, is_pure=False, pack=1
     )  # fmt: skip
 
 
@@ -148,9 +139,9 @@ def _convert_row(words, KIND: tl.constexpr, ORDERED: tl.constexpr):
 @jit
 def _load_run_x(pointers, KIND: tl.constexpr):
     """The columns of x that a thread's 16 bytes are multiplied by."""
-    x = _load_x(pointers) + _load_x(pointers + 8)
+    x = _load_words(pointers, LOAD) + _load_words(pointers + 8, LOAD)
     if KIND == "int4":
-        x = x + _load_x(pointers + 64) + _load_x(pointers + 72)
+        x = x + _load_words(pointers + 64, LOAD) + _load_words(pointers + 72, LOAD)
     return x
 
 
@@ -219,7 +210,7 @@ def _load_run(weights, run):
     """The words of a run: of every row of the thread four."""
     words = ()
     for i in tl.static_range(len(weights)):
-        words = words + (_load_words(weights[i] + run * 64),)
+        words = words + (_load_words(weights[i] + run * 64, LOAD_ONCE),)
     return words
 
 
