@@ -45,7 +45,10 @@ def make_core(model: str, **options) -> EngineCore:
     """A core with every check on; float32 on the CPU unless told otherwise."""
     small = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 256, "block_size": BLOCK}
     options = small | {"device": "cpu", "dtype": "float32", "debug_checks": True} | options
-    return build_engine(EngineConfig(model=model, **options)).core
+    engine = build_engine(EngineConfig(model=model, **options))
+    if engine.preparation is not None:  # a pool that compiles for every core of the machine: nobody here waits for it
+        engine.preparation.close()
+    return engine.core
 
 
 def complete(params: SamplingParams, **changes) -> SamplingParams:
