@@ -22,7 +22,7 @@ class FakeClient(FakeEngine):
 
     def __init__(self, config: EngineConfig, on_give_up, world: World):
         name = str(config.model)
-        super().__init__(config=config, model_name=name, script=lambda ids, params: f"I am {name}.")
+        super().__init__(config=config, model_name=name, script=lambda ids, params: f"I am {name}{params.lora and ' with ' + params.lora}.")
         self.state.loaded = False
         self.on_give_up, self.world = on_give_up, world
         self.observers, self.spectator, self.draining, self.closed, self.watched = [], None, False, False, False
@@ -36,6 +36,10 @@ class FakeClient(FakeEngine):
         if why := self.world.broken.get(self.model_name):
             raise RuntimeError(why)
         self.state.loaded = True
+
+    def keep_adapters(self, names) -> None:
+        assert not self.state.loaded
+        self.loras = dict(names)
 
     async def close(self, grace: float = 2.0) -> None:
         assert not self.closed

@@ -17,7 +17,7 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder
 from headrace.lora.format import examine
 from headrace.lora.pool import AdapterPool
-from headrace.lora.targets import modules_of, why_not
+from headrace.lora.targets import modules_of, num_bytes, why_not
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
@@ -63,6 +63,9 @@ def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGrou
     run.decoder.adapters = pool
     if pool is not None:
         pool.check_made()
+        if group is None:
+            pairs = [product.pair for product in pool._products.values()]
+            assert num_bytes(whole, 2, 8, 4) == sum(t.nbytes for pair in pairs for t in (pair.a, pair.b, pair.scales))
         for layer in run.decoder.layers:
             if hasattr(layer.mlp, "max_rows"):
                 layer.mlp.max_rows = 8  # the rows of a step in several parts

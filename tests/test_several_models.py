@@ -96,6 +96,42 @@ def test_a_name_that_no_model_has_is_a_404_in_the_form_of_each_api_and_loads_not
     over_http(check)
 
 
+def test_an_adapters_name_means_its_model_and_survives_it():
+    """The second model's adapters come, answer, stay while it is not loaded, and go; nobody's name is given to another."""
+
+    async def check(world: World) -> None:
+        async def post(path: str, **body) -> tuple[int, str]:
+            answer = await world.http.post(path, json=body, headers={"authorization": "Bearer boss"})
+            return answer.status_code, answer.text
+
+        async def load(name: str, **more) -> tuple[int, str]:
+            return await post("/v1/load_lora_adapter", lora_name=name, lora_path=f"/{name}", **more)
+
+        status, text = await load("x")
+        assert status == 400 and "a name is needed" in text
+        assert (await load("x", model="b"))[0] == 200 and (await load("y", model="x"))[0] == 200
+        for taken in ("a", "alias:7b"):
+            status, text = await load(taken, model="b")
+            assert status == 400 and "another model of this server" in text
+        assert (await load("b", model="b"))[0] == 400
+        asked = {"prompt": "hi"}
+        for _ in range(2):  # the first takes the second model's place
+            assert "I am a." in (await world.ok("/v1/completions", {**asked, "model": "a"})).text
+            assert world.states() == ["loaded", "unloaded"]
+            cards = {card["id"]: card for card in (await world.http.get("/v1/models")).json()["data"]}
+            assert [*cards] == ["a", "alias:7b", "b", "x", "y"] and (cards["x"]["parent"], cards["x"]["root"]) == ("b", "/x")
+            assert (await load("x", model="a"))[0] == 400
+            for path, body in GENERATING.items():
+                assert "I am b with x." in (await world.ok(path, {**body, "model": "x"})).text, path
+        assert (await world.http.get("/v1/models/y")).json()["id"] == "y"
+        assert (await load("x"))[0] == 200, "of the model that has it"
+        assert (await post("/v1/unload_lora_adapter", lora_name="x"))[0] == 200
+        assert (await world.http.post("/v1/completions", json={**asked, "model": "x"})).status_code == 404
+        assert (await load("x", model="a"))[0] == 200 and (await post("/v1/embeddings", input="hi", model="x"))[0] == 400
+
+    over_http(check, admin_keys=("boss",))
+
+
 def test_without_a_name_the_default_answers_or_the_names_are_told():
     async def refused(world: World) -> None:
         answer = await world.http.post("/v1/completions", json={"prompt": "hi"})

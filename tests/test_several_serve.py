@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters import write_adapter
 from headrace.api.config import ServerConfig
 from headrace.cli import main, make_parser
 from headrace.cli.serve import Server, server_config
@@ -109,9 +110,16 @@ WRONG = {
     "--model MODEL --model OTHER --kv-events tcp://*:0": "--kv-events: got",
     "--model MODEL --model OTHER --allow-kill-core": "--allow-kill-core: got True",
     "--model MODEL --model OTHER --served-model-name x": "--served-model-name: got ['x'], allowed: with several models: each has names",
-    "--model MODEL --model OTHER --lora a=/x": "--lora: got ['a=/x'], allowed: with several models: none: adapters (LoRA) need a server with one",
-    "--model MODEL --model OTHER --lora-dir /x": "--lora-dir: got '/x', allowed: with several models: none",
-    '--model MODEL --models {"model":"OTHER","lora":["a=/x"]}': "models[0].lora: got ('a=/x',), allowed: with several models: none",
+    "--model MODEL --model OTHER --lora a=/x": "--lora: got ['a=/x'], allowed: with several models: each model has adapters of its own",
+    "--model MODEL --model OTHER --lora-dir /x": "--lora-dir: got '/x', allowed: with several models: each model has",
+    '--model MODEL --models {"model":"OTHER","lora":["a"]}': "models[0].lora: got 'a', allowed: NAME=PATH, with names that differ",
+    '--model MODEL --models {"model":"OTHER","lora":[1]}': "models[0].lora: got",
+    '--model MODEL --models {"model":"OTHER","lora":{"MODEL":"/x"}}': "--lora: got 'MODEL', allowed: a name that no model has",
+    '--model MODEL --models {"model":"OTHER","lora":"a=/x"} --models {"name":"c","model":"OTHER","lora":["a=/y"]}': (
+        "--lora: got 'a', allowed: a name that no model has, and no other adapter of any"
+    ),
+    '--model MODEL --models {"model":"OTHER","lora":"a=/no/where"}': "/no/where/adapter_config.json does not exist",
+    '--model MODEL --models {"model":"OTHER","max_loras":2}': "models[0].max_loras: got 2, allowed: nothing without lora",
     "--model MODEL --model ./nowhere": "directory nowhere does not exist",
     "--model MODEL --model OTHER --model-memory-bytes 1000": "the model MODEL can never be loaded",
     "--model MODEL --model OTHER --any-model-name": "--any-model-name: got True, allowed: off without --default-model",
@@ -199,11 +207,11 @@ def test_models_of_a_card_share_it_and_have_threads_as_they_are(model, other, mo
 
 
 def test_real_models_come_and_go_keep_their_tokens_and_a_killed_core_is_its_own_models_affair(model, other, tmp_path):
-    """One is pinned; its core is killed while the other streams. That one is unloaded, and loaded again."""
-    size = 300 * 2**20
+    """One is pinned; its core is killed while the other streams. That one has an adapter, is unloaded, and loaded again."""
+    size, adapter = 300 * 2**20, write_adapter(tmp_path / "x", other, size=2.0)
     (tmp_path / "c.yaml").write_text(
         f"model_memory_bytes: {2 * size}\nmax_num_batched_tokens: 256\nmodels:\n"
-        f"  - {{name: a, model: {model}, memory_bytes: {size}, pinned: true}}\n  - {{name: b, model: {other}, memory_bytes: {size}}}\n"
+        f"  - {{name: a, model: {model}, memory_bytes: {size}, pinned: true}}\n  - {{name: b, model: {other}, memory_bytes: {size}, lora: {{x: {adapter}}}}}\n"
     )
     body = {"prompt": "The mill", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
@@ -219,7 +227,8 @@ def test_real_models_come_and_go_keep_their_tokens_and_a_killed_core_is_its_own_
         server.wait_ready()
         [core_of_a] = server.children()
         assert states() == {"a": "loaded", "b": "unloaded"}
-        texts = {name: text(name) for name in "ab"}
+        texts = {name: text(name) for name in "abx"}
+        assert len({*texts.values()}) == 3
         [core_of_b] = set(server.children()) - {core_of_a}
         pieces: list[str] = []
         with server.http.stream("POST", "/v1/completions", json={**body, "model": "b", "max_tokens": 200, "stream": True}) as stream:
@@ -236,6 +245,6 @@ def test_real_models_come_and_go_keep_their_tokens_and_a_killed_core_is_its_own_
         assert server.http.post("/api/generate", json={"model": "b", "keep_alive": 0}).json()["done_reason"] == "unload"
         until(lambda: states()["b"] == "unloaded", 30)
         assert not alive(core_of_b) and len(server.children()) == 1
-        assert text("b") == texts["b"], "loaded again"
+        assert text("x") == texts["x"] and text("b") == texts["b"], "loaded again, and its adapter"
         children = server.children()
         assert len(children) == 2 and server.terminate() == 0 and not any(map(alive, children))

@@ -18,6 +18,7 @@ class LoadAdapterRequest(Body, kw_only=True):
 
     lora_name: str
     lora_path: str
+    model: str | None = None  # whose adapter it is; a name is needed where there are several
     load_inplace: bool | None = None  # false: refuse a name that is there; else it means the new content from now on
 
 
@@ -25,13 +26,17 @@ class UnloadAdapterRequest(Body, kw_only=True):
     """POST /v1/unload_lora_adapter."""
 
     lora_name: str
+    model: str | None = None
 
 
 async def load_adapter(ctx: ApiContext, request: Request) -> Response:
     """When this is answered, requests may name it."""
     body = await read_json(request, LoadAdapterRequest, ctx.config)
+    ctx.check_model(body.model, optional=True)
     if body.lora_name in ctx.model_names:
         raise invalid("lora_name", "this is the name of the model itself.")
+    if body.lora_name in ctx.elsewhere():
+        raise invalid("lora_name", "another model of this server, or its adapter, has this name.")
     try:
         await ctx.engine.load_adapter(body.lora_name, body.lora_path, body.load_inplace is not False)
     except CheckpointError as error:
@@ -42,6 +47,7 @@ async def load_adapter(ctx: ApiContext, request: Request) -> Response:
 async def unload_adapter(ctx: ApiContext, request: Request) -> Response:
     """When this is answered, the last request of it has ended."""
     body = await read_json(request, UnloadAdapterRequest, ctx.config)
+    ctx.check_model(body.model, optional=True)
     await ctx.engine.unload_adapter(body.lora_name)
     return _answer(body.lora_name, "unloaded")
 

@@ -7,7 +7,7 @@ import copy
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +48,7 @@ class ApiContext:
         self.responses = ResponseStore(config.responses_store_bytes)
         self.created = int(time.time())
         self.tracing: Tracing | None = None
+        self.elsewhere: Callable[[], Collection[str]] = tuple  # names that the server's other models and their adapters have
         if config.otlp_traces_endpoint is not None:
             from headrace.api.tracing import Tracing
 

@@ -37,10 +37,11 @@ OF_SERVER = (  # options of the application that a model may have of its own
     "max_queued_requests", "max_queued_tokens",
 )  # fmt: skip
 OWN = ("name", "names", "pinned", "keep_alive", "override_generation_config")
-NO_ADAPTERS = "none: adapters (LoRA) need a server with one model"
+OF_ADAPTERS = ("lora", "lora_dir", "max_loras", "max_lora_rank")
+ADAPTERS = "each model has adapters of its own (`lora:` and `lora_dir:` in its entry of `models:`)"
 INSTEAD = {
-    "served_model_names": "each has names of its own (`models:` in the file of --config)", "lora": NO_ADAPTERS,
-    "lora_dir": NO_ADAPTERS,
+    "served_model_names": "each has names of its own (`models:` in the file of --config)", "lora": ADAPTERS,
+    "lora_dir": ADAPTERS,
 }  # fmt: skip
 TRUTHS = {"true": True, "false": False}
 
@@ -122,6 +123,10 @@ def _check_names(specs: list[ModelSpec], asked: ModelsOptions, any_name: bool) -
     for name in names:
         if names.count(name) > 1:
             raise ParameterError("models", name, "names that differ: give one of these models a `name` of its own")
+    adapters = [name for spec in specs for name in spec.engine.adapter_paths()]
+    for name in adapters:
+        if name in names or adapters.count(name) > 1:
+            raise ParameterError("lora", name, "a name that no model has, and no other adapter of any")
     if any_name and asked.default_model is None:
         raise ParameterError("any_model_name", True, "off without --default-model, where there are several models")
     for option, value in (("default_model", asked.default_model), *(("pinned_models", name) for name in asked.pinned_models)):
@@ -159,10 +164,12 @@ class SpecReader:
     def _spec(self, found: dict[str, Any]) -> ModelSpec:
         from headrace.several_models.served import ModelSpec
 
-        engine = EngineConfig(**{**self.engine, **{k: v for k, v in found.items() if k in self._of_engine}})
-        if engine.takes_adapters:
-            field = "lora" if engine.lora else "lora_dir"
-            raise ParameterError(field, getattr(engine, field), f"with several models: {NO_ADAPTERS}")
+        own = {k: v for k, v in found.items() if k in self._of_engine}
+        if isinstance(own.get("lora"), str):
+            own["lora"] = [own["lora"]]
+        takes = any(own.get(name) for name in ("lora", "lora_dir"))
+        shared = {k: v for k, v in self.engine.items() if takes or k not in OF_ADAPTERS}  # what would bound nothing
+        engine = EngineConfig(**{**shared, **own})
         names = _names(found, engine)
         defaults = self.defaults
         if (sampling := found.get("override_generation_config")) is not None:

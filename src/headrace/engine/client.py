@@ -214,6 +214,10 @@ class EngineClient:
     def adapters(self) -> Mapping[str, Version]:
         return self._adapters.names
 
+    def keep_adapters(self, names: Mapping[str, Version]) -> None:
+        """Before the start: those of a client of the same model that has been closed."""
+        self._adapters.keep(names)
+
     async def load_adapter(self, name: str, path: str, replace: bool = True) -> None:
         self._check_lives()
         await self._adapters.load(name, path, replace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from headrace.config import EngineConfig
+from headrace.lora.targets import num_bytes
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
@@ -19,8 +20,12 @@ KEPT = {
 
 
 def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
-    """Of the weights as the engine will hold them, by the headers of their files; those of a draft model too."""
+    """Of the weights as the engine will hold them, by the headers of their files; those of a draft model, and places of
+    adapters, too."""
     total = _weight_bytes(config, checkpoint, on_card)
+    if config.takes_adapters:
+        element = FLOAT_BYTES.get(config.dtype, 2 if on_card else 4)
+        total += num_bytes(model_config_from_hf(checkpoint.config), config.max_loras, config.max_lora_rank, element)
     if config.speculative_model is not None:
         draft = EngineConfig(model=config.speculative_model, local_files_only=config.local_files_only)
         total += _weight_bytes(draft, resolve_checkpoint(draft), on_card)

@@ -10,7 +10,7 @@ core, or outlives its name, has the content that it began with.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -48,6 +48,11 @@ class ServedAdapters:
         self.held = {version.digest: version for version in self.names.values()}  # by cores, some under no name any more
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._loading = asyncio.Lock()
+
+    def keep(self, names: Mapping[str, Version]) -> None:
+        """What another one's names meant, before cores are told of any."""
+        self.names = dict(names)
+        self.held = {version.digest: version for version in names.values()}
 
     async def load(self, name: str, path: str, replace: bool = True) -> None:
         """From a directory inside of `lora_dir`. Raises ParameterError or CheckpointError; then nothing has changed."""

@@ -30,6 +30,14 @@ def why_not(config: ModelConfig) -> str | None:
     return "its linear attention runs several products as one" if config.delta is not None else None
 
 
+def num_bytes(config: ModelConfig, slots: int, rank: int, element: int) -> int:
+    """Of the places of so many adapters for numbers of so many bytes, as kernels.lora.new_pair makes them."""
+    filled = max(16, 1 << (rank - 1).bit_length())
+    specs = [spec for spec in weight_plan(config) if product_of(spec.target)]
+    numbers = sum(len(spec.sources) * spec.shape[1] + spec.shape[0] for spec in specs)
+    return slots * (filled * numbers * element + 4 * sum(len(spec.sources) for spec in specs))
+
+
 def modules_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Name (see `plain`) -> (outputs, inputs), of the whole model."""
     specs = [spec for spec in weight_plan(config) if product_of(spec.target)]

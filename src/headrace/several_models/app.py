@@ -45,6 +45,7 @@ class Named(msgspec.Struct):
     """What of a body decides where it goes."""
 
     model: str | None = None
+    lora_name: str | None = None  # of an adapter that is to come or go
     name: str | None = None  # of the model, in older clients of /api/show
     keep_alive: Any = None  # Ollama's, and what is empty where a model is only to be loaded or unloaded
     prompt: Any = None
@@ -80,7 +81,10 @@ class ModelEndpoint(Endpoint):
         data = await read_body(request, self.ctx.config)
         ollama = scope["path"].startswith("/api/")
         named = read_named(data)
-        number = chosen(self.models, named.name if ollama and named.model is None else named.model, ollama)
+        asked = named.name if ollama and named.model is None else named.model
+        if asked is None and named.lora_name in self.models.adapters():
+            asked = named.lora_name
+        number = chosen(self.models, asked, ollama)
         model, entry = self.models.served[number], self.models.entries[number]
         seconds = keep_alive_seconds(named.keep_alive) if ollama else None
         if seconds == 0 and scope["path"] in EMPTY and not (named.prompt or named.messages):

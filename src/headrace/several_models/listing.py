@@ -52,10 +52,10 @@ class OwnAnswers:
 
     async def list(self, ctx: ApiContext, request: Request) -> Response:
         """GET /v1/models: each with its state."""
-        each = [(model, entry, name) for model, entry in self.models for name in model.spec.names]
+        each = [(model, entry, name) for model, entry in self.models for name in (*model.spec.names, *model.adapters())]
         if "anthropic-version" in request.headers:
             data = [service.anthropic_card(self._context(model), name) for model, _, name in each]
-            names = self.models.names
+            names = self.models.all_names
             return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
         return json_response({"object": "list", "data": [self._card(*one) for one in each], "models": []})
 
@@ -63,7 +63,7 @@ class OwnAnswers:
         asked = request.path_params["id"]
         number = chosen(self.models, asked)
         model, entry = self.models.served[number], self.models.entries[number]
-        name = asked if asked in model.spec.names else entry.name
+        name = asked if asked in (*model.spec.names, *model.adapters()) else entry.name
         if "anthropic-version" in request.headers:
             return json_response(service.anthropic_card(self._context(model), name))
         return json_response(self._card(model, entry, name))

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
-from typing import Any
 
 from headrace.api.errors import ApiError, bad_request
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.stats import CoreStats
+from headrace.lora.format import Version
 from headrace.several_models.served import ServedModel
 from headrace.several_models.switch import Entry, State, Switch
 
@@ -33,8 +33,8 @@ class Models:
         self.switch = Switch(self.entries, budget, max_waiting, patience)
         self._by_name = {name: i for i, model in enumerate(self.served) for name in model.spec.names}
         self.default = None if default is None else self._by_name[default]
-        for model, entry in zip(self.served, self.entries, strict=True):
-            model.on_death = partial(self.switch.died, entry)
+        for number, (model, entry) in enumerate(self):
+            model.on_death, model.elsewhere = partial(self.switch.died, entry), partial(self._beside, number)
         self.model_name, self.config = self.served[0].model_name, self.served[0].spec.engine
         self.draining = False
         self.dead: str | None = None  # never: a model that has died is loaded again
@@ -46,6 +46,11 @@ class Models:
     def names(self) -> list[str]:
         return list(self._by_name)
 
+    @property
+    def all_names(self) -> list[str]:
+        """Of models and adapters."""
+        return [name for model in self.served for name in (*model.spec.names, *model.adapters())]
+
     def find(self, name: str | None, *, tagged: bool = False) -> int | None:
         """The number of the model that a request means; None: there is no such one, or it named none and there is no default.
         `tagged`: as in Ollama's API, where one without a tag means `:latest`; its names are taken everywhere."""
@@ -53,11 +58,18 @@ class Models:
             return self.default
         forms = (name, name.removesuffix(LATEST), *((name + LATEST,) if tagged else ()))
         found = next((self._by_name[form] for form in forms if form in self._by_name), None)
+        if found is None:  # an adapter's name means its model
+            found = next((i for i, model in enumerate(self.served) if any(form in model.adapters() for form in forms)), None)
         return self.default if found is None and self.any_name else found
 
-    def adapters(self) -> dict[str, Any]:
-        """Several models have none."""
-        return {}
+    def adapters(self) -> dict[str, Version]:
+        """Of all models, by name."""
+        return {name: version for model in reversed(self.served) for name, version in model.adapters().items()}
+
+    def _beside(self, number: int) -> list[str]:
+        """Names that mean other models than this one, or their adapters."""
+        others = [model for i, model in enumerate(self.served) if i != number]
+        return [name for model in others for name in (*model.spec.names, *model.adapters())]
 
     def latest(self) -> int | None:
         """The one that is loaded and was used last."""
@@ -136,7 +148,7 @@ def chosen(models: Models, name: str | None, tagged: bool = False) -> int:
     if number is not None:
         return number
     if name is None:
-        text = "model: a name is needed, this server has several: " + ", ".join(models.names[:50])
+        text = "model: a name is needed, this server has several: " + ", ".join(models.all_names[:50])
         raise bad_request(text, "model", "missing_required_parameter")
     shown = name if len(name) <= 200 else name[:200] + "..."
     text = f"model '{shown}' not found" if tagged else f"The model `{shown}` does not exist."

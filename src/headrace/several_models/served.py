@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from headrace.api.glass_hub import GlassHub
 from headrace.config import EngineConfig
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.stats import CoreStats
+from headrace.lora.format import Version
 from headrace.metrics.prometheus import PrometheusMetrics
 
 NOTHING = EngineStatus(
@@ -55,13 +56,15 @@ class ServedModel:
         self.hub: GlassHub | None = None
         self.front: ApiContext | None = None  # of all models
         self.on_death: Callable[[str], None] = lambda why: None
+        self.elsewhere: Callable[[], Collection[str]] = tuple  # names that the other models and their adapters have
         self.metrics = PrometheusMetrics(self, prefix, spec.names[0])  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- the switch's Runtime
 
     async def load(self) -> None:
         if self._used:
-            self.client = await asyncio.to_thread(self._make, self.spec.engine, self._died)
+            names, self.client = self.client.adapters(), await asyncio.to_thread(self._make, self.spec.engine, self._died)
+            self.client.keep_adapters(names)
         self._used = True
         client = self.client
         client.generation_defaults |= self.spec.generation_defaults
@@ -75,6 +78,10 @@ class ServedModel:
             raise
         self.ctx = self._context(client)
         self.hub = GlassHub(client) if self.server.page else None
+
+    def adapters(self) -> Mapping[str, Version]:
+        """By name, whether it is loaded or not."""
+        return self.client.adapters()
 
     async def unload(self, grace: float = 2.0) -> None:
         self._active = False
@@ -108,6 +115,7 @@ class ServedModel:
         ctx = ApiContext(engine, self.server, self.metrics)
         if self.front is not None:
             ctx.responses, ctx.tracing, ctx.created = self.front.responses, self.front.tracing, self.front.created
+        ctx.elsewhere = self.elsewhere
         return ctx
 
     # ---------------------------------------------------------------- what metrics ask an engine
@@ -153,5 +161,5 @@ class Unloaded:
     def status(self) -> EngineStatus:
         return NOTHING
 
-    def adapters(self) -> dict[str, Any]:
-        return {}
+    def adapters(self) -> Mapping[str, Version]:
+        return self._model.adapters()
