@@ -28,7 +28,7 @@ def write_adapter(
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in load_file(Path(base) / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if "expert" in module:
+        if ".experts" in module:
             continue
         if module.rpartition(".")[2] in targets and (layers is None or int(module.split(".")[2]) in layers):
             rank = _of(whole["rank_pattern"], module, r)

@@ -11,18 +11,18 @@ from test_kernels_fused_decode import DEVICE, close, random
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
-SIZES, COLUMNS, SLOTS = (40, 24, 24), 528, 3
+SIZES, SLICES, COLUMNS, SLOTS = (40, 24, 16, 24), (0, 1, 2, 1), 528, 3  # of a slice in two places
 
 
 def pair_of(rank: int, dtype: torch.dtype) -> Pair:
     """Adapters of ranks below what is allocated."""
-    pair = new_pair(SLOTS, SIZES, COLUMNS, rank, dtype, torch.device(DEVICE))
+    pair = new_pair(SLOTS, SIZES, COLUMNS, rank, dtype, torch.device(DEVICE), SLICES)
     for slot in range(SLOTS):
-        for index, end in enumerate(pair.ends):
-            own, first = rank - slot, end - SIZES[index]
+        for run, (index, end) in enumerate(pair.runs):
+            own, first = rank - slot, end - SIZES[run]
             begin = index * pair.rank
             pair.a[slot, begin : begin + own] = random(own, COLUMNS, dtype=dtype, seed=slot + 10 * index) / COLUMNS**0.5
-            pair.b[slot, first:end, :own] = random(SIZES[index], own, dtype=dtype, seed=slot + 100 * index)
+            pair.b[slot, first:end, :own] = random(SIZES[run], own, dtype=dtype, seed=slot + 100 * run)
             pair.scales[slot, index] = 0.5 + slot + index
     return pair
 
@@ -30,8 +30,8 @@ def pair_of(rank: int, dtype: torch.dtype) -> Pair:
 def exact(y: torch.Tensor, x: torch.Tensor, pair: Pair, adapters: list[int]) -> torch.Tensor:
     out = y.double().clone()
     for row, one in enumerate(adapters):
-        for index, end in enumerate(pair.ends if one else ()):
-            first, r = end - SIZES[index], slice(index * pair.rank, (index + 1) * pair.rank)
+        for run, (index, end) in enumerate(pair.runs if one else ()):
+            first, r = end - SIZES[run], slice(index * pair.rank, (index + 1) * pair.rank)
             h = pair.a[one - 1, r].double() @ x[row].double() * pair.scales[one - 1, index].double()
             out[row, first:end] += pair.b[one - 1, first:end].double() @ h
     return out

@@ -12,12 +12,11 @@ from adapters import ALL, merged, write_adapter
 from fast_decode_cases import CONFIGS, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.config import EngineConfig
-from headrace.errors import ParameterError
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder
 from headrace.lora.format import examine
 from headrace.lora.pool import AdapterPool
-from headrace.lora.targets import modules_of, num_bytes, why_not
+from headrace.lora.targets import modules_of, num_bytes
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
@@ -29,12 +28,17 @@ from quantized_checkpoints import FORMATS, write_quantized
 from rank_threads import ThreadGroup, run_ranks
 from test_fast_decode import TABLES
 from test_model_families import tokens
-from tiny_models import TINY, write_tiny
+from tiny_models import write_tiny
 
 CPU = torch.device("cpu")
 FUSED = ("qkv_proj", "gate_up_proj", "c_fc", "c_proj")
-VARIANTS = {  # fused, rotated pairs as neighbours, norms of whole projections, no gate, side by side, experts
-    "phi3": 2, "ernie4_5": 2, "olmo2": 2, "starcoder2": 2, "cohere2": 1, "qwen3_moe": 1, "gemma4": 1,
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")
+DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "in_proj_qkvz", "in_proj_ba")
+# fused, rotated pairs as neighbours, norms of whole projections, no gate, side by side, experts; latent attention with queries of
+# the hidden state and of a latent, shared experts; gated delta nets, by key head
+VARIANTS = {
+    "phi3": 2, "ernie4_5": 2, "olmo2": 2, "starcoder2": 2, "cohere2": 1, "qwen3_moe": 1, "gemma4": 1, "deepseek_v2": 1,
+    "glm4_moe_lite": 2, "qwen3_5_moe": 2, "qwen3_next": 1,
 }  # fmt: skip
 
 
@@ -55,10 +59,10 @@ def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGrou
     weights, make, pool = load_model(checkpoint, whole, torch.float32, CPU, shard=shard), make_linear, None
     if adapters is not None:
         pool = Always(whole, shard, 2, 8, 64, torch.float32, CPU)
+        make = pool.make(weights, make_linear)
         for slot, adapter in enumerate(adapters):
             version = examine(adapter, modules_of(whole), 8)
             pool.load(version, slot, pool.read(version))
-        make = pool.make(weights, make_linear)
     run = Sequences(whole if group is None else shard.config(whole), weights, max_len=48, num_seqs=3, make=make, group=group)
     run.decoder.adapters = pool
     if pool is not None:
@@ -77,7 +81,7 @@ def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGrou
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_as_if_merged(variant: str, tmp_path: Path) -> None:
     base = str(write_tiny(variant, tmp_path / "base"))
-    targets = (*ALL, *FUSED)
+    targets = (*ALL, *FUSED, *LATENT, *DELTA)
     first = write_adapter(tmp_path / "first", base, targets=targets, r=5, size=0.3)
     second = write_adapter(tmp_path / "second", base, targets=targets, seed=1, r=8, alpha=4.0, size=0.3)
     models = [merged(tmp_path / "one", base, first), base, merged(tmp_path / "two", base, second)]
@@ -114,10 +118,11 @@ def test_beside_weights_that_are_held_narrow(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
-@pytest.mark.parametrize(("name", "table"), [("granite", "gemm"), ("qwen2, window in one layer", "gemv")])
+@pytest.mark.parametrize(("name", "table"), [("granite", "gemm"), ("qwen2, window in one layer", "gemv"), ("delta net", "gemv")])
 def test_the_fused_step_adds_what_the_decoder_does(name: str, table: str) -> None:
     config, rows = CONFIGS[name], min(3, max(TABLES[table]))
     weights, pool = random_weights(config), AdapterPool(config, WHOLE, 2, 8, 64, torch.float32, CPU)
+    make = pool.make(weights, make_linear)
     torch.manual_seed(3)
     for product in pool._products.values():
         for tensor in (product.pair.a, product.pair.b, product.pair.scales):
@@ -129,23 +134,11 @@ def test_the_fused_step_adds_what_the_decoder_does(name: str, table: str) -> Non
         pool.table[batch.seq_slots.long(), 4] = torch.tensor([2, 0, 1][:rows])
         batch.adapted = adapted
         if len(found) == 0:
-            decoder = Decoder(config, weights, TorchAttention(), make=pool.make(weights, make_linear))
+            decoder = Decoder(config, weights, TorchAttention(), make=make)
         else:
             decoder = FastDecoder(config, weights, TorchAttention(), FastDecode(config, weights, rows, CPU, TABLES[table]))
         decoder.adapters = pool
         found.append((decoder.decode(batch, kv), *kv.k, *kv.v))
     for one, other in zip(found[0], found[1], strict=True):
-        assert ((one - other).norm() / one.norm()) < 2e-5
+        assert (one - other).norm() <= 2e-5 * one.norm()
     assert (found[0][0] - found[2][0]).norm() / found[0][0].norm() > 0.02
-
-
-@pytest.mark.parametrize("family", [family for family in TINY if family.startswith(("deepseek", "qwen3_5", "qwen3_next", "glm4_moe_lite"))])
-def test_models_that_take_none_say_why(family: str, tmp_path: Path) -> None:
-    from headrace.engine.options import check_options
-
-    config = EngineConfig(model=str(write_tiny(family, tmp_path / "base")), device="cpu", lora_dir=str(tmp_path))
-    checkpoint = resolve_checkpoint(config)
-    model = model_config_from_hf(checkpoint.config)
-    assert why_not(model) is not None
-    with pytest.raises(ParameterError, match=r"lora_dir: .* nothing here: "):
-        check_options(config, checkpoint, model)

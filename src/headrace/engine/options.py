@@ -12,7 +12,6 @@ import sys
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.lora.names import named_adapters
-from headrace.lora.targets import why_not as why_no_adapters
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.latent_config import refuse_narrow_cache
@@ -42,8 +41,6 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
     _check_cache(config, checkpoint, model, driver)
-    if config.takes_adapters and (reason := why_no_adapters(model)) is not None:
-        raise ParameterError("lora" if config.lora else "lora_dir", config.lora or config.lora_dir, f"nothing here: {reason}")
     if here:
         named_adapters(config, model)
     needed = [checkpoint]

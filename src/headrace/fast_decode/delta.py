@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode.adapters import Adds
 from headrace.fast_decode.products import project
 from headrace.fast_decode.tiles import Shape, gemm_tile, gemv_tile
 from headrace.kernels.delta_rule import delta_rule
@@ -23,7 +24,9 @@ class DeltaStep:
         self.rule, self.layer, self.eps = rule_of(config, weights), layer, config.norm_eps
         self.split, self.gates = delta.channels + delta.v_size, weights.more.get("delta_gates")
 
-    def __call__(self, projected: Tensor, x: Tensor, sumsq: Tensor | None, batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def __call__(
+        self, projected: Tensor, x: Tensor, sumsq: Tensor | None, batch: ForwardBatch, kv: KVCache, adapters: Adds | None = None
+    ) -> Tensor:
         """projected [rows, columns] in the model's dtype, made of x [rows, H] and `sumsq` (see products.project) -> [rows,
         value heads * value_dim]."""
         gates = projected[:, self.split :]
@@ -32,6 +35,8 @@ class DeltaStep:
             gates = projected.new_empty(rows, shape.columns)
             tile = gemv_tile(shape, rows) if rows == 1 else gemm_tile(shape, rows)
             project(x, self.gates, gates[None], tile, sumsq=sumsq, eps=self.eps)
+            if adapters is not None:
+                adapters.add_to(f"layers.{self.layer}.delta_gates", gates, x, squares=sumsq, eps=self.eps)
         return delta_rule(self.rule, projected, gates, kv.states.of(self.layer), batch)
 
 

@@ -245,7 +245,7 @@ class FastDecode:
             if delta is None:
                 self._attend(qkv, batch, kv, index, layer, splits, attention)
             else:
-                attended = delta(qkv[0], normed, sumsq_down if self.ranks is None else None, batch, kv)
+                attended = delta(qkv[0], normed, sumsq_down if self.ranks is None else None, batch, kv, adapters)
             if adapters is not None:  # the residual grows before the product's kernel, which takes its squares, adds to it
                 adapters.add_to(f"layers.{index}.o", total, attended, scale=config.residual_scale)
             after, following = norms[2 * index + 1 : 2 * index + 3]

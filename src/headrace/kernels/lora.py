@@ -7,6 +7,7 @@ adapter, so that a matrix is read once for all its rows. A row's numbers depend 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,35 +53,39 @@ def expand_tile(rows: int, outputs: int) -> ExpandTile:
 
 @dataclass(slots=True)
 class Pair:
-    """A and B of one product for each slot of adapters. Its outputs are cut into slices (queries, keys, values), each with an A
-    of its own; where an adapter has none, zeros are."""
+    """A and B of one product for each slot of adapters. Its outputs are cut into runs of slices (queries, keys, values), each
+    with an A of its own; where an adapter has none, zeros are."""
 
     a: Tensor  # [slots, slices * rank, in]
     b: Tensor  # [slots, out, rank]
     scales: Tensor  # [slots, slices] float32
     tiles: dict[int, Tensor]  # of each of WIDTHS [any, 3] int32: slice, first output, and the one behind the last
-    ends: tuple[int, ...]  # of the slices, along the outputs
+    runs: tuple[tuple[int, int], ...]  # along the outputs: whose they are, and the one behind the last
 
     @property
     def rank(self) -> int:
         return self.b.shape[2]
 
 
-def new_pair(slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Zeros, for slices of so many outputs; `rank` is filled up to what kernels take."""
-    rank = max(MIN_RANK, next_power_of_2(rank))
-    ends = torch.tensor(sizes).cumsum(0).tolist()
+def new_pair(
+    slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device,
+    slices: tuple[int, ...] | None = None,
+) -> Pair:  # fmt: skip
+    """Zeros, for runs of so many outputs, which belong to these slices (None: each is one); `rank` is filled up to what kernels
+    take."""
+    rank, of = max(MIN_RANK, next_power_of_2(rank)), slices or tuple(range(len(sizes)))
+    runs = list(zip(of, sizes, itertools.accumulate(sizes), strict=True))
     tiles = {}
     for width in WIDTHS:
         found = [
-            (index, first, min(first + width, end))
-            for index, (size, end) in enumerate(zip(sizes, ends, strict=True)) for first in range(end - size, end, width)
+            (index, first, min(first + width, end)) for index, size, end in runs for first in range(end - size, end, width)
         ]  # fmt: skip
         tiles[width] = torch.tensor(found, dtype=torch.int32).to(device)
     return Pair(
-        torch.zeros((slots, len(sizes) * rank, columns), dtype=dtype, device=device),
+        torch.zeros((slots, (max(of) + 1) * rank, columns), dtype=dtype, device=device),
         torch.zeros((slots, sum(sizes), rank), dtype=dtype, device=device),
-        torch.zeros((slots, len(sizes)), dtype=torch.float32, device=device), tiles, tuple(ends),
+        torch.zeros((slots, max(of) + 1), dtype=torch.float32, device=device), tiles,
+        tuple((index, end) for index, _, end in runs),
     )  # fmt: skip
 
 
@@ -117,7 +122,7 @@ def add_lora_reference(
         rows, slot = (adapters == one).nonzero()[:, 0], one - 1
         shrunk = (x[rows] @ pair.a[slot].T).float()
         added, first = [], 0
-        for index, end in enumerate(pair.ends):
+        for index, end in pair.runs:
             part = (shrunk[:, index * rank : (index + 1) * rank] * pair.scales[slot, index]).to(x.dtype)
             added.append(part @ pair.b[slot, first:end].T)
             first = end

@@ -30,6 +30,7 @@ from headrace.lora.targets import modules_of, plain, product_of
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
+from headrace.model.delta_net import join_gates
 from headrace.model.families import weight_plan
 from headrace.model.linear import Linear, MakeLinear, Reduce
 from headrace.model.parts import parts_of
@@ -37,9 +38,12 @@ from headrace.model.rope_layout import order_of
 from headrace.model.shard import Shard
 from headrace.model.weight import Weight
 
+GATES = "delta_gates"
+BEFORE_LAST = ("qkv", "q_b", GATES)  # products that the last layer has of all rows
+
 
 class Part(NamedTuple):
-    """Some outputs of a module, here: a slice of a product."""
+    """Some outputs of a module, here: a run of a product's."""
 
     name: str  # the tensor in the base model's checkpoint
     rows: range
@@ -78,13 +82,18 @@ class AdapterPool:
         self.table: Tensor | None = None  # SlotTables.ints
         self._products: dict[str, Product] = {}
         for spec in parts_of([spec for spec in weight_plan(model) if product_of(spec.target)], model, shard):
-            _, layer, name = spec.target.split(".")
             parts = [Part(name, rows, columns or range(spec.shape[1])) for name, rows, columns in spec.reads]
-            pair = new_pair(slots, tuple(len(part.rows) for part in parts), spec.shape[1], max_rank, dtype, device)
-            behind = int(layer) == model.num_layers - 1 and name != "qkv"
-            self._products[spec.target] = Product(int(layer), parts, pair, behind)
+            self._enter(spec.target, parts, dtype)
         self._rows: _StepRows | None = None
         self._last: _StepRows | None = None
+
+    def _enter(self, target: str, parts: list[Part], dtype: torch.dtype) -> None:
+        _, layer, name = target.split(".")
+        modules, sizes = list(dict.fromkeys(part.name for part in parts)), tuple(len(part.rows) for part in parts)
+        slices, columns = tuple(modules.index(part.name) for part in parts), len(parts[0].columns)
+        pair = new_pair(self.slots, sizes, columns, self.max_rank, dtype, self.device, slices)
+        behind = int(layer) == self.model.num_layers - 1 and name not in BEFORE_LAST
+        self._products[target] = Product(int(layer), parts, pair, behind)
 
     @property
     def num_bytes(self) -> int:
@@ -98,8 +107,14 @@ class AdapterPool:
     def make(self, weights: DecoderWeights, make: MakeLinear) -> MakeLinear:
         """As `make`, but that the products of `weights` know of adapters."""
         products = {}  # with the weight itself, whose id is then no other's
+        for index, layer in enumerate(weights.layers):
+            join_gates(layer)
+            if (gates := f"layers.{index}.{GATES}") in self._products and GATES not in layer.more:
+                qkv = self._products[f"layers.{index}.qkv"]
+                self._enter(f"layers.{index}.qkv", qkv.parts + self._products.pop(gates).parts, qkv.pair.a.dtype)
         for target, product in self._products.items():
-            weight = getattr(weights.layers[product.layer], target.rpartition(".")[2])
+            layer, name = weights.layers[product.layer], target.rpartition(".")[2]
+            weight = layer.more[name] if name in layer.more else getattr(layer, name)
             products[id(weight)] = weight, product
 
         def made(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
@@ -181,8 +196,7 @@ class AdapterPool:
             pair, first = product.pair, 0
             for whole in (pair.a, pair.b, pair.scales):
                 whole[slot].zero_()
-            for index, part in enumerate(product.parts):
-                end = first + len(part.rows)
+            for (index, end), part in zip(pair.runs, product.parts, strict=True):
                 if (matrices := found_matrices.get(plain(part.name))) is not None:
                     rank, begin = matrices.rank, index * pair.rank
                     a, b = tensors[matrices.a], tensors[matrices.b]

@@ -7,7 +7,7 @@ import re
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
 
-PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
+PRODUCTS = ("qkv", "q_b", "delta_gates", "o", "gate_up", "down", "shared_gate_up", "shared_down")  # of a layer
 _TARGET = re.compile(rf"layers\.\d+\.({'|'.join(PRODUCTS)})")
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.")  # of layers, in text models and in wrappers of them
 
@@ -21,13 +21,6 @@ def plain(name: str) -> str:
     """layers.3.self_attn.q_proj of a module's or tensor's name, whatever stands before its layers."""
     name = name.removesuffix(".weight")
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
-
-
-def why_not(config: ModelConfig) -> str | None:
-    """Why a model takes no adapters, as the end of a sentence; None: it does."""
-    if config.latent is not None:
-        return "latent attention runs without the products that they belong to"
-    return "its linear attention runs several products as one" if config.delta is not None else None
 
 
 def num_bytes(config: ModelConfig, slots: int, rank: int, element: int) -> int:
