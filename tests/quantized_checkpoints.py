@@ -180,6 +180,7 @@ _NVFP4 = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.fl
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "autoround_version": "0.9"}
 FORMATS: dict[str, Format] = {
     "fp8-block": Format(
         {**_FP8, "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
@@ -220,6 +221,8 @@ FORMATS: dict[str, Format] = {
     "gptq-v2": Format({**_GPTQ, "checkpoint_format": "gptq_v2", "desc_act": True}, gptq(v2=True), ("int4", "int8")),
     "gptq-8": Format({**_GPTQ, "bits": 8}, gptq(8), ("int8", "int8")),
     "gptq-dynamic": Format({**_GPTQ, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, gptq(8), ("int8", "int8")),
+    "auto-round": Format({**_AUTO_ROUND, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, gptq(), ("int4", "int8")),
+    "auto-round-awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq(), ("int4", "int8")),
 }  # fmt: skip
 
 

@@ -217,7 +217,7 @@ def test_what_a_file_says_of_the_cache_is_accepted(tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------------------- what is refused
 
 
-GPTQ, AWQ = FORMATS["gptq"].config, FORMATS["awq"].config
+GPTQ, AWQ, ROUND = (FORMATS[name].config for name in ("gptq", "awq", "auto-round"))
 
 
 @pytest.mark.parametrize(("quantization", "message"), [
@@ -233,6 +233,8 @@ GPTQ, AWQ = FORMATS["gptq"].config, FORMATS["awq"].config
     ({**FORMATS["fp8-block"].config, "weight_block_size": [128]}, "weight_block_size is .128., wanted .rows, columns."),
     ({**FORMATS["fp8-block"].config, "fmt": "e5m2"}, "fmt is 'e5m2'"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', wanted fp8 or nvfp4"),
+    ({**ROUND, "data_type": "mx_fp"}, "data_type is 'mx_fp', wanted int"), ({**ROUND, "packing_format": "auto_round"}, "packing_format is"),
+    ({**ROUND, "backend": "auto_round:gptq:exllamav2"}, "backend is"), ({**ROUND, "bits": 2}, "bits is 2, wanted 4 or 8"),
     (compressed("pack-quantized", 4, strategy="group", group_size=128, actorder="group"), "actorder is 'group'"),
     (compressed("pack-quantized", 3, strategy="channel"), "num_bits is 3"), (compressed("marlin-24", 4), "format is 'marlin-24'"),
     (compressed("pack-quantized", 4, "float"), "type is 'float', wanted int"), (compressed("dense", 8), "format is 'dense'"),

@@ -204,6 +204,20 @@ def _gptq(fields: _Fields) -> Quantization:
     return _everywhere(fields, scheme, "modules_to_not_convert")
 
 
+def _auto_round(fields: _Fields) -> Quantization:
+    """AutoRound's, packed like GPTQ or AWQ. What it leaves alone (`extra_config`: 16 bits) has no scale in the file."""
+    fields.one_of("data_type", "int", "int")
+    fields.one_of("backend", "auto", "auto")  # older ones pack otherwise
+    packing = fields.one_of("packing_format", "auto_round:auto_gptq", "auto_round:auto_gptq", "auto_round:auto_awq")
+    awq, group = packing.endswith("awq"), fields.count("group_size")
+    bits = fields.one_of("bits", None, *((4,) if awq else (4, 8)))
+    extra = fields.inside("extra_config").given.values() if fields.given.get("extra_config") else ()
+    if any(isinstance(each, dict) and each.get("bits", bits) not in (bits, 16, 32) for each in extra) and not awq:
+        bits = 0  # by the shapes in the file
+    scheme = Scheme("awq" if awq else "gptq", bits, (1, group), zeros=True, zero_offset=0 if awq else 1)
+    return _everywhere(fields, scheme, "modules_to_not_convert")
+
+
 def _mxfp4(fields: _Fields) -> Quantization:
     """Of gpt-oss, whose experts' names tell them (see gpt_oss_experts.py)."""
     return _everywhere(fields, Scheme("mxfp4", 4, (1, 32)), "modules_to_not_convert")
@@ -271,5 +285,5 @@ def _tile(weights: _Fields, name: str) -> tuple[int, int]:
 
 _METHODS: Mapping[str, Callable[[_Fields], Quantization]] = MappingProxyType({
     "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
-    "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
+    "auto-round": _auto_round, "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
 })  # fmt: skip
