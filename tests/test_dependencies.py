@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 MODULES = {"huggingface-hub": "huggingface_hub", "pyyaml": "yaml", "pyzmq": "zmq", "prometheus-client": "prometheus_client"}
+STATEMENT = re.compile(r"^ *(?:from (\w+)[.\w]* import |import (\w+)[.\w]*(?: as \w+)?$)", re.M)
 BROUGHT = {"triton", "tqdm"}  # by torch, where there are cards, and by huggingface-hub
 EXTRAS = {"ray": "ray", "matplotlib": "plot", "opentelemetry": "otel"}
 
@@ -19,11 +20,7 @@ def imported() -> dict[str, str]:
     """Modules of others, each with a file that names it."""
     found = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module or ""]
-            found |= {name.partition(".")[0]: str(path) for name in names}
+        found |= {name: str(path) for names in STATEMENT.findall(path.read_text()) for name in names if name}
     own = {*sys.stdlib_module_names, "headrace", "headrace_bench"}
     return {name: path for name, path in found.items() if name not in own}
 
