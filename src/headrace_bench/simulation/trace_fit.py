@@ -3,14 +3,18 @@
     seconds = base + a * sequences + b * prefill tokens + c * share of the KV blocks in use, with kinks over the first two
 
 No coefficient is negative. What is fitted is the time from one turn of the loop to the next, while there is work; so all that
-the loop does is in it. Each step is then as long as the fit says times one of the ratios (measured to fitted) of the recorded
-steps of its kind, drawn by its number: the spread of the times is part of the model.
+the loop does is in it. Each step is then as long as the fit says times a ratio (measured to fitted). Of the steps of a kind
+(decodes of about as many sequences, or about as much prefill) mean and spread of the ratio are those of the recorded ones: what
+the fit is wrong about for all of them is put right. How far a step is off within this spread follows the recorded steps one
+after the other, whatever their kinds: a machine that is slow is so for a while, and queues feel that more than as many slow
+steps here and there.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -25,6 +29,10 @@ from headrace_bench.simulation.cost import Work
 KINKS = (4, 16, 64, 256)  # sequences, and
 PREFILL_KINKS = (64, 512)  # prefill tokens: from here on the slope may be another
 FEWEST = 50  # steps: from fewer nothing is fitted
+DECODES, PREFILLS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048)  # kinds: by sequences, by tokens
+NUM_KINDS = len(DECODES) + 1 + len(PREFILLS) + 1
+FEWEST_OF_KIND = 25  # recorded steps; one with fewer is as the nearest that has as many
+MOST = 1 << 16  # recorded steps that others follow
 USED = 4  # the column of the share of blocks in use
 OUTLIERS = 0.02  # steps that the fit does not look at; their ratios are drawn like any other's
 
@@ -50,22 +58,22 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Fitted:
-    """`ratios`: of steps of decodes only, and of those with prefill, drawn; steps take them by their numbers."""
+    """`ratios`: for each kind of steps, which take them by their numbers."""
 
     coefficients: np.ndarray
-    ratios: tuple[np.ndarray, np.ndarray]
-    errors: tuple[tuple[float, float], ...]  # half and nine tenths of |measured / fitted - 1| are below, of either kind
+    ratios: list[np.ndarray]
+    errors: tuple[tuple[float, float], ...]  # half and nine tenths of |measured / fitted - 1| are below; without, with prefill
     counts: tuple[int, int]
     host: float
     blocking: bool
     _expected: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # at no use of the cache, by shape
 
     def seconds(self, work: Work, step: int) -> float:
-        ratios = self.ratios[work.tokens > work.seqs]
+        ratios = self.ratios[kind_of(work.tokens, work.seqs)]
         return self.expected(work) * float(ratios[step % len(ratios)])
 
     def many_seconds(self, work: Work, step: int, count: int) -> np.ndarray:
-        ratios = self.ratios[0]
+        ratios = self.ratios[kind_of(work.tokens, work.seqs)]
         return self.expected(work) * ratios[np.arange(step, step + count) % len(ratios)]
 
     def expected(self, work: Work) -> float:
@@ -90,6 +98,12 @@ def features(tokens: int, seqs: int, used: float) -> np.ndarray:
     return np.array([1.0, seqs, prefill, prefill > 0, used, *kinks])
 
 
+def kind_of(tokens: int, seqs: int) -> int:
+    """The first ones are of steps without prefill."""
+    prefill = tokens - seqs
+    return len(DECODES) + 1 + bisect_left(PREFILLS, prefill) if prefill else bisect_left(DECODES, seqs)
+
+
 def fit_trace(path: str, seed: int) -> Fitted:
     """Raises ParameterError for a file that is no trace, or holds too little."""
     steps = read_steps(path)
@@ -102,13 +116,36 @@ def fit_trace(path: str, seed: int) -> Fitted:
     y = np.array([s.seconds for s in samples])
     coefficients = least_squares(x, y)
     ratios = y / (x @ coefficients)
-    prefilling = np.array([s.tokens > s.seqs for s in samples])
-    kinds = [ratios[~prefilling], ratios[prefilling]]
-    errors = tuple(_half_and_most(np.abs(kind - 1)) for kind in kinds)
-    rng = random.Random(f"{seed}/steps")
-    drawn = [np.array(rng.choices(kind.tolist() if len(kind) else [1.0], k=4093)) for kind in kinds]
-    counts = len(kinds[0]), len(kinds[1])
-    return Fitted(coefficients, (drawn[0], drawn[1]), errors, counts, host, blocking)
+    kinds = np.array([kind_of(sample.tokens, sample.seqs) for sample in samples])
+    sorts = [ratios[kinds <= len(DECODES)], ratios[kinds > len(DECODES)]]
+    errors = tuple(_half_and_most(np.abs(sort - 1)) for sort in sorts)
+    first = random.Random(f"{seed}/steps").randrange(len(ratios))
+    spread = ratios_of_kinds(ratios, kinds, first)
+    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, blocking)
+
+
+def ratios_of_kinds(ratios: np.ndarray, kinds: np.ndarray, first: int) -> list[np.ndarray]:
+    """For each kind the ratios of steps one after the other, as if all recorded ones from `first` on had been of that kind."""
+    logs, counts = np.log(ratios), np.bincount(kinds, minlength=NUM_KINDS)
+    off = np.zeros(len(logs))  # in standard deviations of its kind; of too few nothing is known
+    for known in np.flatnonzero(counts >= FEWEST_OF_KIND):
+        own = kinds == known
+        off[own] = (logs[own] - logs[own].mean()) / (logs[own].std() or 1.0)
+    off = np.roll(off, -first)[:MOST]
+    found = []
+    for kind in range(NUM_KINDS):
+        of_kind = ratios[kinds == _nearest(kind, counts)]
+        spread = np.exp(off * np.log(of_kind).std()) if len(of_kind) else np.ones(1)
+        found.append(spread * (of_kind.mean() / spread.mean() if len(of_kind) else 1.0))
+    return found
+
+
+def _nearest(kind: int, counts: np.ndarray) -> int:
+    """The nearest kind that was recorded often enough, of those with prefill or of those without."""
+    border = len(DECODES) + 1
+    among = range(border) if kind < border else range(border, NUM_KINDS)
+    enough = min(FEWEST_OF_KIND, max(counts[list(among)]))
+    return min((other for other in among if counts[other] >= enough), key=lambda other: abs(other - kind))
 
 
 def _half_and_most(errors: np.ndarray) -> tuple[float, float]:

@@ -1,0 +1,111 @@
+"""What `headrace simulate` foretells from a trace, beside the real core that wrote it: its loop, scheduler and messages in virtual time."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.metrics.trace import TraceFile
+from headrace.scheduler.config import Limits
+from headrace.scheduler.plan import StepPlan
+from headrace_bench.load import Load
+from headrace_bench.simulation.fleet import Setup, simulate
+from headrace_bench.simulation.trace_fit import fit_trace
+from headrace_bench.simulation.traffic import Ask, Traffic
+from headrace_bench.workload import random_lengths
+from virtual_engine import Clock, Model, run, virtual_time
+
+LIMITS = Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096, block_size=16, num_blocks=4000)
+CONCURRENCY, REQUESTS = (1, 2, 4, 8, 16), 100
+
+
+def seconds(plan: StepPlan) -> float:
+    """A CPU's: weights are read in any step, beyond a few rows it computes; attention and keys on top."""
+    decodes = plan.num_decodes
+    pairs = sum(c * (s + c / 2) for s, c in zip(plan.starts[decodes:].tolist(), plan.counts[decodes:].tolist(), strict=True))
+    rows = max(0.0027, 0.00045 * plan.num_tokens) + 5e-5 * len(plan)
+    return 4e-4 + rows + 2e-6 * float(plan.starts[:decodes].sum()) + 2e-7 * pairs
+
+
+def slow_spells(spread: float, seed: int) -> Callable[[StepPlan, int], float]:
+    """Of a machine that others use, too: slow for some fifty steps, then fast again."""
+    rng, stay, state = random.Random(seed), 0.98, 0.0
+
+    def taken(plan: StepPlan, number: int) -> float:
+        nonlocal state
+        state = stay * state + rng.gauss(0, spread * math.sqrt(1 - stay * stay))
+        return seconds(plan) * math.exp(state)
+
+    return taken
+
+
+@dataclass
+class Seen:
+    """Milliseconds of many requests."""
+
+    ttft: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+
+    def add(self, start: float, first: float, last: float, tokens: int) -> None:
+        self.ttft.append(1e3 * (first - start))
+        if tokens > 1:
+            self.tpot.append(1e3 * (last - first) / (tokens - 1))
+
+    def figures(self) -> dict[str, float]:
+        parts = {"ttft": self.ttft, "tpot": self.tpot}
+        return {f"p{p} {name}": float(np.percentile(part, p)) for name, part in parts.items() for p in (50, 90, 99)}
+
+
+def asks(seed: int, count: int) -> list[Ask]:
+    return [Ask(w.input_len, w.output_len) for w in random_lengths(seed, count, 100, 40, 0, 0.5)]
+
+
+def compare(path: Path, model: Callable[[Clock, int], Model], share: float, rounds: int) -> dict[str, tuple[float, float]]:
+    """A calibration at several concurrencies, then other requests at a share of the highest throughput: real, foretold."""
+    with virtual_time() as clock:
+        steps, best, calibrated = [], 0.0, model(clock, 0)
+        for at_once in CONCURRENCY:
+            client = run(clock, LIMITS, calibrated, asks(1, 60 + 6 * at_once), Load(max_concurrency=at_once), 1)
+            steps += client.steps
+            ended = max(times.last for times in client.seen.values())
+            best = max(best, len(client.seen) / (ended - client.begin))
+            clock.now += 1.0
+        trace = TraceFile(path)
+        trace.steps(steps)
+        trace.close()
+        real, foretold, load = Seen(), Seen(), Load(share * best)
+        for number in range(10, 10 + rounds):
+            for times in run(clock, LIMITS, model(clock, number), asks(number, REQUESTS), load, number).seen.values():
+                real.add(times.start, times.first, times.last, times.tokens)
+            traffic = Traffic(lambda _, count, n=number: asks(n, count), load, REQUESTS, number)  # type: ignore[misc]
+            done = simulate(Setup(LIMITS, fit_trace(str(path), number)), traffic).columns
+            for row in zip(done["start"], done["first"], done["end"], done["output"], strict=True):
+                foretold.add(*row)
+    assert len(foretold.ttft) == len(real.ttft) == rounds * REQUESTS
+    foretold_figures = foretold.figures()
+    return {name: (value, foretold_figures[name]) for name, value in real.figures().items()}
+
+
+@pytest.mark.parametrize(("host", "share"), [(None, 0.5), (None, 0.8), (4e-4, 0.8)])
+def test_the_real_loop_is_foretold_within_a_tenth(host, share, tmp_path):
+    """On a CPU, and on a device that works while the host goes on (`host`: seconds of a launch)."""
+
+    def model(clock: Clock, seed: int) -> Model:
+        return Model(clock, lambda plan, number: seconds(plan), host)
+
+    for name, (real, foretold) in compare(tmp_path / "trace.json", model, share, 2).items():
+        assert foretold == pytest.approx(real, rel=0.1), name
+
+
+def test_slow_spells_make_the_queues_that_they_make(tmp_path):
+    """As many slow steps here and there would leave the 99th percentile at half of what it is."""
+    found = compare(tmp_path / "trace.json", lambda clock, seed: Model(clock, slow_spells(0.15, seed)), 0.7, 6)
+    for name in ("p50 ttft", "p90 ttft", "p99 ttft"):
+        real, foretold = found[name]
+        assert foretold == pytest.approx(real, rel=0.25), (name, found)
