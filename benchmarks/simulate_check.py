@@ -5,8 +5,8 @@
 
 Starts `headrace serve --trace`, loads it with `headrace bench serve` at some concurrencies (the calibration), fits the cost of
 a step to the trace and the time outside of the engine to the requests that ran alone. Then it sends other requests at other
-times, at shares of the highest throughput that was seen, and simulates exactly these arrivals several times, each with other steps
-that are slow: the median is what is foretold, and how far these differ is what chance does to such a run. Wanted: within 10 %.
+times, at shares of the highest throughput that was seen, and simulates exactly these arrivals several times, each with other
+steps that are slow. What is foretold is the median; how far these runs differ is what chance does. Wanted: within 10 %.
 
 With --recorded nothing runs: the roofline's answers are printed beside what `headrace bench` measured on an H100. The shares of
 the limit are taken from the `batch` rows, for they are the model; nothing is taken from `offline-random`.
