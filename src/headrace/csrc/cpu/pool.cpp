@@ -19,19 +19,12 @@ namespace headrace::cpu {
 namespace {
 
 using std::chrono::microseconds;
-using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr microseconds SPIN{50};
 constexpr microseconds BETWEEN{5};  // steps
 constexpr microseconds STALL{1000};
 constexpr int SPINS_A_LOOK = 16;  // at the clock
-
-constexpr int WINDOW = 16;       // steps that are looked at together
-constexpr int PROBE_WINDOW = 8;  // of a probe with one thread more
-constexpr double WORTH = 0.2;  // of the 1 / threads of a step that a thread does: beside a stranger shorter waits, not counted, lose more
-constexpr milliseconds FIRST_PAUSE{60};  // doubles while the stranger stays: most are gone soon, such as a client that starts
-constexpr milliseconds LONGEST_PAUSE{8000};
 
 void relax() {
 #if defined(__x86_64__)
@@ -103,43 +96,6 @@ std::chrono::nanoseconds Gate::wait(int seen, std::chrono::microseconds spin) {
   return Clock::now() - begin;
 }
 
-int ThreadChoice::next() {
-  if (fewer_ > 0 && !probing_ && Clock::now() > probe_at_) {
-    fewer_--;
-    probing_ = true;
-    new_window();
-  }
-  return threads_ - fewer_;
-}
-
-void ThreadChoice::learn(std::chrono::nanoseconds step, std::chrono::nanoseconds stalled) {
-  const int running = threads_ - fewer_;
-  if (running == 1) return;
-  steps_++;
-  time_ += step;
-  stalled_ += stalled;
-  if (steps_ < (probing_ ? PROBE_WINDOW : WINDOW)) return;
-  if (stalled_.count() * running > WORTH * time_.count()) {
-    lower();
-  } else {
-    probing_ = false;
-    new_window();
-  }
-}
-
-void ThreadChoice::new_window() {
-  steps_ = 0;
-  time_ = stalled_ = {};
-}
-
-void ThreadChoice::lower() {
-  fewer_++;
-  pause_ = probing_ ? std::min<Clock::duration>(pause_ * 2, LONGEST_PAUSE) : FIRST_PAUSE;
-  probe_at_ = Clock::now() + pause_;
-  probing_ = false;
-  new_window();
-}
-
 Pool::Pool(int threads)
     : counters_(std::max(1, threads)), start_gates_(new Gate[counters_.size()]), choice_(this->threads()) {
   for (Counters& counters : counters_) {
@@ -174,13 +130,13 @@ void Pool::serve(int index) {
   }
 }
 
-void Pool::run(bool short_step, Call call, void* context) {
+void Pool::run(int alike, Call call, void* context) {
   const DefaultFloats floats;
   if (!started_) start();
   started_ = true;
   call_ = call;
   context_ = context;
-  running_ = std::min(choice_.next(), static_cast<int>(workers_.size()) + 1);
+  running_ = std::min(choice_.threads(), static_cast<int>(workers_.size()) + 1);
   missing_ = running_;
   stalled_ = 0;
   for (Counters& counters : counters_) {
@@ -190,10 +146,11 @@ void Pool::run(bool short_step, Call call, void* context) {
   for (int i = 1; i < running_; i++) start_gates_[i].open();
   Worker worker(*this, 0, running_);
   call(context, worker);
-  if (running_ == 1) return;
-  arrive(false);  // no thread reads what this step set once it is past here
-  // all but one wait for the one that lost its core
-  if (short_step) choice_.learn(Clock::now() - begin, std::chrono::nanoseconds(stalled_ / (running_ - 1)));
+  if (running_ > 1) arrive(false);  // no thread reads what this step set once it is past here
+  if (alike == 0) return;
+  const Clock::time_point end = Clock::now();
+  const int waiting = std::max(1, running_ - 1);  // all but one wait for the one that lost its core
+  choice_.learn(alike, end - begin, std::chrono::nanoseconds(stalled_ / waiting), end);
 }
 
 void Pool::arrive(bool even) {

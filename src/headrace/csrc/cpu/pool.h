@@ -7,11 +7,7 @@
 // that it waits for there; a spinning one keeps that core busy with nothing while the other is queued behind a stranger.
 // Between steps sleep nearly at once: whom the caller tells of a step then runs on that core, not in the caller's place.
 //
-// FEWER THREADS while strangers use the cores: who waits for a thread that lost its core loses whole slices of the scheduler
-// (milliseconds); a step with one thread less loses 1 / threads. A wait of more than STALL says that it happened. Only where more
-// time is lost in stalls than a thread is worth does one stay away: a process that takes a core for a moment now and then, such
-// as the server that sends the tokens, costs less than that. Results do not depend on the number of threads, so it may change
-// from step to step.
+// Results do not depend on the number of threads, so it may change from step to step: thread_choice.h.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +17,8 @@
 #include <memory>
 #include <thread>
 #include <vector>
+
+#include "thread_choice.h"
 
 namespace headrace::cpu {
 
@@ -37,29 +35,6 @@ class Gate {
  private:
   alignas(CACHE_LINE) std::atomic<int> value_{0};
   alignas(CACHE_LINE) std::atomic<int> asleep_{0};
-};
-
-// How many of a step's threads run it.
-class ThreadChoice {
- public:
-  explicit ThreadChoice(int threads) : threads_(threads) {}
-  int next();
-  // After a step of `next()` threads that took `step` and lost `stalled` of it.
-  void learn(std::chrono::nanoseconds step, std::chrono::nanoseconds stalled);
-
- private:
-  using Clock = std::chrono::steady_clock;
-  void lower();
-  void new_window();
-
-  const int threads_;
-  int fewer_ = 0;
-  int steps_ = 0;                         // of the window
-  std::chrono::nanoseconds time_{};     // that they took
-  std::chrono::nanoseconds stalled_{};  // of it
-  bool probing_ = false;
-  Clock::duration pause_{};
-  Clock::time_point probe_at_{};
 };
 
 class Pool;
@@ -95,10 +70,11 @@ class Pool {
 
   int threads() const { return static_cast<int>(counters_.size()); }
 
-  // step(worker) on every thread that takes part; the caller is one. `short_step`: one whose stalls say something.
+  // step(worker) on every thread that takes part; the caller is one. `alike`: rows of a step that may be compared with other such
+  // ones, for the choice of threads; 0: it may not.
   template <class Function>
-  void run(bool short_step, Function& step) {
-    run(short_step, [](void* context, Worker& worker) { (*static_cast<Function*>(context))(worker); }, &step);
+  void run(int alike, Function& step) {
+    run(alike, [](void* context, Worker& worker) { (*static_cast<Function*>(context))(worker); }, &step);
   }
 
  private:
@@ -110,7 +86,7 @@ class Pool {
     std::atomic<int> next[PHASES];
   };
 
-  void run(bool short_step, Call call, void* context);
+  void run(int alike, Call call, void* context);
   void start();
   void serve(int index);
   void arrive(bool even);

@@ -27,7 +27,7 @@ namespace headrace::cpu {
 
 namespace {
 
-constexpr int SHORT_STEP = 64;  // rows: longer phases wait for each other long without any stall
+constexpr int SHORT_STEP = 64;  // rows: the phases of longer steps wait for each other long without any stall
 constexpr int DRAWN_ALONE = 2;  // rows that are sampled before another thread would be awake
 
 const float* data_or_null(const std::vector<float>& vector) {
@@ -126,7 +126,7 @@ void NativeModel::run(const Step& step) {
   if (step.num_rows == 0) return;
   prepare(step);
   auto rows = [this](Worker& worker) { run_rows(worker); };
-  pool_.run(step.num_rows <= SHORT_STEP, rows);
+  pool_.run(step.num_rows <= SHORT_STEP ? step.num_rows : 0, rows);
 }
 
 void NativeModel::logits(const float* hidden, int rows, float* out) {
@@ -137,7 +137,7 @@ void NativeModel::logits(const float* hidden, int rows, float* out) {
     const size_t size = config_.hidden_size;
     head(worker, rows, [&](int row, int begin, int, float*) { return hidden + row * size + begin; }, out);
   };
-  pool_.run(rows <= SHORT_STEP, run_head);
+  pool_.run(0, run_head);
 }
 
 void NativeModel::sample(const Draws& draws) {
@@ -151,7 +151,7 @@ void NativeModel::sample(const Draws& draws) {
       for (int row = first; row < last; row++) row_draws_[worker.index()].draw(draws, row);
     });
   };
-  pool_.run(draws.num_rows <= SHORT_STEP, draw_rows);
+  pool_.run(0, draw_rows);
 }
 
 int64_t NativeModel::workspace_bytes(int rows, int wanted, int max_positions) const {
