@@ -95,7 +95,6 @@ def test_configurations_that_are_refused(config, said: str) -> None:
         ("base_model.model.model.embed_tokens.lora_embedding_A", (4, 16), "embedding"),
         ("base_model.model.lm_head.lora_A.weight", (4, 16), "head"),
         ("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", (4, 16), "experts"),
-        ("base_model.model.model.layers.0.self_attn.kv_b_proj.lora_A.weight", (4, 16), "kv_b_proj are not supported"),
     ],
 )  # fmt: skip
 def test_tensors_that_are_refused(tensor: str, shape, said: str) -> None:

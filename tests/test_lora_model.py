@@ -14,7 +14,9 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.config import EngineConfig
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder
+from headrace.kernels.lora import new_pair
 from headrace.lora.format import examine
+from headrace.lora.latent import HeadAdds
 from headrace.lora.pool import AdapterPool
 from headrace.lora.targets import modules_of, num_bytes
 from headrace.model.checkpoint import resolve_checkpoint
@@ -32,7 +34,7 @@ from tiny_models import write_tiny
 
 CPU = torch.device("cpu")
 FUSED = ("qkv_proj", "gate_up_proj", "c_fc", "c_proj")
-LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "in_proj_qkvz", "in_proj_ba")
 # fused, rotated pairs as neighbours, norms of whole projections, no gate, side by side, experts; latent attention with queries of
 # the hidden state and of a latent, shared experts; gated delta nets, by key head
@@ -115,6 +117,26 @@ def test_beside_weights_that_are_held_narrow(form: str, tmp_path: Path) -> None:
     work = [([(0, tokens(9, seed=1))], None), ([(0, [5])], None)]
     found, wanted = logits(str(tmp_path / "narrow"), work, [adapter]), logits(merged(tmp_path / "merged", plain, adapter), work)
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_keys_and_values_that_are_made_and_that_are_not_are_the_same() -> None:
+    """Of latents directly, as of long fresh prompts, and by what meets them; of some rows, one of them without an adapter."""
+    heads, nope, value, rank, rows = 3, 6, 5, 12, slice(2, 6)
+    pair = new_pair(2, (heads * (nope + value),), rank, 4, torch.float64, CPU)
+    for tensor in (pair.a, pair.b, pair.scales):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    numbers = torch.tensor([2, 2, 1, 0, 2, 1, 1])
+    adds = HeadAdds(pair, heads, nope, lambda: numbers)
+    latents, q = torch.randn(4, rank, dtype=torch.float64), torch.randn(heads, 4, nope, dtype=torch.float64)
+    made, met = torch.zeros(4, heads * (nope + value), dtype=torch.float64), torch.zeros(heads, 4, rank, dtype=torch.float64)
+    adds.expanded(made, latents, rows)
+    adds.keys(met, q, rows)
+    keys, values = made.view(4, heads, -1).transpose(0, 1).split((nope, value), 2)
+    torch.testing.assert_close((met * latents).sum(2), (q * keys).sum(2))
+    out = torch.zeros(heads, 4, value, dtype=torch.float64)
+    adds.values(out, latents.expand(heads, -1, -1), rows)
+    torch.testing.assert_close(out, values)
+    assert keys[:, [0, 2, 3]].abs().min() > 0 and not keys[:, 1].any()
 
 
 @pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")

@@ -207,8 +207,6 @@ def _why_unknown(tensor: str, modules: Mapping[str, tuple[int, int]]) -> str:
         return "DoRA's magnitudes are not supported"
     if ".experts." in tensor:
         return "adapters of experts are not supported"
-    if "kv_b_proj" in tensor:
-        return "keys and values of heads are parts of latent attention, no product: adapters of kv_b_proj are not supported"
     if _TENSOR.fullmatch(tensor) is None:
         return "it is neither lora_A nor lora_B of a module"
     known = sorted({name.split(".", 2)[2] for name in modules})

@@ -25,13 +25,13 @@ from headrace.kernels.launch import on_gpu
 from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, group_rows, new_pair
 from headrace.kernels.tables import Int
 from headrace.lora.format import TENSORS, Matrices, Version, check, parsed, read_files
+from headrace.lora.latent import HeadAdds
 from headrace.lora.linear import LoraLinear
-from headrace.lora.targets import modules_of, plain, product_of
+from headrace.lora.targets import modules_of, plain, specs_of
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.delta_net import join_gates
-from headrace.model.families import weight_plan
 from headrace.model.linear import Linear, MakeLinear, Reduce
 from headrace.model.parts import parts_of
 from headrace.model.rope_layout import order_of
@@ -81,7 +81,7 @@ class AdapterPool:
         self._numbers = {"": 0}
         self.table: Tensor | None = None  # SlotTables.ints
         self._products: dict[str, Product] = {}
-        for spec in parts_of([spec for spec in weight_plan(model) if product_of(spec.target)], model, shard):
+        for spec in parts_of(specs_of(model), model, shard):
             parts = [Part(name, rows, columns or range(spec.shape[1])) for name, rows, columns in spec.reads]
             self._enter(spec.target, parts, dtype)
         self._rows: _StepRows | None = None
@@ -114,6 +114,8 @@ class AdapterPool:
                 self._enter(f"layers.{index}.qkv", qkv.parts + self._products.pop(gates).parts, qkv.pair.a.dtype)
         for target, product in self._products.items():
             layer, name = weights.layers[product.layer], target.rpartition(".")[2]
+            if name == "kv_b":
+                layer.more["kv_b_adds"], product.made = self._by_head(product), True
             weight = layer.more[name] if name in layer.more else getattr(layer, name)
             products[id(weight)] = weight, product
 
@@ -125,6 +127,16 @@ class AdapterPool:
             return LoraLinear(make(weight, bias, reduce), partial(self.add, product))
 
         return made
+
+    def _by_head(self, product: Product) -> HeadAdds:
+        latent = self.model.latent
+        assert latent is not None
+
+        def numbers() -> Tensor | None:
+            rows = self._last if product.behind else self._rows
+            return None if rows is None else rows.numbers
+
+        return HeadAdds(product.pair, product.pair.b.shape[1] // (latent.nope + latent.value), latent.nope, numbers)
 
     def check_made(self) -> None:
         """Raises CheckpointError for a model that runs some of its products in another way."""
@@ -217,7 +229,7 @@ class _StepRows:
     """The adapters of a step's rows, whole or in the parts in which a product takes them."""
 
     def __init__(self, numbers: Tensor, slots: int):
-        self._numbers, self._slots = numbers, slots
+        self.numbers, self._slots = numbers, slots
         self._groups: dict[tuple[int, int], Groups] = {}
         if on_gpu(numbers):  # before the layers: kernels take them for what is long there
             self._groups[0, len(numbers)] = group_rows(numbers, slots)
@@ -226,8 +238,8 @@ class _StepRows:
     def next(self, product: int, count: int):
         """The numbers of the product's next rows, and a function for their groups."""
         begin = self._done.get(product, 0)
-        self._done[product] = (begin + count) % len(self._numbers)
-        numbers = self._numbers[begin : begin + count]
+        self._done[product] = (begin + count) % len(self.numbers)
+        numbers = self.numbers[begin : begin + count]
 
         def groups() -> Groups:
             if (begin, count) not in self._groups:

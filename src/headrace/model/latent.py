@@ -11,7 +11,7 @@ those of long fresh prompts (`Expanding`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -51,7 +51,7 @@ class LatentAttention:
     the rows of W_k [nope, rank], then those of W_v [value, rank], held in floats."""
 
     def __init__(
-        self, qkv: Linear, out: Linear, more: Mapping[str, Any], config: ModelConfig, layer: int, make: Callable[..., Linear]
+        self, qkv: Linear, out: Linear, more: dict[str, Any], config: ModelConfig, layer: int, make: Callable[..., Linear]
     ):
         assert config.latent is not None
         self.latent, self.heads, self.scale = config.latent, config.num_heads, config.attn_scale
@@ -59,6 +59,7 @@ class LatentAttention:
         self.q_b: Linear | None = make(more["q_b"], None, None) if self.latent.query_rank else None
         self.q_norm, self.kv_norm = more.get("q_a_norm"), more["kv_a_norm"]
         self.kv_b = more["kv_b"].data
+        self.adds: Any = more.pop("kv_b_adds", None)  # a lora.latent.HeadAdds
         by_head = self.kv_b.view(self.heads, -1, self.latent.rank)
         self.keys, self.values = by_head[:, : self.latent.nope], by_head[:, self.latent.nope :].transpose(1, 2)
         if self.q_b is not None:  # the layer counts that of `qkv`
@@ -87,28 +88,36 @@ class LatentAttention:
         dense = expanding.dense if own is not None else []
         rest = _between(dense, len(q))
         for rows in rest:
-            straight = queries[rows, :, : latent.nope].transpose(0, 1)
-            torch.bmm(straight, self.keys, out=q[rows, :, : latent.rank].transpose(0, 1))
+            straight, into = queries[rows, :, : latent.nope].transpose(0, 1), q[rows, :, : latent.rank].transpose(0, 1)
+            torch.bmm(straight, self.keys, out=into)
+            if self.adds is not None:
+                self.adds.keys(into, straight, rows)
         out = q.new_empty(len(q), self.heads, latent.value)
         for part in dense:
             assert own is not None
             rows = slice(part.first_row, part.first_row + part.num_seqs * part.rows)
-            expanded = self._expanded(q[rows, :, latent.rank :], queries[rows], own[rows])
+            expanded = self._expanded(q[rows, :, latent.rank :], queries[rows], own[rows], rows)
             out[rows] = expanding.attend_dense(part, *expanded, self.scale)
         del queries, row, projected, own  # attention is where a layer is widest
         if rest:
             found = attention.attend(q, self.layer, kv, batch, scale=self.scale, window=0, softcap=0.0)
             found = found.view(len(q), self.heads, latent.rank)
             for rows in rest:
-                torch.bmm(found[rows].transpose(0, 1), self.values, out=out[rows].transpose(0, 1))
+                latents, into = found[rows].transpose(0, 1), out[rows].transpose(0, 1)
+                torch.bmm(latents, self.values, out=into)
+                if self.adds is not None:
+                    self.adds.values(into, latents, rows)
         return out.flatten(1)
 
-    def _expanded(self, rotated: Tensor, queries: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _expanded(self, rotated: Tensor, queries: Tensor, own: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of heads, of queries [n, heads, query], whose last columns `rotated` [n, heads, rope] are to
-        replace, and of what is cached of the rows, `own` [n, row]."""
+        replace, and of what is cached of the batch's `rows`, `own` [n, row]."""
         nope, rank = self.latent.nope, self.latent.rank
         q = torch.cat((queries[..., :nope], rotated), -1)
-        made = torch.mm(own[:, :rank], self.kv_b.t()).view(len(q), self.heads, -1)
+        made = torch.mm(own[:, :rank], self.kv_b.t())
+        if self.adds is not None:
+            self.adds.expanded(made, own[:, :rank], rows)
+        made = made.view(len(q), self.heads, -1)
         k = torch.cat((made[..., :nope], own[:, None, rank:].expand(-1, self.heads, -1)), -1)
         return q, k, made[..., nope:]
 
