@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -173,15 +174,21 @@ def wait_ready(url: str, seconds: float = 300.0) -> None:
 
 
 def served_rate(url: str, batch: int, output: int) -> float:
-    """Tokens per second after the first one, from the time per output token of requests sent at once."""
+    """Tokens per second of requests sent at once, while all of them decode: the prompts of some come into the first tokens of
+    others, as they do not offline."""
     with tempfile.TemporaryDirectory() as directory:
         target = str(Path(directory) / "result.json")
         load = ["--num-prompts", str(batch), "--num-warmups", "1", "--random-input-len", str(INPUT)]
         command = [sys.executable, "-m", "headrace.cli", "bench", "serve", "--base-url", url, *load]
-        run([*command, "--random-output-len", str(output), "--save-result", target])
+        run([*command, "--random-output-len", str(output), "--save-detailed", "--save-result", target])
         found = json.loads(Path(target).read_text())
     result = found[0] if isinstance(found, list) else found
-    return 1e3 * batch / result["mean_tpot_ms"]
+    came = [
+        list(accumulate(gaps, initial=start + first))
+        for start, first, gaps in zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
+    ]
+    begin, end = max(times[0] for times in came), min(times[-1] for times in came)
+    return sum(begin < at <= end for times in came for at in times) / (end - begin)
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
@@ -255,6 +262,18 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def document(
+    args: argparse.Namespace, bandwidth: list[float], loads: list[float], rounds: dict[str, list[Figures]]
+) -> dict[str, Any]:
+    """What is written after each round."""
+    return {
+        "cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads, "bandwidth": summary(bandwidth),
+        "load_before": loads, "versions": versions(args), "model": Path(args.model).name, "input": INPUT,
+        "output": args.output, "step_bytes": {c.name: step_bytes(c.model) for c in contenders(args)},
+        "options": {c.name: c.options for c in contenders(args)}, "rounds": rounds,
+    }  # fmt: skip
+
+
 def main() -> None:
     args = parsed()
     bandwidth: list[float] = []
@@ -272,14 +291,8 @@ def main() -> None:
                 continue
             rounds.setdefault(contender.name, []).append(figures | {"round": number})
             print(f"{contender.name:28s}" + "  ".join(f"{k} {v:.4g}" for k, v in figures.items()), flush=True)
-    document = {
-        "cpu": cpu_name(), "cores": os.cpu_count(), "threads": args.threads, "bandwidth": summary(bandwidth),
-        "load_before": loads, "versions": versions(args), "model": Path(args.model).name, "input": INPUT,
-        "output": args.output, "step_bytes": {c.name: step_bytes(c.model) for c in contenders(args)},
-        "options": {c.name: c.options for c in contenders(args)}, "rounds": rounds,
-    }  # fmt: skip
-    if args.out:
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        if args.out:
+            Path(args.out).write_text(json.dumps(document(args, bandwidth, loads, rounds), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ void multiply_region(const Region& region, const Tile& tile, const Rows& rows, i
         tiled[n] = region.strip(strip < strips ? strip : unit);
       }
       for (int index = first_panel; index < end_panel; index++) {
+        if constexpr (requires { epilogue.prefetch(0, 0); }) {
+          for (int row = rows.first_row(index); row < rows.end_row(index); row++) {
+            for (int n = 0; n < count; n++) epilogue.prefetch(row, region.first_output + (unit + n * apart) * STRIP);
+          }
+        }
         tile.run(tiled, rows.panel(index), out);
         const float* values = out;
         for (int row = rows.first_row(index); row < rows.end_row(index); row++, values += tile.strips * STRIP) {
@@ -64,7 +69,8 @@ void multiply_region(const Region& region, const Tile& tile, const Rows& rows, i
   }
 }
 
-// Units [first, last) of the product. epilogue(row, first output, count <= 16, values[16]) gets each result once.
+// Units [first, last) of the product. epilogue(row, first output, count <= 16, values[16]) gets each result once;
+// prefetch(row, first output) comes before, if it has one.
 template <class Epilogue>
 void multiply(const Matrix& matrix, const Rows& rows, int first, int last, Epilogue&& epilogue) {
   int before = 0;
