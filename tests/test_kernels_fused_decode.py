@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import products
 from headrace.fast_decode.attention import AttentionTile, decode_attention
+from headrace.fast_decode.attention_few import takes_few
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
@@ -229,6 +232,12 @@ def test_decode_attention_with_sinks(numbers, dtype):
 def test_decode_attention_of_a_program_for_each_query_head(numbers, dtype):
     check_decode_attention(*numbers, dtype=dtype, few=1)
     check_decode_attention(*numbers, dtype=dtype, few=1, sinks=torch.linspace(-9.0, 9.0, numbers[0], device=DEVICE))
+
+
+def test_a_program_for_each_query_head_takes_no_gates():
+    heads = HeadShape(4, 2, 64, 0.125)
+    assert takes_few(heads, 64, 32) and not takes_few(heads, 64, 33) and not takes_few(heads, 24, 1)
+    assert not takes_few(replace(heads, gated=True), 64, 32)
 
 
 def check_decode_attention(

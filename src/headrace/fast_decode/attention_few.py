@@ -222,9 +222,9 @@ def _merge(out, partials_ptr, lse_ptr, base, used, DIM: tl.constexpr, SPLITS: tl
 
 
 def takes_few(heads: HeadShape, rotated: int, num_splits: int) -> bool:
-    """Whether heads, and halves of what is rotated, are of a size that lanes share evenly, and splits so few that they can be
-    merged at once."""
-    return heads.head_dim in (32, 64, 128, 256) and rotated % 16 == 0 and num_splits <= 32
+    """Whether heads, and halves of what is rotated, are of a size that lanes share evenly, and have no gates; and splits are so
+    few that they can be merged at once."""
+    return not heads.gated and heads.head_dim in (32, 64, 128, 256) and rotated % 16 == 0 and num_splits <= 32
 
 
 def few_attention(
