@@ -12,6 +12,8 @@ from torch import Tensor
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels import experts_triton
 from headrace.kernels.experts_sort import sort_pairs
+from headrace.kernels.experts_tiles import tile_rows
+from headrace.kernels.experts_wide import takes_wide
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import FORMS, narrow
 from test_kernels_fused_decode import DEVICE, close, random
@@ -162,6 +164,15 @@ def test_one_row(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS if DEVICE == "cuda" else [form for form in FORMS if "minima" not in form])
 def test_tiles(form: str) -> None:
     check(*case(6, 32, 24, 3, 2, form, torch.float32))
+
+
+def test_many_rows_in_16_bits() -> None:
+    """The second product is the copy engine's: columns and K that end within a tile, experts with rows of several tiles."""
+    arguments, given = case(100, 40, 24, 4, 2, "float", torch.float16, biases=True)
+    assert takes_wide(arguments[0], arguments[2], tile_rows(200, 4, 2))
+    arguments[3][:80, 0] = 2
+    arguments[3][:80, 1] = 0
+    check(arguments, given, 2e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 20])

@@ -102,8 +102,8 @@ def run_experts(
 
     x: [T, H]; ids, shares: as from `route`. Experts `first` to `first + count` are here, the others give nothing. gate_up:
     [count * 2 I, H], of each expert its I gate rows and then its I up rows; down: [count * H, I]; their biases: [count * 2 I]
-    and [count * H]. clamp: as in ExpertsConfig. Returns [T, H] in x's dtype, of a sum in float32 that is rounded once. No row
-    depends on another.
+    and [count * H]. clamp: as in ExpertsConfig. Returns [T, H] in x's dtype, of a sum in float32 that is rounded once; of many
+    rows in 16 bits each expert's part is, too. No row depends on another.
     """
     return (experts_triton.run_experts if on_gpu(x) else run_experts_reference)(
         x, gate_up, down, ids, shares, count=count, first=first, activation=activation, clamp=clamp,

@@ -161,7 +161,7 @@ def _sum_pairs(
     for j in tl.static_range(CHOSEN):
         expert = tl.load(ids_ptr + row * CHOSEN + j) - first
         held = (expert >= 0) & (expert < count)
-        total += tl.load(parts_ptr + (row * CHOSEN + j) * N + column, mask=held & (column < N), other=0.0)
+        total += tl.load(parts_ptr + (row * CHOSEN + j) * N + column, mask=held & (column < N), other=0.0).to(tl.float32)
     finish_row(total, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale)
 
 

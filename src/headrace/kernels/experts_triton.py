@@ -1,9 +1,10 @@
 """A mixture of experts on a card: `route` chooses (experts_route.py), `run_experts` computes, by one of two forms.
 
-Up to ROW_FORM rows each pair of a token and an expert is a product of one row (experts_row.py). Of more rows the pairs are
-sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py), whose size follows the rows that an expert has on
-average. A row's result is the same beside any others as long as the form and the tiles' size are the same; between forms sums
-round differently. Nothing is read on the host and no grid depends on the choice, so all of it can be captured.
+Up to ROW_FORM rows each pair of a token and an expert is a product of one row (experts_row.py, of MXFP4 experts_warp.py). Of
+more rows the pairs are sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py, experts_wide.py), whose size
+follows the rows that an expert has on average. A row's result is the same beside any others as long as the form and the tiles'
+size are the same; between forms sums round differently. Nothing is read on the host and no grid depends on the choice, so all
+of it can be captured.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from headrace.kernels.experts_route import Routing, Squares, choose, route, rout
 from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
+from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
+from headrace.kernels.experts_wide import takes_wide, wide_down
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
 __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
-MOST_BYTES = 512 << 20  # of what lies between the kernels; more rows are computed in parts
+MOST_BYTES = 2 << 30  # of what lies between the kernels; more rows are computed in parts
 
 MOST_ROWS = 1 << 15
 
@@ -104,11 +107,12 @@ def _rows(
     how: _How,
 ) -> Tensor | None:  # fmt: skip
     between = x.new_empty(choice.rows * choice.chosen, held_width(down))
-    row_glu(
+    glu, finish = (warp_glu, warp_down) if takes_warps(x, gate_up, down, choice.chosen) else (row_glu, row_down)
+    glu(
         x.contiguous(), gate_up, how.gate_up_bias, choice, between, how.inner, first=how.first, count=how.count,
         activation=how.activation, clamp=how.clamp, factors=factors,
     )  # fmt: skip
-    return row_down(between, down, how.down_bias, choice, out, first=how.first, count=how.count)
+    return finish(between, down, how.down_bias, choice, out, first=how.first, count=how.count)
 
 
 def _tiles(
@@ -125,8 +129,12 @@ def _tiles(
         _whole(x, gate_up), gate_up, how.gate_up_bias, in_order, chosen, between, how.inner, tile_for(gate_up, x, block_m),
         activation=how.activation, clamp=how.clamp, factors=factors,
     )  # fmt: skip
-    parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
-    launch(between, down, how.down_bias, in_order, chosen, parts, hidden, tile_for(down, x, block_m), shares=shares)
+    wide = takes_wide(x, down, block_m)
+    parts = torch.empty((pairs, hidden), dtype=x.dtype if wide else torch.float32, device=x.device)
+    if wide:
+        wide_down(between, down, how.down_bias, in_order, shares, parts, block_m)
+    else:
+        launch(between, down, how.down_bias, in_order, chosen, parts, hidden, tile_for(down, x, block_m), shares=shares)
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 

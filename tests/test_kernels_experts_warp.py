@@ -1,0 +1,68 @@
+"""The experts of few rows in MXFP4 by each warp for itself: the very instructions of a card, in the interpreter or on the card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.kernels import experts_triton, experts_warp
+from test_kernels_experts import case, reference, routing
+from test_kernels_fused_decode import DEVICE, close, random
+
+pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
+BF16 = torch.bfloat16
+TOLERANCE = 1e-2 if DEVICE == "cpu" else 6e-3  # the interpreter does not round to bfloat16, it cuts
+
+
+@pytest.fixture(autouse=True)
+def instructions(monkeypatch) -> None:
+    if DEVICE == "cpu":
+        import ptx_interpreter
+
+        ptx_interpreter.install(monkeypatch)
+        monkeypatch.setattr(experts_warp, "assembly", lambda x: 80)
+
+
+def mxfp4(rows: int, hidden: int, inner: int, count: int, chosen: int):
+    """As `case`, with scales that are powers of two from 2^-12 to 2^3."""
+    (x, gate_up, down, ids, shares), given = case(rows, hidden, inner, count, chosen, "fp4 by 32", BF16, biases=True)
+    for i, weight in enumerate((gate_up, down)):
+        exponents = torch.randint(-12, 4, weight.scales.shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        weight.scales = torch.exp2(exponents.float() - 4 * i).to((torch.float16, BF16)[i])
+    assert experts_warp.takes_warps(x, gate_up, down, chosen)
+    return (x, gate_up, down, ids, shares), given
+
+
+@pytest.mark.parametrize(("rows", "hidden", "inner", "count", "chosen"), [(1, 144, 12, 3, 2), (2, 48, 20, 3, 1)])
+def test_rows(rows: int, hidden: int, inner: int, count: int, chosen: int) -> None:
+    """Rows that end within a run, columns that end within a tile, more warps than runs."""
+    arguments, given = mxfp4(rows, hidden, inner, count, chosen)
+    given |= {"clamp": 7.0}
+    got = experts_triton.run_experts(*arguments, **given)
+    assert got.isfinite().all()
+    close(got.float(), reference(*arguments, **given), TOLERANCE)
+
+
+def test_experts_elsewhere_give_nothing() -> None:
+    (x, gate_up, down, ids, shares), given = mxfp4(1, 32, 8, 4, 2)
+    arguments = (x, gate_up, down, ids + 2, shares)
+    close(experts_triton.run_experts(*arguments, **given, first=4).float(), reference(*arguments, **given, first=4), TOLERANCE)
+
+
+def test_joining_a_residual() -> None:
+    """Each program chooses for itself, and rows are not divided by their norm yet."""
+    (x, gate_up, down, _, _), given = mxfp4(1, 48, 8, 6, 4)
+    router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(1, 48, seed=6)
+    sums, how = random(1, 3, seed=7).square() * 48, routing(score="chosen")
+    factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()
+    ids, shares = experts_triton.route((x.float() * factor) @ router.T + router_bias, None, how)
+    rows = reference((x.double() * factor.double()), gate_up, down, ids, shares, **given)
+    expected, normed = total + 0.5 * rows, torch.full_like(x, torch.nan)
+    joining = experts_triton.Joining(total, normed, norm, 0.5, 0.25)
+    squares = experts_triton.add_experts(
+        x, experts_triton.Squares(sums, 48, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
+    )
+    close(total, expected, TOLERANCE)
+    close(normed.float(), expected * (norm + 0.25), TOLERANCE)
+    close(squares.sum(1), expected.square().sum(1), TOLERANCE)
