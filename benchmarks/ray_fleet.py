@@ -2,7 +2,8 @@
 
     python benchmarks/ray_fleet.py [--seconds 30] [--streams 16] [--rounds 2] [--model M] [--json FILE] [PART ...]
 
-    throughput   2 cores by --data-parallel-size and 2 cores by --ray, in turn, under the same load
+    throughput   2 cores without Ray, on two raylets of a cluster and by `--ray local`, in turn, under the same load;
+                 and whose CPU time the tokens took: of cores, front, client, and Ray's own processes
     deaths       kill -9 of a core, and of a whole node, in mid-stream
     update       headrace ray update under load
     scaling      a load curve, and how many cores there were: 1 -> 4 -> 1
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,7 @@ sys.path.insert(0, str(HERE.parent / "tests"))
 os.environ["PYTHONPATH"] = f"{HERE.parent / 'src'}:{HERE.parent / 'tests'}"
 os.environ["OMP_NUM_THREADS"] = "1"
 from ray_nodes import Cluster, ray_cluster_of  # noqa: E402
-from server_driver import ServerProcess, alive, until  # noqa: E402
+from server_driver import ServerProcess, alive, processes_of, until  # noqa: E402
 
 PARTS = ("throughput", "deaths", "update", "scaling", "front")
 
@@ -61,24 +63,35 @@ class Bench:
         print(part, json.dumps(result, indent=1), flush=True)
 
     def throughput(self) -> None:
-        found: dict[str, list[float]] = {"data_parallel": [], "ray": []}
+        two = ("--data-parallel-size", "2")
+        runs: dict[str, list[dict[str, Any]]] = {"data_parallel": [], "ray": [], "ray_local": []}
         for _ in range(self.args.rounds):
-            with self.server("--data-parallel-size", "2", "--threads", "2") as server:
-                wait_cores(server, 2)
-                found["data_parallel"].append(self._rate(server))
-            with ray_cluster_of(2) as cluster, self.ray(cluster, "--data-parallel-size", "2") as server:
-                wait_cores(server, 2)
-                found["ray"].append(self._rate(server))
-        ratio = sum(found["ray"]) / sum(found["data_parallel"])
-        self.say("throughput", {"tokens_per_second": found, "ray_over_data_parallel": round(ratio, 3)})
+            with self.server(*two, "--threads", "2") as server:
+                runs["data_parallel"].append(self._measured(server))
+            with ray_cluster_of(2) as cluster, self.ray(cluster, *two) as server:
+                runs["ray"].append(self._measured(server))
+            with self.server("--ray", "local", "--threads", "1", *two) as server:
+                runs["ray_local"].append(self._measured(server))
+        rates = {kind: [run["tokens_per_second"] for run in of] for kind, of in runs.items()}
+        without, result = sum(rates["data_parallel"]), dict[str, Any]()
+        for kind in ("ray", "ray_local"):
+            result[f"{kind}_over_data_parallel"] = round(sum(rates[kind]) / without, 3)
+        for key in ("cpu_seconds_per_1000_tokens", "cpus"):
+            result[key] = {kind: mean_of([run[key] for run in of]) for kind, of in runs.items()}
+        self.say("throughput", {"tokens_per_second": rates} | result)
 
-    def _rate(self, server: ServerProcess) -> float:
-        if not self.client.want:
-            self.client.learn(server.url)
+    def _measured(self, server: ServerProcess) -> dict[str, Any]:
+        self._ready(server, 2)
         self.client.load(server.url, self.args.seconds / 5)
+        before = cpu_seconds(server)
         load = self.client.load(server.url, self.args.seconds)
         assert not load.broken and not load.differing, load.as_dict()
-        return round(load.tokens / load.seconds, 1)
+        spent = {part: seconds - before.get(part, 0.0) for part, seconds in cpu_seconds(server).items()}
+        return {
+            "tokens_per_second": round(load.tokens / load.seconds, 1),
+            "cpu_seconds_per_1000_tokens": {part: 1000 * seconds / load.tokens for part, seconds in spent.items()},
+            "cpus": {part: seconds / load.seconds for part, seconds in spent.items()},
+        }
 
     def deaths(self) -> None:
         with ray_cluster_of(3) as cluster, self.ray(cluster, "--data-parallel-size", "2") as server:
@@ -137,6 +150,25 @@ class Bench:
         wait_cores(server, cores)
         if not self.client.want:
             self.client.learn(server.url)
+
+
+def cpu_seconds(server: ServerProcess) -> dict[str, float]:
+    """So far, of this process and all below it: the client, the front, its cores, and what else there is, which is Ray."""
+    found = {"client": 0.0, "front": 0.0, "cores": 0.0, "ray": 0.0}
+    waiting = [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        waiting += processes_of(pid)
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            core = re.search(rb"headrace.(engine|distributed).process", Path(f"/proc/{pid}/cmdline").read_bytes())
+            part = {os.getpid(): "client", server.process.pid: "front"}.get(pid, "cores" if core else "ray")
+            found[part] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def mean_of(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {part: round(sum(run[part] for run in runs) / len(runs), 4) for part in runs[0]}
 
 
 def wait_cores(server: ServerProcess, count: int, cluster: Cluster | None = None) -> None:

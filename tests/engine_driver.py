@@ -48,6 +48,7 @@ def make_core(model: str, **options) -> EngineCore:
     engine = build_engine(EngineConfig(model=model, **options))
     if engine.preparation is not None:  # a pool that compiles for every core of the machine: nobody here waits for it
         engine.preparation.close()
+    engine.core.async_scheduling = engine.config.async_scheduling  # on a CPU, too: what overlaps on a card is tested here
     return engine.core
 
 

@@ -63,7 +63,7 @@ def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 def test_every_option_has_help_and_shows_its_default(words, capsys):
     parser = parser_of(words)
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction | argparse._VersionAction):
             continue
         name = action.option_strings[0] if action.option_strings else action.dest
         if isinstance(action, argparse._SubParsersAction):
@@ -79,6 +79,13 @@ def test_every_option_has_help_and_shows_its_default(words, capsys):
     shown = capsys.readouterr().out
     assert end.value.code == 0 and shown.startswith(f"usage: {' '.join(('headrace', *words))} ")
     assert all(o in shown for a in parser._actions for o in a.option_strings)
+
+
+@pytest.mark.parametrize(("command", "usage"), [("pull", "headrace pull MODEL [OPTION ...]"), ("serve", "headrace serve [MODEL] [OPTION ...]")])
+def test_the_usage_tells_what_must_be_given(command, usage, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--nothing"])
+    assert f"usage: {usage}\n" in capsys.readouterr().err
 
 
 def test_defaults_in_help_are_those_of_the_engine():

@@ -39,6 +39,7 @@ def test_two_processes_say_what_one_says(model):
     options = {"speculative_method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4, "speculative_max_rows": 32}
     few = {"max_num_seqs": 8, "max_model_len": 128, "block_size": BLOCK, "num_kv_blocks": 14, "max_num_batched_tokens": 11}
     engine = build_engine(EngineConfig(model=model, debug_checks=True, **TWO, **options, **few))
+    engine.core.async_scheduling = engine.config.async_scheduling  # as on cards
     core, pids = engine.core, engine.ranks.pids
     draft_always(core, 4, overlap=True)
     core.scheduler._admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted

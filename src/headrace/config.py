@@ -75,7 +75,7 @@ class EngineConfig:
         None, "prefill no more in a step than keeps running streams this smooth", high=1e6, unit="MS", more_than=0
     )
     scheduling_policy: Literal["fcfs", "priority"] = _engine("fcfs", "who runs first")
-    async_scheduling: bool = _engine(True, "launch a step before the previous one is read")
+    async_scheduling: bool = _engine(True, "on a GPU: launch a step before the previous one is read")
     attention_backend: Literal["auto", "torch", "triton", "cudnn", "fa3"] = _engine(
         "auto", "auto; on a GPU also triton, cudnn or fa3, on a CPU torch"
     )

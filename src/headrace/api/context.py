@@ -97,7 +97,9 @@ class ApiContext:
             return self.model_names[0]
         if name not in self.model_names and name.removesuffix(":latest") not in self.model_names:  # as /api/tags calls it
             shown = name if len(name) <= 200 else name[:200] + "..."
-            raise ApiError(404, f"The model `{shown}` does not exist.", param="model", code="model_not_found")
+            served = ", ".join(self.all_names[:50])
+            text = f"The model `{shown}` does not exist; served here: {served}"
+            raise ApiError(404, text, param="model", code="model_not_found")
         return name
 
     @cached_property

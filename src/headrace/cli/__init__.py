@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_parser() -> CommandParser:
     parser = CommandParser("headrace", description="An LLM inference and serving engine.")
-    parser.add_argument("--version", action="version", version=_version(), help="print the version and end (default: off)")
+    parser.add_argument("--version", action="version", version=_version(), help="print the version and end")
     _add_commands(parser, COMMANDS, "command")
     return parser
 
@@ -89,7 +89,7 @@ def _fill(module: str, parser: CommandParser) -> None:
     loaded = importlib.import_module(module)
     loaded.add_arguments(parser)
     parser.set_defaults(run=loaded.run, parser=parser)
-    positional = "".join(f" [{a.metavar}]" for a in parser._actions if not a.option_strings)
+    positional = "".join(f" {a.metavar}" if a.required else f" [{a.metavar}]" for a in parser._actions if not a.option_strings)
     parser.usage = f"{parser.prog}{positional} [OPTION ...]"  # sixty options in a line say nothing
 
 

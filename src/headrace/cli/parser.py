@@ -22,7 +22,8 @@ class HelpFormatter(argparse.HelpFormatter):
         text, described = action.help or "", getattr(action, "described", None)
         if described is not None:
             return f"{text} ({'repeatable; ' if described.many else ''}default: {described.default_in_words})"
-        if not action.option_strings or action.required or "default:" in text or isinstance(action, argparse._HelpAction):
+        ends = isinstance(action, argparse._HelpAction | argparse._VersionAction)
+        if not action.option_strings or action.required or "default:" in text or ends:
             return text
         return f"{text} (default: {_shown(action.default)})"
 

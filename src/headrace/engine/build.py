@@ -148,7 +148,7 @@ def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, 
         Scheduler(limits),
         runner,
         vocab_size=model.vocab_size,
-        async_scheduling=config.async_scheduling,
+        async_scheduling=config.async_scheduling and device.type == "cuda",  # a CPU's launched step is done: tell it at once
         debug_checks=config.debug_checks,
         seed=config.seed,
         structured=structured,

@@ -6,7 +6,7 @@ With asynchronous scheduling the host works on step N while the device runs step
     device  |------- step N -----------|----------- step N+1 -----------------|---- step N+2 ...
 
 Step N + 1 takes the ids that step N sampled from the device; the host reads them one step late. On a CPU the launch returns
-when the step is done and the same code runs one after the other.
+when the step is done, so it is settled at once: nothing runs meanwhile, and its tokens would only come a step later.
 """
 
 from __future__ import annotations

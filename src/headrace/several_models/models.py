@@ -151,5 +151,6 @@ def chosen(models: Models, name: str | None, tagged: bool = False) -> int:
         text = "model: a name is needed, this server has several: " + ", ".join(models.all_names[:50])
         raise bad_request(text, "model", "missing_required_parameter")
     shown = name if len(name) <= 200 else name[:200] + "..."
-    text = f"model '{shown}' not found" if tagged else f"The model `{shown}` does not exist."
+    served = ", ".join(models.all_names[:50])
+    text = f"model '{shown}' not found" if tagged else f"The model `{shown}` does not exist; served here: {served}"
     raise ApiError(404, text, param="model", code="model_not_found")

@@ -5,8 +5,8 @@ The turns are those of engine.core.EngineCore:
     turn    | take requests | schedule N+1, launch | settle N, tell its tokens |
     device  |---------------- step N --------------|------------ step N+1 ----------
 
-On a device that works while the host goes on, a turn ends when step N is done; where the launch is the computation (a CPU, or
-without asynchronous scheduling) it takes as long as step N+1.
+On a device that works while the host goes on, a turn ends when step N is done; without asynchronous scheduling, and on a CPU,
+where the launch is the computation, it launches a step and settles the same.
 
 **Leaps.** While all decode and nobody comes, ends or crosses a block, turns differ in their times only. Those of such a
 stretch are computed at once (`scheduler.leap`), and cut where a request comes in between: the same numbers, bit for bit.

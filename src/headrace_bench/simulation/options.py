@@ -178,7 +178,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         max_itl=None if config.max_itl_ms is None else config.max_itl_ms / 1e3,
     )  # fmt: skip
     return Setup(
-        limits, step_cost, router=args.router, overlap=args.async_scheduling, front_seconds=args.front_ms / 1e3,
+        limits, step_cost, router=args.router, overlap=args.async_scheduling and not on_cpu, front_seconds=args.front_ms / 1e3,
         max_tokens=args.max_tokens, server=ServerConfig(max_queued_requests=args.max_queued_requests), leaps=args.leaps,
         checks=args.debug_checks,
     )  # fmt: skip
