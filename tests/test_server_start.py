@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 import zmq
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from headrace.api.tls import tls_context
-from headrace.cli import main
+from headrace.cli import main, serve
 from headrace.config import EngineConfig
 from headrace.engine import socket_pair
 from headrace.engine.build import build_engine
@@ -121,6 +124,28 @@ def test_weights_that_are_not_there_are_found_before_it_listens(tmp_path, never_
     with caplog.at_level(logging.INFO):
         assert main(["serve", str(path), "--port", "0"]) == 1
     assert str(path) in capsys.readouterr().err and "listening" not in caplog.text
+
+
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_ctrl_c_before_it_listens_ends_it_there(monkeypatch, loop):
+    """Not when something waits for the first time: by then half of the server would run, and its end would be tracebacks."""
+    went_on = []
+
+    class Server:
+        def __init__(self, *arguments: object):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                pass
+            went_on.append(True)
+
+    async def nobody(*arguments: object) -> None:
+        return None
+
+    monkeypatch.setattr(serve, "Server", Server)
+    monkeypatch.setattr(serve, "early_core", nobody)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(serve.serve(None, None, [], 0.0, ""))  # type: ignore[arg-type]
+    assert not went_on
 
 
 def test_the_check_needs_no_torch(model):

@@ -61,6 +61,8 @@ async def serve(
     options: ServeOptions, args: argparse.Namespace, listeners: list[socket.socket], began: float, builder: str
 ) -> int:  # fmt: skip
     """The exit code. The core's process is started first: what it imports takes longest."""
+    # Ctrl-C ends this at once until it listens: asyncio's own handler lets it go on until something waits
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     early = await early_core(options, args, builder)
     try:
         server = Server(options, args, listeners, began, builder, early)
