@@ -2,8 +2,8 @@
 
     python benchmarks/ray_fleet.py [--seconds 30] [--streams 16] [--rounds 2] [--model M] [--json FILE] [PART ...]
 
-    throughput   2 cores without Ray, on two raylets of a cluster and by `--ray local`, in turn, under the same load;
-                 and whose CPU time the tokens took: of cores, front, client, and Ray's own processes
+    throughput   2 cores without Ray, by `--ray local` and (once) on two raylets of a cluster, in turn, under the same load;
+                 and whose CPU time it took: of cores, front, client, and Ray's own processes
     deaths       kill -9 of a core, and of a whole node, in mid-stream
     update       headrace ray update under load
     scaling      a load curve, and how many cores there were: 1 -> 4 -> 1
@@ -64,21 +64,24 @@ class Bench:
 
     def throughput(self) -> None:
         two = ("--data-parallel-size", "2")
-        runs: dict[str, list[dict[str, Any]]] = {"data_parallel": [], "ray": [], "ray_local": []}
-        for _ in range(self.args.rounds):
+        runs: dict[str, list[dict[str, Any]]] = {"data_parallel": [], "ray_local": [], "ray": []}
+
+        def measured(kind: str, server: ServerProcess) -> None:
+            runs[kind].append(self._measured(server))
+            print(kind, json.dumps(runs[kind][-1]), flush=True)
+
+        for number in range(self.args.rounds):
             with self.server(*two, "--threads", "2") as server:
-                runs["data_parallel"].append(self._measured(server))
-            with ray_cluster_of(2) as cluster, self.ray(cluster, *two) as server:
-                runs["ray"].append(self._measured(server))
+                measured("data_parallel", server)
             with self.server("--ray", "local", "--threads", "1", *two) as server:
-                runs["ray_local"].append(self._measured(server))
-        rates = {kind: [run["tokens_per_second"] for run in of] for kind, of in runs.items()}
-        without, result = sum(rates["data_parallel"]), dict[str, Any]()
-        for kind in ("ray", "ray_local"):
-            result[f"{kind}_over_data_parallel"] = round(sum(rates[kind]) / without, 3)
-        for key in ("cpu_seconds_per_1000_tokens", "cpus"):
-            result[key] = {kind: mean_of([run[key] for run in of]) for kind, of in runs.items()}
-        self.say("throughput", {"tokens_per_second": rates} | result)
+                measured("ray_local", server)
+            if number == 0:  # it takes longest to start
+                with ray_cluster_of(2) as cluster, self.ray(cluster, *two) as server:
+                    measured("ray", server)
+        means = {kind: mean_of(of) for kind, of in runs.items()}
+        rates = {kind: mean["tokens_per_second"] for kind, mean in means.items()}
+        ratios = {f"{kind}_over_data_parallel": round(rates[kind] / rates["data_parallel"], 3) for kind in ("ray_local", "ray")}
+        self.say("throughput", {"runs": runs, "means": means} | ratios)
 
     def _measured(self, server: ServerProcess) -> dict[str, Any]:
         self._ready(server, 2)
@@ -87,11 +90,11 @@ class Bench:
         load = self.client.load(server.url, self.args.seconds)
         assert not load.broken and not load.differing, load.as_dict()
         spent = {part: seconds - before.get(part, 0.0) for part, seconds in cpu_seconds(server).items()}
-        return {
-            "tokens_per_second": round(load.tokens / load.seconds, 1),
-            "cpu_seconds_per_1000_tokens": {part: 1000 * seconds / load.tokens for part, seconds in spent.items()},
-            "cpus": {part: seconds / load.seconds for part, seconds in spent.items()},
-        }
+        found = {"tokens_per_second": round(load.tokens / load.seconds, 1)}
+        for part, seconds in spent.items():
+            found[f"{part}_cpu_seconds_per_1000_tokens"] = round(1000 * seconds / load.tokens, 4)
+            found[f"{part}_cpus"] = round(seconds / load.seconds, 4)
+        return found
 
     def deaths(self) -> None:
         with ray_cluster_of(3) as cluster, self.ray(cluster, "--data-parallel-size", "2") as server:
