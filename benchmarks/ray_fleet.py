@@ -45,7 +45,8 @@ PARTS = ("throughput", "deaths", "update", "scaling", "front")
 
 class Bench:
     def __init__(self, args: argparse.Namespace):
-        self.args, self.client, self.results = args, Client(args.streams), {}
+        self.args, self.client, self.busy = args, Client(args.streams), os.getloadavg()[0]
+        self.results: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def server(self, *options: str) -> Iterator[ServerProcess]:
@@ -59,8 +60,12 @@ class Bench:
         return self.server("--ray", cluster.address, "--threads", "1", *options)
 
     def say(self, part: str, result: Any) -> None:
+        """What is known of a part by now, also if the rest of it comes to nothing."""
         self.results[part] = result
-        print(part, json.dumps(result, indent=1), flush=True)
+        print(part, json.dumps(result), flush=True)
+        if self.args.json:
+            document = about(self.args, self.busy) | {"results": self.results}
+            Path(self.args.json).write_text(json.dumps(document, indent=1) + "\n")
 
     def throughput(self) -> None:
         two = ("--data-parallel-size", "2")
@@ -68,20 +73,18 @@ class Bench:
 
         def measured(kind: str, server: ServerProcess) -> None:
             runs[kind].append(self._measured(server))
-            print(kind, json.dumps(runs[kind][-1]), flush=True)
+            means = {name: mean_of(of) for name, of in runs.items() if of}
+            without = means["data_parallel"]["tokens_per_second"]
+            over = {name: round(mean["tokens_per_second"] / without, 3) for name, mean in means.items()}
+            self.say("throughput", {"runs": runs, "means": means, "over_data_parallel": over})
 
-        for number in range(self.args.rounds):
+        for _ in range(self.args.rounds):
             with self.server(*two, "--threads", "2") as server:
                 measured("data_parallel", server)
             with self.server("--ray", "local", "--threads", "1", *two) as server:
                 measured("ray_local", server)
-            if number == 0:  # it takes longest to start
-                with ray_cluster_of(2) as cluster, self.ray(cluster, *two) as server:
-                    measured("ray", server)
-        means = {kind: mean_of(of) for kind, of in runs.items()}
-        rates = {kind: mean["tokens_per_second"] for kind, mean in means.items()}
-        ratios = {f"{kind}_over_data_parallel": round(rates[kind] / rates["data_parallel"], 3) for kind in ("ray_local", "ray")}
-        self.say("throughput", {"runs": runs, "means": means} | ratios)
+        with ray_cluster_of(2) as cluster, self.ray(cluster, *two) as server:
+            measured("ray", server)
 
     def _measured(self, server: ServerProcess) -> dict[str, Any]:
         self._ready(server, 2)
@@ -191,6 +194,20 @@ def first_node(cluster: Cluster) -> Any:
     return next(iter(cluster.cores().values()))
 
 
+def about(args: argparse.Namespace, busy: float) -> dict[str, Any]:
+    import ray
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
+    return {
+        "benchmark": "ray_fleet", "machine": f"CPU, {os.cpu_count()} cores", "load_average_before": busy,
+        "versions": {"ray": ray.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "commit": commit.stdout.strip() or None,
+        "workload": {"model": Path(args.model).name, "streams": args.streams, "requests": POOL, "output_tokens": OUTPUT,
+                     "seconds": args.seconds, "rounds": args.rounds},
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
@@ -202,26 +219,13 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts: {', '.join(unknown)}")
-    import ray
-    import torch
-
     if args.model is None:
         from headrace.model.embedded import embedded_model_path
 
         args.model = str(embedded_model_path())
-    bench, busy = Bench(args), os.getloadavg()[0]
+    bench = Bench(args)
     for part in args.parts or PARTS:
         getattr(bench, part)()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
-    about = {
-        "benchmark": "ray_fleet", "machine": f"CPU, {os.cpu_count()} cores", "load_average_before": busy,
-        "versions": {"ray": ray.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "commit": commit.stdout.strip() or None,
-        "workload": {"model": Path(args.model).name, "streams": args.streams, "requests": POOL, "output_tokens": OUTPUT,
-                     "seconds": args.seconds, "rounds": args.rounds},
-    }  # fmt: skip
-    if args.json:
-        Path(args.json).write_text(json.dumps(about | {"results": bench.results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

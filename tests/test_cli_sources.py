@@ -120,7 +120,8 @@ def test_underscores_are_dashes():
         ("a: &a {b: *a}", "a YAML file of at most"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path, capsys, text, said):
+def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path, capsys, monkeypatch, text, said):
+    monkeypatch.setattr("headrace.cli.serve.bind", lambda *_: [])  # whatever else serves on this machine
     assert main(["serve", *file_with(tmp_path, text)]) == 1
     err = capsys.readouterr().err
     assert said in err and err.startswith("headrace: ") and err.count("\n") == 1

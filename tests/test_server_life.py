@@ -213,7 +213,7 @@ def test_a_busy_port_is_an_error_at_once(model):
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "headrace.cli", "serve", model, "--port", port]
         done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 1 and port in done.stderr and "Address already in use" in done.stderr
+    assert done.returncode == 1 and port in done.stderr and "Address already in use; --port 0 takes a free one" in done.stderr
 
 
 def test_directories_of_the_dead_are_cleaned(tmp_path, monkeypatch):

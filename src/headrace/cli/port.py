@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from headrace.errors import ParameterError
@@ -31,5 +32,7 @@ def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
     except OSError as e:
         for listener in listeners:
             listener.close()
-        raise ParameterError("--host, --port", f"{host}:{port}", f"an address that can be bound ({e.strerror or e})") from None
+        hint = "; --port 0 takes a free one" if e.errno == errno.EADDRINUSE else ""
+        allowed = f"an address that can be bound ({e.strerror or e}{hint})"
+        raise ParameterError("--host, --port", f"{host}:{port}", allowed) from None
     return listeners
