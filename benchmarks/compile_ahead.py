@@ -12,7 +12,7 @@ import triton
 
 from headrace.compile_ahead.no_device import install, replace_everywhere
 
-__all__ = ["install", "replace_everywhere", "usage"]
+__all__ = ["install", "replace_everywhere", "stack_pointer_taken", "usage"]
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
@@ -27,3 +27,21 @@ def usage(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", out.stdout + out.stderr)
     assert found is not None, out
     return int(found[1]), int(found[2])
+
+
+def stack_pointer_taken(cubin: bytes) -> list[str]:
+    """Instructions of a compiled kernel that compute with R1, which only points to what is spilled. There are none, unless the
+    assembler lost a spilled value: ptxas 12.8 made two of them out of the place in shared memory that a product reads."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if not os.access(tool, os.X_OK):
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    found = []
+    for instruction in re.findall(r"/\*[0-9a-f]{4,}\*/ +([^;]+);", out):
+        operands = re.sub(r"\[[^]]*\]", "", instruction)  # addresses are what it is for
+        if re.search(r"\bR1\b", operands) and not re.match(r"(@\S+ )?\S+ R1,", operands):
+            found.append(instruction.strip())
+    return found

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for a card that is not there: python tests/compile_kernels.py 90|80 [parts of cases' names].
 
 What the interpreter accepts but the compiler refuses is thus found without a card. Meta tensors stand for the arguments, and
-every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory.
+every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory, and what the
+assembler got wrong.
 """
 
 from __future__ import annotations
@@ -179,16 +180,31 @@ def delta(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
         layer = DeltaLayer(16, 32, 128, 128, meta(8192, 4, dtype=f32), *(meta(32, dtype=f32) for _ in range(2)), meta(128, dtype=f32), 1e-6)
         batch = SimpleNamespace(
             positions=ints(201), seq_slots=ints(2), seq_lens=ints(2), query_start=ints(3), query_lens=[1, 200], num_decodes=1, num_verified=0,
+            context_bound=0,
         )  # fmt: skip
+        captured = SimpleNamespace(**vars(batch) | {"query_lens": [], "num_decodes": 2, "context_bound": 4096})
         rows = meta(201, width, dtype=dtype)
         for ring, behind in (((4, 8192), None), ((13, 8192 + 64), ints(5, 32))):
             kept = LayerStates(meta(5, *ring, dtype=dtype), meta(5, 32, 128, 128, dtype=f32), behind)
-            delta_rule_triton(layer, rows, rows[:, 8192 + 4096 :], kept, batch, plan_chunks(batch))
-        many = SimpleNamespace(**vars(batch) | {"query_lens": [1] * 9, "num_decodes": 9})
+            for of in (batch, captured):
+                delta_rule_triton(layer, rows, rows[:, 8192 + 4096 :], kept, of, plan_chunks(of))
+        many = SimpleNamespace(**vars(batch) | {"query_lens": [1] * 9, "num_decodes": 9, "seq_slots": ints(9)})
         kept = LayerStates(meta(5, 4, 8192, dtype=dtype), meta(5, 32, 128, 128, dtype=f32), None)
         delta_rule_triton(layer, rows[:9], rows[:9, 8192 + 4096 :], kept, many)
 
     return run
+
+
+def small_delta() -> None:
+    """Prompts in float32 through a gated delta net of heads of 16 and 32."""
+    f32, channels = torch.float32, 2 * 2 * 16 + 4 * 32
+    layer = DeltaLayer(2, 4, 16, 32, meta(channels, 4, dtype=f32), *(meta(4, dtype=f32) for _ in range(2)), meta(32, dtype=f32), 1e-6)
+    batch = SimpleNamespace(
+        positions=ints(390), seq_slots=ints(2), seq_lens=ints(2), query_start=ints(3), query_lens=[300, 90], num_decodes=0,
+        num_verified=0, context_bound=0,
+    )  # fmt: skip
+    kept = LayerStates(meta(3, 4, channels, dtype=f32), meta(3, 4, 16, 32, dtype=f32), None)
+    delta_rule_triton(layer, meta(390, channels + 128, dtype=f32), meta(390, 8, dtype=f32), kept, batch, plan_chunks(batch))
 
 
 def slot_tables() -> None:
@@ -349,6 +365,7 @@ CASES: dict[str, Callable[[], None]] = {
     "slot tables": slot_tables,
     "delta net": delta(),
     "delta net in float32": delta(torch.float32),
+    "small delta net in float32": small_delta,
     "fused 8B": fused(4096, 32, 8, 128, 12288, True, 128),
     "fused 0.6B": fused(1024, 16, 8, 128, 3072, True, 128),
     "Gemma 4": gemma4,
@@ -403,8 +420,9 @@ def main(capability: int, *parts: str) -> None:
         case()
         for kernel_name, kernel in {kernel.hash: (kernel_name, kernel) for kernel_name, kernel in compiled}.values():
             registers, spills = compile_ahead.usage(kernel.asm["cubin"])
+            wrong = compile_ahead.stack_pointer_taken(kernel.asm["cubin"])
             print(json.dumps({"case": name, "kernel": kernel_name, "registers": registers, "spills": spills,
-                              "shared": kernel.metadata.shared}), flush=True)  # fmt: skip
+                              "shared": kernel.metadata.shared, "wrong": wrong}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

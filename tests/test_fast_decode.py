@@ -20,7 +20,16 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
-from headrace.fast_decode.tiles import PRODUCTS, SHIPPED, StepTiles, default_table, from_json, product_shapes, with_fp8_cache
+from headrace.fast_decode.tiles import (
+    PRODUCTS,
+    SHIPPED,
+    StepTiles,
+    default_table,
+    default_tiles,
+    from_json,
+    product_shapes,
+    with_fp8_cache,
+)
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.decoder import Decoder
@@ -104,6 +113,14 @@ def test_a_delta_net_whose_gates_are_a_product_of_their_own(monkeypatch) -> None
     assert_close(FastDecode(config, weights, len(LENGTHS), CPU).forward(batch, kv), expected)
     for ours, theirs in zip(states_of(kv), states_of(kv_expected), strict=True):
         assert_close(ours, theirs)
+
+
+def test_a_table_serves_gated_delta_nets_too() -> None:
+    """But for their first product, which is of another size."""
+    config, up = CONFIGS["delta net"], GemmTile(16, 64, 1, 2, 2)
+    fast = FastDecode(config, random_weights(config), 2, CPU, {2: replace(GEMM, gate_up=up)})
+    net, attention = (table[2] for table in fast.layer_tables)
+    assert net.gate_up == attention.gate_up == up and net.qkv == default_tiles(config, 2, False, delta=True).qkv != attention.qkv
 
 
 def test_attention_in_two_kernels_whose_output_is_gated_by_a_third() -> None:

@@ -12,17 +12,25 @@ from test_kernels_delta import Run, in_triton, make_layer, random_rows
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("padded", [None, (3, 9)], ids=["", "captured"])
 @pytest.mark.parametrize(
     "sizes, dtype, tolerance",
-    [((2, 4, 16, 32), torch.float32, 1e-3), ((4, 8, 128, 128), torch.bfloat16, 4e-2), ((2, 2, 64, 128), torch.bfloat16, 4e-2)],
+    [
+        ((2, 4, 16, 32), torch.float32, 1e-3), ((4, 8, 128, 128), torch.bfloat16, 4e-2), ((2, 2, 64, 128), torch.bfloat16, 4e-2),
+        ((4, 8, 128, 128), torch.float32, 1e-3),
+    ],
 )
-def test_rows_and_states(sizes: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float) -> None:
+def test_rows_and_states(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float, padded: tuple[int, int] | None
+) -> None:
+    """Also as a captured step with prompts has them, beside padded sequences and rows."""
     torch.manual_seed(0)
     layer = make_layer(*sizes)
     counts = [[300, 90, 1], [1, 1, 1], [64, 1, 70], [1, 130, 1]]
     rows = {slot: random_rows(layer, sum(step[slot] for step in counts)) for slot in range(3)}
     rows = {slot: (x.to(dtype), gates.to(dtype)) for slot, (x, gates) in rows.items()}
     card, exact = on_card(layer, dtype), Run(layer, 3, delta_rule_reference)
+    card.padded = padded
     for step in counts:
         order = sorted(range(3), key=lambda slot: step[slot] != 1)
         parts = [slice(exact.lengths[slot], exact.lengths[slot] + step[slot]) for slot in order]
@@ -30,7 +38,7 @@ def test_rows_and_states(sizes: tuple[int, int, int, int], dtype: torch.dtype, t
         got = card.step([(slot, *(x[part].cuda() for x in rows[slot])) for slot, part in zip(order, parts, strict=True)])
         for a, b in zip(got, want, strict=True):
             assert (a.cpu().float() - b).abs().max() <= tolerance * b.abs().max()
-        states = card.kept.states.cpu()
+        states = card.kept.states.cpu()[:3]
         assert (states - exact.kept.states).abs().max() <= tolerance * exact.kept.states.abs().max()
 
 
@@ -38,7 +46,7 @@ def on_card(layer, dtype: torch.dtype, drafts: int = 0) -> Run:
     moved = make_layer(layer.key_heads, layer.value_heads, layer.key_dim, layer.value_dim)
     for name in ("conv", "decay", "bias", "norm"):
         setattr(moved, name, getattr(layer, name).cuda())
-    run = Run(moved, 3, in_triton, dtype, drafts)
+    run = Run(moved, 4, in_triton, dtype, drafts)  # one more, of padded rows
     run.kept = LayerStates(*(None if x is None else x.cuda() for x in (run.kept.inputs, run.kept.states, run.kept.behind)))
     return run
 

@@ -57,9 +57,9 @@ def test_all_kinds_of_requests_in_float32(model, options):
     assert seen.total() > 5
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma2", "qwen3_5"])
 def test_other_layers_in_float32(family, tmp_path):
-    """Experts, of which padded rows choose some, too; windows and soft caps."""
+    """Experts, of which padded rows choose some, too; windows and soft caps; gated delta nets."""
     model = str(write_tiny(family, tmp_path))
     requests = make_requests(4, 10, 512)
     want = run(make_core(model), requests)

@@ -11,6 +11,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
+from prompt_graphs_driver import capture_prompts
 from scheduler_driver import NoForecast
 from tiny_models import VOCAB, write_tiny
 
@@ -49,6 +50,17 @@ def test_any_schedule_gives_the_same_tokens(make, alone, schedule):
         assert_all_same(run(core, make_requests(1, 10, VOCAB)), alone(1, 10), f"{schedule}, again")
     if "tiny pool" in schedule:
         assert core.scheduler.stats.num_preemptions > 0, "the pool was meant to be too small"
+
+
+def test_captured_steps_with_prompts_keep_states(make, alone, monkeypatch):
+    """Whoever comes next goes on from the snapshots that they left."""
+    core, plain = make(), make(enable_prefix_caching=False)
+    prompts, prompt = capture_prompts(core, monkeypatch), [(7 * i) % VOCAB for i in range(70)]
+    assert_all_same(run(core, make_requests(1, 10, VOCAB)), alone(1, 10))
+    for name in ("first", "again"):
+        got, want = (run(one, [greedy(name, prompt, 6)])[name] for one in (core, plain))
+        assert_all_same({name: got}, {name: want})
+    assert got.cached == 64 and prompts.replays.total() > 5
 
 
 def test_a_stream_goes_on_where_it_broke(make, alone):

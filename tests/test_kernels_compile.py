@@ -28,7 +28,7 @@ PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
     86: ("products of 64 rows", "experts of 1024 rows in FP4"),
     90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "decode of 64 rows 8B", "decode of 256 rows", "narrow products",
-         "latent 128 heads"),
+         "latent 128 heads", "small delta net in float32"),
     120: ("varlen head 256 window",),
 }  # fmt: skip
 
@@ -77,6 +77,12 @@ def test_adapters_compile(compiled) -> None:
     assert {kernel["kernel"] for kernel in kernels} == {"_group", "_shrink", "_expand"}
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[86]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
+
+
+def test_no_kernel_computes_with_the_stack_pointer(compiled) -> None:
+    """What the assembler makes of a value that it has lost. Of the chunks of a delta net it did so, with eight warps."""
+    assert "_chunks" in {kernel["kernel"] for kernel in compiled[90]}
+    assert not [kernel for kernels in compiled.values() for kernel in kernels if kernel["wrong"]]
 
 
 def test_narrow_products_compile(compiled) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.cache.state_pool import LayerStates
@@ -28,6 +30,7 @@ class Batch:
     num_verified: int
     query_start: Tensor
     seq_lens: Tensor
+    context_bound: int = 0
 
 
 def make_layer(key_heads: int = 2, value_heads: int = 4, key_dim: int = 16, value_dim: int = 32) -> DeltaLayer:
@@ -79,6 +82,7 @@ class Run:
         self.kept = LayerStates(inputs, states, behind)
         self.lengths = [0] * slots
         self.apart = False  # each row is a sequence, as in captured steps
+        self.padded: tuple[int, int] | None = None  # sequences and rows of a captured step with prompts; see `captured`
 
     def step(self, work: list[tuple[int, Tensor, Tensor]], verified: int = 0) -> list[Tensor]:
         """(slot, next rows, their gates), those of one row first -> out of each; of the first `verified` drafts may follow."""
@@ -96,9 +100,29 @@ class Run:
                 batch.positions, batch.seq_slots.repeat_interleave(torch.tensor(counts)), [1] * len(positions), len(positions), 0,
                 torch.arange(len(positions) + 1, dtype=torch.int32), batch.positions + 1,
             )  # fmt: skip
-        batch = Batch(**{name: x.to(self.kept.states.device) if isinstance(x, Tensor) else x for name, x in vars(batch).items()})
         rows, gates = (torch.cat([w[i] for w in work]) for i in (1, 2))
-        return list(self.rule(self.layer, rows, gates, self.kept, batch).split(counts))
+        if self.padded is not None:
+            batch, rows, gates = captured(batch, *self.padded, rows, gates, len(self.kept.states) - 1)
+        batch = Batch(**{name: x.to(self.kept.states.device) if isinstance(x, Tensor) else x for name, x in vars(batch).items()})
+        out = self.rule(self.layer, rows, gates, self.kept, batch)
+        assert not out[sum(counts) :].any(), "padded rows are zeros"
+        return list(out[: sum(counts)].split(counts))
+
+
+def captured(
+    batch: Batch, more: int, padding: int, rows: Tensor, gates: Tensor, dummy: int
+) -> tuple[Batch, Tensor, Tensor]:
+    """The same as a captured step with prompts has it: `more` padded sequences behind it, the last of which has `padding` rows;
+    how many rows each sequence has is known to the device alone."""
+    empty, count = torch.zeros(more, dtype=torch.int32), len(rows)
+    stops = torch.cat([torch.full((more - 1,), count), torch.tensor([count + padding])]).int()
+    seqs = len(batch.seq_slots) + more
+    some = batch.query_start.diff().min() <= 2
+    batch = Batch(
+        torch.cat([batch.positions, torch.zeros(padding, dtype=torch.int32)]), torch.cat([batch.seq_slots, empty + dummy]), [],
+        seqs if some else 0, 0, torch.cat([batch.query_start, stops]), torch.cat([batch.seq_lens, empty]), 4096,
+    )  # fmt: skip
+    return batch, torch.cat([rows, rows[:1].expand(padding, -1)]), torch.cat([gates, gates[:1].expand(padding, -1)])
 
 
 def random_rows(layer: DeltaLayer, count: int) -> tuple[Tensor, Tensor]:
@@ -169,6 +193,34 @@ def test_wrong_drafts_leave_nothing_behind(rule: str) -> None:
     for got, of in ((torch.cat(found), (rows, gates)), (torch.cat(beside), other)):
         want = by_definition(layer, *(x[: len(got)] for x in of))
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_captured_steps_with_prompts(monkeypatch, drafts: int) -> None:
+    """Rows of one, of two and of many, a sequence that begins and those that go on, each beside padded ones; nothing of these
+    is written. A step without few rows has no kernel for them."""
+    monkeypatch.setattr(delta_prompts, "STATE_COLUMNS", 16)
+    torch.manual_seed(6)
+    layer = make_layer(1, 1)
+    sequences = [random_rows(layer, 90) for _ in range(3)]
+    run, found = Run(layer, 4, in_triton, drafts=drafts), [[], [], []]
+    for counts, padded in (((66, 1, 0), (2, 7)), ((1, 2, 1), (1, 12)), ((3, 70, 4), (3, 1)), ((1, 1, 5), (2, 0))):
+        run.padded = padded
+        work = [(slot, *(x[run.lengths[slot] : run.lengths[slot] + n] for x in sequences[slot])) for slot, n in enumerate(counts) if n]
+        for (slot, *_), out in zip(work, run.step(work), strict=True):
+            found[slot].append(out)
+    for parts, of in zip(found, sequences, strict=True):
+        got = torch.cat(parts)
+        torch.testing.assert_close(got.double(), by_definition(layer, *(x[: len(got)] for x in of)), rtol=1e-4, atol=1e-4)
+    assert run.kept.states[3].isnan().all() and run.kept.inputs[3].isnan().all(), "the slot of padded rows"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(2, 300), st.integers(0, 200)), max_size=12), st.integers(0, 40))
+def test_most_chunks(prompts: list[tuple[int, int]], singles: int) -> None:
+    """A captured step has room for the chunks of whatever prompts it may hold."""
+    chunks = sum(-(-(start % 64 + count) // 64) for count, start in prompts)
+    assert chunks <= delta_prompts.most_chunks(sum(count for count, _ in prompts) + singles, len(prompts) + singles)
 
 
 def test_many_decodes_are_closed_by_a_kernel_of_their_own(monkeypatch) -> None:

@@ -97,7 +97,7 @@ class Stage:
             self.adapters.table = self.tables.ints
         self.kv = _cache(model, limits.block_size, played.cache_dtype)
         if model.delta is not None:
-            self.kv.states = StatePool(model.delta, slots, 0, self.dtype, META)
+            self.kv.states = StatePool(model.delta, slots, 0, self.dtype, META, limits.max_drafts)
 
     def _fast_path(self, played: Played) -> FastDecode | None:
         model, limits = played.model, played.limits

@@ -28,7 +28,15 @@ from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
-from headrace.fast_decode.tiles import Kinds, StepTiles, TileTable, default_table, with_attention_in_two, with_fp8_cache
+from headrace.fast_decode.tiles import (
+    Kinds,
+    StepTiles,
+    TileTable,
+    default_table,
+    with_attention_in_two,
+    with_delta_qkv,
+    with_fp8_cache,
+)
 from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
@@ -96,6 +104,8 @@ class FastDecode:
         self.tables = {of: dict(default_table(config, copy_engine, *of, warps)) for of in dict.fromkeys([usual, *forms])}
         if tiles is not None:
             self.tables[usual] = dict(tiles)
+            if (beside := (usual[0], True)) in self.tables:
+                self.tables[beside] = with_delta_qkv(tiles, config, copy_engine, *beside, warps)
         self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]
         if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")

@@ -159,6 +159,13 @@ def default_table(
     return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps) for rows in steps}
 
 
+def with_delta_qkv(
+    table: TileTable, config: ModelConfig, copy_engine: bool, kinds: Kinds, delta: bool, warps: bool
+) -> dict[int, StepTiles]:  # fmt: skip
+    """The table for layers that are gated delta nets: the first product is another one. Arguments: see `default_tiles`."""
+    return {n: replace(step, qkv=default_tiles(config, n, copy_engine, kinds, delta, warps).qkv) for n, step in table.items()}
+
+
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:
     """Four warps side by side along K, enough programs to fill the card, at most 64 registers of early weights a thread. One
     warp and few columns where K is short, or ends far from the end of a step."""

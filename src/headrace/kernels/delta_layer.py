@@ -21,6 +21,7 @@ class Rows(Protocol):
     query_lens: list[int]
     num_decodes: int
     num_verified: int
+    context_bound: int
 
 
 @dataclass(slots=True, eq=False)

@@ -23,8 +23,8 @@ STATE_COLUMNS = 32  # of a program of `_states`: with 32 heads of 128 columns, o
 
 
 def first_prompt(batch: Rows) -> int:
-    """The sequences before it have one row, or rows that are to be verified."""
-    return max(batch.num_decodes, batch.num_verified)
+    """The sequences before it have one row, or rows that are to be verified. Where only the device knows, any may be one."""
+    return 0 if batch.context_bound else max(batch.num_decodes, batch.num_verified)
 
 
 def run_prompts(
@@ -42,22 +42,24 @@ def run_prompts(
     total = empty(rows, heads, dtype=torch.float32)
     precise = projected.dtype == torch.float32
     made = mixed, w, within, total
+    # Float32 needs more registers than there are. The less is spilled the better: of eight warps and heads of 16 ptxas 12.8
+    # made code that took the stack pointer for a place in shared memory (tests/compile_kernels.py looks for that).
     _mix[(chunks.shape[0] * (2 * layer.key_heads + heads) * (CHUNK // MIX_ROWS),)](
         projected, kept.inputs, chunks, layer.conv, mixed, projected.stride(0), LENGTH_EPS, **sizes, CHUNK=CHUNK, ROWS=MIX_ROWS,
         num_warps=4,
     )  # fmt: skip
     _chunks[(chunks.shape[0] * heads,)](
         gates, chunks, layer.decay, layer.bias, *made, gates.stride(0), **sizes, CHUNK=CHUNK, PRECISE=precise,
-        num_warps=8 if precise else 4,
+        num_warps=8 if precise and layer.key_dim > 64 else 4,
     )  # fmt: skip
     columns = min(STATE_COLUMNS, layer.value_dim)
-    sequences = len(batch.query_lens) - first
+    sequences = batch.seq_slots.shape[0] - first
     stages = 1 if precise or not is_roomy(out.device) else 3 if capability(out.device)[0] != 8 else 2
     behind = kept.states if kept.behind is None else kept.behind
     _states[(sequences * heads * (layer.value_dim // columns),)](
-        projected, kept.inputs, kept.states, behind, batch.positions, batch.query_start, batch.seq_slots, *made, out,
-        projected.stride(0), first, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise,
-        DRAFTS=kept.behind is not None, num_warps=4, num_stages=stages,
+        projected, kept.inputs, kept.states, behind, batch.positions, batch.query_start, batch.seq_slots, batch.seq_lens, *made,
+        out, projected.stride(0), first, **sizes, CHUNK=CHUNK, COLUMNS=columns, PRECISE=precise,
+        DRAFTS=kept.behind is not None, ANY=batch.context_bound > 0, num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
@@ -65,34 +67,50 @@ def plan_chunks(batch: Rows) -> Tensor | None:
     """The chunks of prompts [C, 5] int32: slot, first row, rows, position of the first row, and the
     sequence's first row. Made on the device; C is a bound, what is behind the last one has no rows. None: there are none."""
     first = first_prompt(batch)
-    lengths = batch.query_lens[first:]
-    if not lengths:
+    sequences = batch.seq_slots.shape[0] - first
+    if not sequences:
         return None
-    most = sum(length // CHUNK + 2 for length in lengths)
+    if batch.context_bound:
+        most = most_chunks(batch.positions.shape[0], sequences - 1)
+    else:
+        most = sum(length // CHUNK + 2 for length in batch.query_lens[first:])
     table = torch.zeros((most, 5), dtype=torch.int32, device=batch.positions.device)
-    _plan[(len(lengths),)](
-        batch.positions, batch.query_start, batch.seq_slots, table, first, len(lengths), CHUNK=CHUNK,
-        SEQUENCES=next_power_of_2(len(lengths)), num_warps=4,
+    _plan[(sequences,)](
+        batch.positions, batch.query_start, batch.seq_slots, batch.seq_lens, table, first, sequences, CHUNK=CHUNK,
+        SEQUENCES=next_power_of_2(sequences), ANY=batch.context_bound > 0, num_warps=4,
     )  # fmt: skip
     return table
 
 
+def most_chunks(rows: int, sequences: int) -> int:
+    """Of so many sequences that have `rows` together, wherever they begin: who has one row needs no chunk."""
+    prompts = min(sequences, rows // 2)
+    return prompts + (rows + (CHUNK - 2) * prompts) // CHUNK
+
+
 @jit(do_not_specialize=["first", "count"])
-def _plan(positions, query_start, seq_slots, table, first, count, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr):
-    """A program a sequence: counts the chunks of those before it, and writes its own."""
+def _plan(
+    positions, query_start, seq_slots, seq_lens, table, first, count, CHUNK: tl.constexpr, SEQUENCES: tl.constexpr,
+    ANY: tl.constexpr,
+):  # fmt: skip
+    """A program a sequence: counts the chunks of those before it, and writes its own. With ANY those of one row have none, nor
+    have padded ones, whatever rows they have."""
     index = tl.program_id(0)
     each = tl.arange(0, SEQUENCES)
     there = each < count
     begins = tl.load(query_start + first + each, there, 0)
     lengths = tl.load(query_start + first + each + 1, there, 0) - begins
+    if ANY:
+        there = there & (lengths > 1) & (tl.load(seq_lens + first + each, there, 0) > 0)
     starts = tl.load(positions + begins, there, 0)
-    chunks = (starts % CHUNK + lengths + CHUNK - 1) // CHUNK
-    place = tl.sum(tl.where(there & (each < index), chunks, 0), 0)
+    chunks = tl.where(there, (starts % CHUNK + lengths + CHUNK - 1) // CHUNK, 0)
+    place = tl.sum(tl.where(each < index, chunks, 0), 0)
+    own = tl.sum(tl.where(each == index, chunks, 0), 0)
     begin = tl.load(query_start + first + index)
     length = tl.load(query_start + first + index + 1) - begin
-    start = tl.load(positions + begin)
+    start = tl.sum(tl.where(each == index, starts, 0), 0)
     slot = tl.load(seq_slots + first + index)
-    for chunk in range(0, (start % CHUNK + length + CHUNK - 1) // CHUNK):
+    for chunk in range(0, own):
         edge = (start // CHUNK + chunk) * CHUNK
         at = tl.maximum(edge, start)
         stop = tl.minimum(edge + CHUNK, start + length)
@@ -146,14 +164,26 @@ def _product(a, b, PRECISE: tl.constexpr):
 
 
 @jit
+def _doubled(inverse, system, level, PRECISE: tl.constexpr, CHUNK: tl.constexpr):
+    """The inverse of blocks of 2 ** (level + 1) rows, from that of their halves."""
+    r = tl.arange(0, CHUNK)[:, None]
+    c = tl.arange(0, CHUNK)[None, :]
+    between = tl.where((r >> (level + 1) == c >> (level + 1)) & (r >> level != c >> level), system, 0.0)
+    return inverse - _product(_product(inverse, between, PRECISE), inverse, PRECISE)
+
+
+@jit
 def _inverse(system, CHUNK: tl.constexpr, PRECISE: tl.constexpr):
     """Of I + system, which is strictly lower triangular [CHUNK, CHUNK], float32."""
     r = tl.arange(0, CHUNK)[:, None]
     c = tl.arange(0, CHUNK)[None, :]
     inverse = tl.where(r == c, 1.0, tl.where(r // 2 == c // 2, -system, 0.0))
-    for level in tl.static_range(1, 6):
-        between = tl.where((r >> (level + 1) == c >> (level + 1)) & (r >> level != c >> level), system, 0.0)
-        inverse -= _product(_product(inverse, between, PRECISE), inverse, PRECISE)
+    if PRECISE:  # a fifth of the code, and fewer registers
+        for level in range(1, 6):
+            inverse = _doubled(inverse, system, level, PRECISE, CHUNK)
+    else:
+        for level in tl.static_range(1, 6):
+            inverse = _doubled(inverse, system, level, PRECISE, CHUNK)
     return inverse
 
 
@@ -233,11 +263,11 @@ def _chunks(
 
 @jit(do_not_specialize=["decodes"])
 def _states(
-    projected, inputs, states, behind, positions, query_start, seq_slots, mixed, w_in, within_in, total_in, out, row_stride,
-    decodes,
+    projected, inputs, states, behind, positions, query_start, seq_slots, seq_lens, mixed, w_in, within_in, total_in, out,
+    row_stride, decodes,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
     RING: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
-    DRAFTS: tl.constexpr,
+    DRAFTS: tl.constexpr, ANY: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -248,6 +278,10 @@ def _states(
     sequence = decodes + tl.program_id(0) // (PARTS * VALUE_HEADS)
     begin = tl.load(query_start + sequence).to(tl.int64)
     count = (tl.load(query_start + sequence + 1) - begin).to(tl.int32)
+    if ANY:
+        alive = tl.load(seq_lens + sequence) > 0
+        if (count < 2) | (alive == 0):
+            return
     start = tl.load(positions + begin)
     slot = tl.load(seq_slots + sequence).to(tl.int64)
     dtype = mixed.dtype.element_ty

@@ -22,7 +22,8 @@ GATE_ROWS = 16
 def delta_rule_triton(
     layer: DeltaLayer, projected: Tensor, gates: Tensor, kept: LayerStates, batch: Rows, chunks: Tensor | None = None
 ) -> Tensor:
-    """See `delta_rule`. `chunks`: see `plan_chunks`; needed where a sequence is a prompt. Padded rows touch no state."""
+    """See `delta_rule`. `chunks`: see `plan_chunks`; needed where a sequence is a prompt. Padded rows touch no state; in a
+    captured step with prompts (ForwardBatch.context_bound), where the last sequence has them, they become zeros."""
     rows, alone = projected.shape[0], batch.num_decodes
     out = torch.empty((rows, layer.value_heads * layer.value_dim), dtype=projected.dtype, device=projected.device)
     sizes = dict(
@@ -32,28 +33,30 @@ def delta_rule_triton(
     weights = layer.conv, layer.decay, layer.bias, layer.norm
     strides = projected.stride(0), gates.stride(0), layer.eps, LENGTH_EPS
     options = dict(num_warps=8 if layer.key_dim * layer.value_dim > 4096 else 4, **pdl(projected))
+    count, any_rows = batch.seq_slots.shape[0], batch.context_bound > 0
+    places = batch.positions, batch.seq_slots, batch.seq_lens, batch.query_start
     if kept.behind is not None:
-        alone, count = first_prompt(batch), batch.seq_slots.shape[0]
+        alone = first_prompt(batch)
         _verify[(count * layer.value_heads,)](
-            projected, gates, kept.inputs, kept.states, kept.behind, batch.positions, batch.seq_slots, batch.seq_lens,
-            batch.query_start, *weights, out, *strides, count, alone, **sizes, **options,
+            projected, gates, kept.inputs, kept.states, kept.behind, *places, *weights, out, *strides, count, alone, **sizes,
+            ANY=any_rows, **options,
         )  # fmt: skip
     elif alone:
         columns, options["num_warps"] = decode_tile(layer, alone)
         _decode[(alone * layer.value_heads * (layer.value_dim // columns),)](
-            projected, gates, kept.inputs, kept.states, batch.positions, batch.seq_slots, batch.seq_lens, *weights, out,
-            *strides, **sizes, COLUMNS=columns, **options,
+            projected, gates, kept.inputs, kept.states, *places, *weights, out, *strides, **sizes, COLUMNS=columns,
+            ANY=any_rows, **options,
         )  # fmt: skip
-    prompts = alone < len(batch.query_lens)
+    prompts = any_rows or alone < count
     if prompts:
         assert chunks is not None
-        run_prompts(layer, projected, gates, kept, batch, chunks, out, sizes, alone)
-    closed = kept.behind is not None or (alone > 0 and decode_tile(layer, alone)[0] == layer.value_dim)
+        run_prompts(layer, projected, gates, kept, batch, chunks, out, sizes, first_prompt(batch))
+    closed = not any_rows and (kept.behind is not None or (alone > 0 and decode_tile(layer, alone)[0] == layer.value_dim))
     first = sum(batch.query_lens[:alone]) if closed else 0
     if prompts or not first:
         _gate[(-(-(rows - first) // GATE_ROWS) * layer.value_heads,)](
-            projected, out, layer.norm, projected.stride(0), layer.eps, first, rows, **sizes, ROWS=GATE_ROWS,
-            **(options | {"num_warps": 4}),
+            projected, out, layer.norm, batch.query_start, projected.stride(0), layer.eps, first, rows, count - 1, **sizes,
+            ROWS=GATE_ROWS, ANY=any_rows, **(options | {"num_warps": 4}),
         )  # fmt: skip
     return out
 
@@ -62,8 +65,8 @@ def decode_tile(layer: DeltaLayer, rows: int) -> tuple[int, int]:
     """Columns of a head, and warps, of a program of `_decode`: small ones fit beside those of the product before them, and load
     their part of the state while it ends. All of a head in one took 6.1 us where these and `_gate` take 4.4 (one row, 32 heads
     of 128, H200); of 32 rows 89 and 42."""
-    columns, warps = (32, 2) if rows <= 4 else (64, 4)
-    return (columns, warps) if layer.value_dim > columns else (layer.value_dim, 4)
+    columns = 32 if rows <= 4 else 64
+    return (columns, 2) if layer.value_dim > columns else (layer.value_dim, 4)
 
 
 @jit
@@ -84,24 +87,32 @@ def _silu(x):
 
 @jit
 def _decode(
-    projected, gates, inputs, states, positions, seq_slots, seq_lens, conv, decay, bias, norm, out, row_stride, gate_stride,
-    eps, length_eps,
+    projected, gates, inputs, states, positions, seq_slots, seq_lens, query_start, conv, decay, bias, norm, out, row_stride,
+    gate_stride, eps, length_eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ANY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a program that has some columns of a head only, what `_gate` has still to norm and to gate. What is older than this
-    step is loaded before the wait. The output, which others wait for, comes before the state: o = exp(g) S^T q + (k . q) u."""
+    step is loaded before the wait. The output, which others wait for, comes before the state: o = exp(g) S^T q + (k . q) u.
+    With ANY sequences may have any rows, and those of one are taken; none is closed here."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
     PARTS: tl.constexpr = VALUE_DIM // COLUMNS
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % VALUE_HEADS
-    row = (tl.program_id(0) // (PARTS * VALUE_HEADS)).to(tl.int64)
+    sequence = tl.program_id(0) // (PARTS * VALUE_HEADS)
+    row = sequence.to(tl.int64)
     i = tl.arange(0, KEY_DIM)
     j = part * COLUMNS + tl.arange(0, COLUMNS)
+    length = tl.load(seq_lens + sequence, cache_modifier=".cg")
+    if ANY:
+        row = tl.load(query_start + sequence, cache_modifier=".cg").to(tl.int64)
+        if (length == 0) | (tl.load(query_start + sequence + 1, cache_modifier=".cg") - row != 1):
+            if PDL:
+                gdc_wait()
+            return
     out_at = out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j
-    length = tl.load(seq_lens + row, cache_modifier=".cg")
     if length == 0:
         if PDL:
             gdc_wait()
@@ -109,7 +120,7 @@ def _decode(
         return
     # past the L1 cache: what is read before the wait may have changed since this multiprocessor read it last
     position = tl.load(positions + row, cache_modifier=".cg")
-    slot = tl.load(seq_slots + row, cache_modifier=".cg").to(tl.int64)
+    slot = tl.load(seq_slots + sequence, cache_modifier=".cg").to(tl.int64)
     state_at = states + (slot * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
     state = tl.load(state_at, (i[:, None] >= 0) & (position > 0), 0.0, cache_modifier=".cg")
     weight = tl.load(norm + j)
@@ -140,7 +151,7 @@ def _decode(
     faded = tl.exp(g)
     correction = beta * (v - faded * tl.sum(state * k[:, None], 0))
     o = faded * tl.sum(state * q[:, None], 0) + tl.sum(k * q, 0) * correction
-    if PARTS == 1:
+    if PARTS == 1 and not ANY:
         o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight * _silu(z)
     tl.store(out_at, o.to(out.dtype.element_ty))
     tl.store(state_at, state * faded + k[:, None] * correction[None, :])
@@ -168,10 +179,11 @@ def _verify(
     projected, gates, inputs, states, behind, positions, seq_slots, seq_lens, query_start, conv, decay, bias, norm, out,
     row_stride, gate_stride, eps, length_eps, count, verified,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, ANY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Where there may be drafts: the state catches up to the rows of this step, which are right or not, and stays there; then
-    these, of the first `verified` sequences. The first of several sequences of one slot does for all of them."""
+    these, of the first `verified` sequences. The first of several sequences of one slot does for all of them. With ANY those
+    of one row are verified, and none is closed here."""
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
@@ -187,8 +199,11 @@ def _verify(
     row = tl.load(query_start + sequence).to(tl.int64)
     slot = tl.load(seq_slots + sequence).to(tl.int64)
     if tl.load(seq_lens + sequence) == 0:
-        tl.store(out + row * V_WIDTH + head * VALUE_DIM + j, tl.zeros([VALUE_DIM], out.dtype.element_ty))
+        if not ANY:
+            tl.store(out + row * V_WIDTH + head * VALUE_DIM + j, tl.zeros([VALUE_DIM], out.dtype.element_ty))
         return
+    if ANY:
+        verified = sequence + (tl.load(query_start + sequence + 1) - row == 1).to(tl.int32)
     before = tl.load(seq_slots + tl.maximum(sequence, 1) - 1)
     if (sequence > 0) & (sequence < verified) & (before == slot):
         return
@@ -229,9 +244,10 @@ def _verify(
         if t >= position:
             at = row + t - position
             o = tl.sum(state * q[:, None], 0)
-            o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight
-            z = tl.load(projected + at * row_stride + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
-            tl.store(out + at * V_WIDTH + head * VALUE_DIM + j, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty))
+            if not ANY:
+                z = tl.load(projected + at * row_stride + CHANNELS + head * VALUE_DIM + j).to(tl.float32)
+                o *= tl.rsqrt(tl.sum(o * o, 0) / VALUE_DIM + eps) * weight * z * tl.sigmoid(z)
+            tl.store(out + at * V_WIDTH + head * VALUE_DIM + j, o.to(out.dtype.element_ty))
     tl.store(behind_at, position)
     for t in range(position, position + new):
         x = projected + (row + t - position) * row_stride
@@ -245,23 +261,27 @@ def _verify(
         tl.store(own + CHANNELS + VALUE_HEADS + head, tl.load(of + VALUE_HEADS + head))
 
 
-@jit(do_not_specialize=["first", "stop"])
+@jit(do_not_specialize=["first", "stop", "padded"])
 def _gate(
-    projected, out, norm, row_stride, eps, first, stop,
+    projected, out, norm, query_start, row_stride, eps, first, stop, padded,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
-    RING: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, ANY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Rows `first` to `stop`. With ANY those of sequence `padded`, which nobody has written, become zeros."""
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     head = tl.program_id(0) % VALUE_HEADS
     row = (first + tl.program_id(0) // VALUE_HEADS * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     j = tl.arange(0, VALUE_DIM)[None, :]
     there = (row < stop) & (j >= 0)
+    real = there
+    if ANY:
+        real = (row < tl.load(query_start + padded, cache_modifier=".cg")) & (j >= 0)
     at = out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + j
     weight = tl.load(norm + j)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    o = tl.load(at, there, 0.0).to(tl.float32)
+    o = tl.load(at, real, 0.0).to(tl.float32)
     o *= tl.rsqrt(tl.sum(o * o, 1) / VALUE_DIM + eps)[:, None] * weight
     z = tl.load(projected + row * row_stride + CHANNELS + head * VALUE_DIM + j, there, 0.0).to(tl.float32)
     tl.store(at, (o * z * tl.sigmoid(z)).to(out.dtype.element_ty), there)

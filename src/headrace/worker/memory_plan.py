@@ -31,7 +31,7 @@ LEAST_TOKENS, MOST_TOKENS = 1024, 4096
 LAUNCHES_WORTH = 3 * 10**11  # operations that an H200 does while a layer is launched kernel by kernel, half a millisecond
 # of the driver, for a kernel in a graph; measured on an H200: 120 graphs of 28 layers took 0.7 MiB each, of 36 layers less
 KERNEL_BYTES = 4096  # (`--log-level debug` shows what each capture took)
-LAYER_KERNELS, EXPERTS_KERNELS = 10, 8  # of one layer of a captured step, at most; more where it has experts
+LAYER_KERNELS, EXPERTS_KERNELS, DELTA_KERNELS = 10, 8, 5  # of one layer of a captured step, at most; more where it has either
 SNAPSHOT_SHARE = 4  # the part of what is left for the prefix cache that snapshots of states may take: one in so many
 DRAFT_GRAPH_ROWS = 64  # requests that a captured step of a draft model serves at most
 
@@ -76,7 +76,8 @@ def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: i
 
     That is counted twice: what a size has left there may be too small for the next one.
     """
-    kernels = (LAYER_KERNELS + EXPERTS_KERNELS * (model.experts is not None)) * (model.num_layers + 1)
+    rare = EXPERTS_KERNELS * (model.experts is not None) + DELTA_KERNELS * (model.delta is not None)
+    kernels = (LAYER_KERNELS + rare) * (model.num_layers + 1)
     return count * kernels * KERNEL_BYTES + (2 * rows * row_elements(model) + (sampled or rows) * model.vocab_size) * item
 
 

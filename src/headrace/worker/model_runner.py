@@ -96,12 +96,10 @@ class ModelRunner:
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
         context = int((numbers[POSITION] + numbers[UNVERIFIED]).max()) + 1
-        done = self.graphs.replay(numbers, context, tail, plan.num_drafts > 0)
-        self.kv.states.keep(plan.kept)
-        return self._pending(plan, done)
+        return self._pending(plan, self.graphs.replay(numbers, context, tail, plan.num_drafts > 0))
 
-    @staticmethod
-    def _pending(plan: StepPlan, done: Replayed) -> Pending:
+    def _pending(self, plan: StepPlan, done: Replayed) -> Pending:
+        self.kv.states.keep(plan.kept)
         if done.logits is None:
             return Pending(plan, None, None, sampled=DeviceOutput(done.sent))
         count = int(plan.num_sampled.sum())

@@ -3,7 +3,8 @@
 A captured step is: ends of sequences and sampled rows from numbers (kernels/prepare) -> all rows from these
 (kernels/prompt_rows) -> forward -> logits of the sampled rows -> sampler -> ids into the slots' token table. How many rows each
 sequence has is known to the device alone: all sequences go through both attention kernels, and each kernel takes its own
-(attention/triton_backend). So one graph does for all mixtures of so many tokens and sequences.
+(attention/triton_backend); so it is with the kernels of gated delta nets (kernels/delta_triton). So one graph does for all
+mixtures of so many tokens and sequences.
 
 Up to some thousands of tokens the launches, one by one, take longer than the device does. Larger steps are not captured, nor
 are those that leave more than tokens and logits behind (prompt logprobs, embeddings), nor steps with drafts.
@@ -27,6 +28,7 @@ from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, expand_rows
 from headrace.kernels.tables import Int
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.decoder import Decoder
+from headrace.model.delta_net import GatedAttention, GatedDeltaNet
 from headrace.model.experts import ExpertsMlp
 from headrace.model.forward import Forward
 from headrace.model.mixer import SelfAttention
@@ -73,8 +75,8 @@ def can_capture(forward: Forward) -> bool:
     attention = forward.attention
     if not isinstance(attention, TritonAttention) or attention.group * FEW_TOKENS > MAX_ROWS:
         return False
-    layers = forward.layers
-    return all(type(of.mixer) is SelfAttention and isinstance(of.mlp, (DenseMlp, ExpertsMlp)) for of in layers)
+    mixers = {SelfAttention, GatedAttention, GatedDeltaNet}
+    return all(type(of.mixer) in mixers and isinstance(of.mlp, (DenseMlp, ExpertsMlp)) for of in forward.layers)
 
 
 def prompt_graphs(
