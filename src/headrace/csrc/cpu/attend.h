@@ -112,19 +112,23 @@ struct LayerAttention {
   void pack_queries(AttentionPlan::Block block, int kv_head, AttentionScratch& scratch) const {
     const int group = shape.group();
     const int count = block.rows * group;
+    const int dim = shape.head_dim;
+    const int words = PAIRED<F> ? dim / 2 : dim;  // of a query
+    float* made = scratch.part_values.data();     // [queries][words]; nobody needs it yet
     for (int q = 0; q < count; q++) {
       const Query& query = queries[block.first + q / group];
       make_head(qkv + query.row * qkv_stride, shape.num_heads, kv_head * group + q % group, q_norm, query.position, scratch);
       float* x = scratch.turned.data();
-      for (int d = 0; d < shape.head_dim; d++) x[d] *= scale;
-      float* out = scratch.packed.data() + q;
+      for (int d = 0; d < dim; d++) x[d] *= scale;
       if constexpr (PAIRED<F>) {
-        uint16_t* pairs = reinterpret_cast<uint16_t*>(scratch.head.data());
-        for (int d = 0; d < shape.head_dim; d += LANES) store_bf16(pairs + d, load(x + d));
-        for (int i = 0; i < shape.head_dim / 2; i++) std::memcpy(out + i * count, pairs + 2 * i, sizeof(float));
+        for (int d = 0; d < dim; d += LANES) store_bf16(reinterpret_cast<uint16_t*>(made + q * words) + d, load(x + d));
       } else {
-        for (int d = 0; d < shape.head_dim; d++) out[d * count] = x[d];
+        std::memcpy(made + q * words, x, dim * sizeof(float));
       }
+    }
+    float* out = scratch.packed.data();
+    for (int i = 0; i < words; i++) {  // in the order of the lines that it writes: many stores far apart wait for each other
+      for (int q = 0; q < count; q++) std::memcpy(out++, made + q * words + i, sizeof(float));
     }
   }
 
