@@ -1,12 +1,12 @@
 """A server's start and its first minute: when it is ready, and whether any step then takes far longer than its like.
 
-    python benchmarks/first_minute.py MODEL [--limit 5] [--seconds 60] [--empty] [-- OPTIONS OF headrace serve]
+    python benchmarks/first_minute.py MODEL [--limit 5] [--seconds 60] [--empty] [--out JSON] [-- OPTIONS OF headrace serve]
 
 Starts `headrace serve MODEL` with a trace, prints what /ready says and when, and from the moment that it is ready puts load on
-it: one stream, 64 at once, one stream again, prompts of many lengths. A step's kind is how many sequences or, with prompts, how
-many tokens it has, up to a power of two. The loop waits in a step for the one before: counted are steps that follow their
-like, and kinds of eight or more. --empty: with caches of compiled kernels that are empty, as on a fresh machine. Exits 1 if a
-step took more than --limit times the median of its kind.
+it, over and over: one stream, 64 at once, one stream again, prompts of many lengths. A step's kind is how many sequences or,
+with prompts, how many tokens it has, up to a power of two. The loop waits in a step for the one before: counted are steps that
+follow their like, and kinds of eight or more. --empty: with caches of compiled kernels that are empty, as on a fresh machine.
+Exits 1 if a step took more than --limit times the median of its kind.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 HEADRACE = [sys.executable, "-m", "headrace.cli"]
@@ -87,7 +88,7 @@ def wait_ready(url: str, server: subprocess.Popen, began: float) -> float:
 
 
 def load(url: str, until: float) -> None:
-    for streams, count in LOADS:
+    for streams, count in cycle(LOADS):
         left = until - time.monotonic()
         if left <= 0:
             return
@@ -135,6 +136,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--empty", action="store_true")
+    parser.add_argument("--out", type=Path)
     given, options = options_behind()
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as home:
@@ -144,16 +146,21 @@ def main() -> int:
             load(f"http://127.0.0.1:{server.port}", time.monotonic() + args.seconds)
         kinds = by_kind(trace, args.seconds + server.ready_after)
     print(f"ready after {server.ready_after:.2f} s")
-    worst = 0.0
+    worst, found = 0.0, []
     for kind, steps in sorted(kinds.items()):
         if len(steps) >= FEWEST:
             median, longest = statistics.median(step.milliseconds for step in steps), max(steps, key=lambda s: s.milliseconds)
             share = longest.milliseconds / median
             worst = max(worst, share)
+            figures = {"median_ms": median, "longest_ms": longest.milliseconds, "longest_over_median": share}
+            found.append({"kind": kind, "steps": len(steps), **{name: round(value, 3) for name, value in figures.items()}})
             where = f"at {longest.at - server.ready_after:.2f} s:{longest.parts}" if share > args.limit else ""
             told = f"{len(steps):6} steps, median {median:8.2f} ms, longest {longest.milliseconds:8.2f} ms = {share:5.1f} x"
             print(f"{kind:>26}: {told} {where}")
     print(f"the longest step is {worst:.1f} x the median of its kind")
+    if args.out:
+        result = {"model": args.model, "ready_s": round(server.ready_after, 2), "seconds": args.seconds, "kinds": found}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     return int(worst > args.limit or not kinds)
 
 

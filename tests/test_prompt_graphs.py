@@ -170,7 +170,7 @@ def test_what_is_captured_before_the_first_request_does_for_all(most, longest, t
     while graphs.capture_next():
         pass
     graphs.replay(plan, tail)
-    assert graphs.replayed[-1] == fits or len(graphs._graphs) == graphs.max_graphs
+    assert graphs.replayed[-1] == fits, "those that are only likely leave room for one that was missed"
     assert len(graphs._graphs) <= graphs.max_graphs
 
 

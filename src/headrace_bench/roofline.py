@@ -195,14 +195,13 @@ class Limits:
         return max(flops / self.machine.flops, read) / self.cards + self.sum_seconds(rows)
 
     def mixed_seconds(self, decodes: int, context_tokens: int, length: int) -> float:
-        """One step of `decodes` sequences with `context_tokens` tokens in all and of a new prompt. All rows share what is read
-        of the weights; the head computes those that are sampled."""
+        """One step of `decodes` sequences with `context_tokens` tokens in all and of a new prompt: what it reads or what it
+        computes, whichever takes longer. All rows share what is read of the weights; the head computes those that sample."""
         rows, machine = decodes + length, self.machine
-        products = 2 * self.parameters.of_row * rows + 2 * self.head * (decodes + 1)
-        weights = max(self.weight_bytes(rows) / machine.bandwidth, products / machine.flops) / self.cards
-        attention = 2 * length**2 * self.model.q_size * self.model.num_layers / self.cards / machine.flops
-        cache = context_tokens * self.kv_bytes * self.kv_part / machine.bandwidth
-        return weights + attention + cache + self.sum_seconds(rows)
+        operations = 2 * self.parameters.of_row * rows + 2 * self.head * (decodes + 1)
+        operations += 2 * length**2 * self.model.q_size * self.model.num_layers
+        read = self.weight_bytes(rows) / self.cards + context_tokens * self.kv_bytes * self.kv_part
+        return max(read / machine.bandwidth, operations / self.cards / machine.flops) + self.sum_seconds(rows)
 
     def offline(self, inputs: list[int], outputs: list[int]) -> float:
         """All prompts at once, every step with all that still run."""

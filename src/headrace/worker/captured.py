@@ -96,6 +96,8 @@ class StepGraphs(ABC, Generic[K]):
     Steps run one after the other: kinds that are given one `pool` compute in the same memory.
     """
 
+    spare = 0  # places for steps that were missed, which those that are only likely do not take
+
     def __init__(self, state: BatchState, mailbox: Mailbox, max_graphs: int, pool: Pool | None = None):
         self.state, self._mailbox, self.max_graphs = state, mailbox, max_graphs
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -159,9 +161,9 @@ class StepGraphs(ABC, Generic[K]):
 
     def next_planned(self) -> K | None:
         """A graph that is likely to be needed and is not there; None if there is none left, or no room."""
-        while self._todo and len(self._graphs) < self.max_graphs:
+        while self._todo and (room := self.max_graphs - len(self._graphs)) > 0:
             key = self._todo.pop(0)
-            if key not in self._graphs:
+            if key not in self._graphs and (room > self.spare or key in self._missed):
                 return key
         return None
 

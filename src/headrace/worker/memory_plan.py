@@ -26,7 +26,7 @@ from headrace.worker.batch_state import BatchState
 logger = logging.getLogger(__name__)
 GIB = 1 << 30
 MAX_GRAPHS = 256  # captured decode steps that are kept; a draft model has half as many of its own
-MAX_PROMPT_GRAPHS = 96  # captured steps with prompts, of up to `captured_tokens`
+MAX_PROMPT_GRAPHS = 128  # captured steps with prompts, of up to `captured_tokens`
 LEAST_TOKENS, MOST_TOKENS = 1024, 4096
 LAUNCHES_WORTH = 3 * 10**11  # operations that an H200 does while a layer is launched kernel by kernel, half a millisecond
 # of the driver, for a kernel in a graph; measured on an H200: 120 graphs of 28 layers took 0.7 MiB each, of 36 layers less

@@ -94,6 +94,8 @@ def prompt_graphs(
 class PromptGraphs(StepGraphs[PromptKey]):
     """See StepGraphs. `decoder`: one that can be captured; `max_tokens`: of a step."""
 
+    spare = 16
+
     def __init__(
         self, decoder: Decoder, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int, max_tokens: int,
         max_graphs: int = MAX_PROMPT_GRAPHS, pool: Pool | None = None,
@@ -143,7 +145,8 @@ class PromptGraphs(StepGraphs[PromptKey]):
             key = self.key_for(*shape, Tail.FILTERED)
             if key not in self._graphs and len(self._graphs) < self.max_graphs:
                 self.capture(key)
-        for of in ((few, False), (many, True), (few, True)):
+        some = min(most, FEW_SEQS[-1] - 1)
+        for of in ((few, False), (some, True), (many, True), (few, True)):
             self._todo += [self.key_for(s, *of, 1, Tail.FILTERED) for s in reversed(sizes)]
         self._todo += [self.key_for(s, few, False, 1, tail) for tail in (Tail.GREEDY, Tail.RANDOM) for s in rounded]
         self._prepared = time.monotonic()
