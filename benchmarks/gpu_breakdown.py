@@ -1,6 +1,6 @@
 """What each kernel of a captured step adds to it.
 
-    python benchmarks/gpu_breakdown.py [--steps 4b:8,4b:32,8b:256] [--prefill 8b,gemma2-2b] [--json FILE]
+    python benchmarks/gpu_breakdown.py [--steps 4b:8,4b:32,8b:256] [--prefill 8b,gemma2_2b] [--json FILE]
 
 Random weights; a step is replayed under the profiler. Kernels overlap (programmatic dependent launch), so each is told by what
 it adds: from the latest end before it to its own. `alone` is from its own start, `early` how long before that end it started.
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import gpu_decode
 from gpu_decode import (
     BF16,
     BLOCK,
@@ -40,23 +39,7 @@ from gpu_decode import (
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.model.batch import ForwardBatch
-from headrace.model.config import ModelConfig
-from headrace.model.decoder_weights import DecoderWeights
 from headrace_bench.roofline import measure_limits
-
-GEMMA = replace(
-    gpu_decode.other(2304, 26, 8, 4, 256, 9216, 256000, False), family="gemma2", norm_place="sandwich", activation="gelu_tanh",
-    attn_softcap=50.0, logit_softcap=30.0, windows=tuple(4096 * (layer % 2 == 0) for layer in range(26)), attn_scale=256**-0.5,
-)  # fmt: skip
-PROMPTS = MODELS | {"gemma2-2b": GEMMA}
-
-
-def weights_of(name: str, config: ModelConfig) -> DecoderWeights:
-    weights = random_weights(config, name in TIED or config is not MODELS.get(name), DEVICE)
-    if config.norm_place == "sandwich":
-        for layer in weights.layers:
-            layer.post_attn_norm, layer.post_mlp_norm = layer.input_norm, layer.mlp_norm
-    return weights
 
 
 def prompt_batch(tokens: int) -> ForwardBatch:
@@ -131,7 +114,7 @@ def show(title: str, graph: torch.cuda.CUDAGraph, layers: int, results: list[dic
 
 def decode(name: str, rows: int, context: int, layers: int | None, gbs: float, results: list[dict], path: str) -> None:
     config = MODELS[name] if layers is None else replace(MODELS[name], num_layers=layers)
-    weights = weights_of(name, config)
+    weights = random_weights(config, name in TIED, DEVICE)
     blocks = rows * -(-context // BLOCK)
     kv = Cache(config, blocks + 8, DEVICE)
     batch = Input(config, rows, context, blocks, DEVICE).batch([context] * rows)
@@ -151,9 +134,9 @@ def prefill(name: str, tokens: int, layers: int | None, results: list[dict]) -> 
     from headrace.attention.select import select_attention
     from headrace.model.decoder import Decoder
 
-    config = PROMPTS[name] if layers is None else replace(PROMPTS[name], num_layers=layers)
+    config = MODELS[name] if layers is None else replace(MODELS[name], num_layers=layers)
     attention, why = select_attention("auto", config, DEVICE, BF16)
-    decoder = Decoder(config, weights_of(name, config), attention, max_model_len=tokens)
+    decoder = Decoder(config, random_weights(config, name in TIED, DEVICE), attention, max_model_len=tokens)
     kv, batch = Cache(config, tokens // BLOCK, DEVICE), prompt_batch(tokens)
     with torch.inference_mode():
         graph, _ = capture(lambda: decoder.forward(batch, kv))
@@ -164,7 +147,7 @@ def prefill(name: str, tokens: int, layers: int | None, results: list[dict]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", default="4b:8,4b:32,4b:64,llama1b:8,llama1b:32,0.6b:8,0.6b:32,8b:256")
-    parser.add_argument("--prefill", default="8b,gemma2-2b")
+    parser.add_argument("--prefill", default="8b,gemma2_2b")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--layers", type=int)

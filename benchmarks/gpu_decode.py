@@ -3,12 +3,12 @@
     python benchmarks/gpu_decode.py [--models 0.6b,8b,8b-fp8,8b-int8,8b-int4,llama1b] [--batches 1,2,4,8,16,32,64]
         [--contexts 384,1024] [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32] [--ranks 2]
 
-Random weights and cache of the shape of a Qwen3, Llama 3 or Qwen2.5, bfloat16 or, but for the head, narrow; CUDA-graph
-replays. The paths: `cublas` is Decoder; FastDecode runs with GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and `ahead` with
-all weights loaded before the wait where they fit), wide GEMMs only (`wide`, and `two` with attention in two kernels), and with
-the table in use (`table`): the shipped one or the defaults, what --tune found, or DIR/<card>-<model>.json. The limit of a
-step is (weights + keys and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool of processes
-ahead of their use (--compile-only does just that, without a card, into Triton's cache).
+Random weights and cache of the shape of a Qwen3, Llama 3, Qwen2.5, Mistral or Gemma-2, bfloat16 or, but for the head, narrow;
+CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and
+`ahead` with all weights loaded before the wait where they fit), wide GEMMs only (`wide`, and `two` with attention in two
+kernels), and with the table in use (`table`): the shipped one or the defaults, what --tune found, or DIR/<card>-<model>.json.
+The limit of a step is (weights + keys and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool
+of processes ahead of their use (--compile-only does just that, without a card, into Triton's cache).
 
 --ranks N: the part of one of N ranks, on one card; timed with its all-reduces (`echo_group.py`), checked without.
 """
@@ -78,9 +78,14 @@ MODELS |= {
     "1.7b": qwen3(2048, 28, 16, 6144), "4b": qwen3(2560, 36, 32, 9728),
     "llama1b": other(2048, 16, 32, 8, 64, 8192, 128256, False), "llama8b": other(4096, 32, 32, 8, 128, 14336, 128256, False),
     "qwen2.5_7b": other(3584, 28, 28, 4, 128, 18944, 152064, True),
+    "mistral7b": other(4096, 32, 32, 8, 128, 14336, 32768, False),
+    "gemma2_2b": replace(
+        other(2304, 26, 8, 4, 256, 9216, 256000, False), family="gemma2", norm_place="sandwich", activation="gelu_tanh",
+        attn_softcap=50.0, logit_softcap=30.0, windows=tuple(4096 * (layer % 2 == 0) for layer in range(26)),
+    ),
 }  # fmt: skip
 MODELS |= {f"{name}-{kind}": config for name, config in MODELS.items() for kind in ("fp8", "int8", "int4")}
-TIED = {name for name in MODELS if name.startswith(("0.6b", "1.7b", "4b", "llama1b"))}
+TIED = {name for name in MODELS if name.startswith(("0.6b", "1.7b", "4b", "llama1b", "gemma2"))}
 
 
 def kinds(name: str) -> Kinds:
@@ -126,13 +131,14 @@ def random_weights(
     def norm(width: int) -> Tensor:
         return draw(width, mean=1.0, std=0.1)
 
-    normed = config.qk_norm == "head"
+    normed, sandwich = config.qk_norm == "head", config.norm_place == "sandwich"
 
     def layer() -> LayerWeights:
         return LayerWeights(
             qkv=matrix(q + 2 * kv, hidden), o=matrix(hidden, q), gate_up=matrix(2 * inner, hidden), down=matrix(hidden, inner),
             input_norm=norm(hidden), mlp_norm=norm(hidden), qkv_bias=draw(q + 2 * kv) if config.qkv_bias else None,
             q_norm=norm(config.head_dim) if normed else None, k_norm=norm(config.head_dim) if normed else None,
+            post_attn_norm=norm(hidden) if sandwich else None, post_mlp_norm=norm(hidden) if sandwich else None,
         )  # fmt: skip
 
     layers = [layer() for _ in range(config.num_layers)]
@@ -218,13 +224,19 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
                 old_k, old_v = (c[index][table].flatten(0, 1)[: n - 1].float() for c in (cache.k, cache.v))
                 all_k, all_v = torch.cat((old_k, k[b : b + 1])), torch.cat((old_v, v[b : b + 1]))
                 scores = torch.einsum("kgd,tkd->kgt", q[b].view(kv_heads, -1, dim), all_k) * config.attn_scale
+                scores = capped(scores, config.attn_softcap)
                 out[b] = torch.einsum("kgt,tkd->kgd", scores.softmax(-1), all_v).reshape(heads, dim)
-        hidden = hidden + F.linear(out.flatten(1), dequantized(layer.o, torch.float32))
+        hidden = hidden + rms(F.linear(out.flatten(1), dequantized(layer.o, torch.float32)), layer.post_attn_norm)
         gate, up = F.linear(rms(hidden, layer.mlp_norm), dequantized(layer.gate_up, torch.float32)).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, dequantized(layer.down, torch.float32))
+        gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+        hidden = hidden + rms(F.linear(gate * up, dequantized(layer.down, torch.float32)), layer.post_mlp_norm)
     final = rms(hidden, weights.final_norm)
     logits = torch.cat([F.linear(final, part.float()) for part in weights.lm_head.data.split(32768)], -1)
-    return logits, keys
+    return capped(logits, config.logit_softcap), keys
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 # ------------------------------------------------------------------------------------------------ paths

@@ -32,6 +32,10 @@ CONFIGS = {
     "other activation, offset, partial rotation": replace(
         PLAIN, activation="gelu_tanh", norm_offset=1.0, rope=RopeConfig(1e4, 8), logit_softcap=4.0, num_kv_heads=4
     ),
+    "gemma": replace(
+        PLAIN, family="gemma3_text", norm_place="sandwich", norm_offset=1.0, qk_norm="head", activation="gelu_tanh", attn_softcap=5.0, logit_softcap=4.0,
+        windows=(20, 0), rope_local=RopeConfig(1e3, 16), residual_scale=0.7, o_bias=True,
+    ),
     "experts in one layer": replace(
         PLAIN, residual_scale=0.5, norm_offset=1.0,
         experts=ExpertsConfig(6, 2, 24, renormalize=True, correction=True, router_bias=True, biases=True, layers=(True, False)),
@@ -86,6 +90,8 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
             qkv=Weight(draw(q + 2 * kv + (q if config.attn_gate else 0), hidden)), o=Weight(draw(hidden, q)), gate_up=Weight(draw(2 * inner, hidden)),
             down=Weight(draw(hidden, inner)),
             input_norm=norm(hidden), mlp_norm=norm(hidden),
+            post_attn_norm=norm(hidden) if config.norm_place == "sandwich" else None,
+            post_mlp_norm=norm(hidden) if config.norm_place == "sandwich" else None,
             q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
             qkv_bias=draw(q + 2 * kv, scale=0.1) if config.qkv_bias else None,

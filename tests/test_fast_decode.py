@@ -72,7 +72,7 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("name", "table"),
-    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("delta net", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed"),
+    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("gemma", "gemv"), ("delta net", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed"),
      ("qwen2, window in one layer", "short")],
 )
 def test_equals_the_decoder(name: str, table: str) -> None:
@@ -271,10 +271,12 @@ def test_who_has_a_copy_engine(monkeypatch, card, dtype, change, expected) -> No
 
 
 def test_what_is_not_supported() -> None:
-    for change in ({"norm_place": "post"}, {"norm_place": "sandwich"}, {"qk_norm": "full"}, {"mlp_bias": True}):
+    for change in ({"norm_place": "post"}, {"qk_norm": "full"}, {"mlp_bias": True}):
         assert not FastDecode.supports(replace(PLAIN, **change))
+    assert not FastDecode.supports(CONFIGS["gemma"], alone=False)
     experts = ExpertsConfig(6, 2, 24)
     assert FastDecode.supports(replace(PLAIN, experts=experts))
+    assert not FastDecode.supports(replace(CONFIGS["gemma"], experts=experts))
     for beside in ({"shared_inner": 16}, {"held": 3}):
         assert not FastDecode.supports(replace(PLAIN, experts=replace(experts, **beside)))
     assert not FastDecode.supports(replace(CONFIGS["delta net"], delta=DeltaConfig(2, 4, 24, 16, 4, (True, False))))

@@ -140,7 +140,10 @@ def test_keys_and_values_that_are_made_and_that_are_not_are_the_same() -> None:
 
 
 @pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
-@pytest.mark.parametrize(("name", "table"), [("granite", "gemm"), ("qwen2, window in one layer", "gemv"), ("delta net", "gemv")])
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("granite", "gemm"), ("gemma", "gemm"), ("qwen2, window in one layer", "gemv"), ("delta net", "gemv")],
+)
 def test_the_fused_step_adds_what_the_decoder_does(name: str, table: str) -> None:
     config, rows = CONFIGS[name], min(3, max(TABLES[table]))
     weights, pool = random_weights(config), AdapterPool(config, WHOLE, 2, 8, 64, torch.float32, CPU)

@@ -131,7 +131,7 @@ def make_decoder(
     from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder, usual_kinds
     from headrace.fast_decode.tiles import load_tiles
 
-    if not FastDecode.supports(model, dtype):
+    if not FastDecode.supports(model, dtype, alone=group is None):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)
         return plain(decode_rows=decode_rows)
     space = None if group is None else group.push_space(1, model.hidden_size, dtype)

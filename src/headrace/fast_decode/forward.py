@@ -5,8 +5,8 @@
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
 kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
 of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py), a gated delta net
-that of attention (delta.py). Nothing is read by the host, so a step can be captured in a CUDA graph. Other steps run through
-`Decoder`.
+that of attention (delta.py); where what is added is normed, a kernel does that (join_normed.py). Nothing is read by the host,
+so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.tiles import (
@@ -121,18 +122,20 @@ class FastDecode:
         inner_norms = [w for layer in weights.layers for w in (layer.input_norm, layer.mlp_norm) if w is not None]
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
         assert len(self.norms) == 2 * config.num_layers + 1
+        self.posts = [(layer.post_attn_norm, layer.post_mlp_norm) for layer in weights.layers]
         self._allocate(dtype, logits_dtype, device, length)
         self.ranks = None if group is None else self._rank_parts(group, dtype, device)
 
     @staticmethod
-    def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> bool:
-        """Whether this path can run the model: pre-norm families with per-head or no qk-norm, no bias in the MLP, nothing rare
-        but experts (see experts.py), gated delta nets and sinks.
+    def supports(config: ModelConfig, dtype: torch.dtype = torch.bfloat16, alone: bool = True) -> bool:
+        """Whether this path can run the model, or not `alone` a rank's part of it: norms before each part, of one rank without
+        experts also behind it, per-head or no qk-norm, no bias in the MLP, nothing rare but experts (see experts.py), gated
+        delta nets and sinks.
 
         Not float16: x * norm weight is stored before it is divided by the norm, and may exceed 65504.
         """
         return (
-            config.norm_place == "pre"
+            (config.norm_place == "pre" or (config.norm_place == "sandwich" and config.experts is None and alone))
             and config.qk_norm in ("none", "head")
             and not config.mlp_bias
             and set(rare_parts(config)) <= {"a mixture of experts", "gated delta nets", "attention sinks"}
@@ -159,6 +162,8 @@ class FastDecode:
         self.sumsq_o, self.sumsq_down = (empty(rows * column_tiles, dtype=f32) for _ in range(2))
         slabs = max(num_splits(step.qkv) for _, step in steps)
         self.qkv = empty(slabs * rows * max(layer.qkv.shape[0] for layer in self.weights.layers), dtype=f32)
+        parts = 0 if config.norm_place == "pre" else max(num_splits(tile) for _, tile in residuals)
+        self.parts = empty(parts * rows * hidden, dtype=f32)  # of a product whose sum is normed
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
@@ -247,7 +252,7 @@ class FastDecode:
             if hook is not None:
                 hook(index, total, batch)
             step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]
-            sumsq_o = self._squares(self.sumsq_o, rows, step.o)
+            sumsq_o, post = self._squares(self.sumsq_o, rows, step.o), self.posts[index]
             buffer = qkv_buffer if delta is None else narrow_qkv
             qkv = self._project(normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias)
             if adapters is not None:
@@ -256,10 +261,9 @@ class FastDecode:
                 self._attend(qkv, batch, kv, index, layer, splits, attention)
             else:
                 attended = delta(qkv[0], normed, sumsq_down if self.ranks is None else None, batch, kv, adapters)
-            if adapters is not None:  # the residual grows before the product's kernel, which takes its squares, adds to it
-                adapters.add_to(f"layers.{index}.o", total, attended, scale=config.residual_scale)
             after, following = norms[2 * index + 1 : 2 * index + 3]
-            self._add(attended, layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias)
+            name = f"layers.{index}.o"
+            sumsq_o = self._add(attended, layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias, post[0], name, adapters)
             if config.experts is not None and config.experts.at(index):
                 offset = weights.norm_offset
                 sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset)
@@ -269,9 +273,10 @@ class FastDecode:
                 glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=config.activation)
             else:
                 inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
-                adapters.add_to(f"layers.{index}.down", total, inner, scale=config.residual_scale)
-            sumsq_down = self._squares(self.sumsq_down, rows, step.down)
-            self._add(inner, layer.down, total, normed, sumsq_down, following, step.down, layer.down_bias)
+            squares, name = self._squares(self.sumsq_down, rows, step.down), f"layers.{index}.down"
+            sumsq_down = self._add(
+                inner, layer.down, total, normed, squares, following, step.down, layer.down_bias, post[1], name, adapters
+            )  # fmt: skip
         return self._project(
             normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
@@ -292,20 +297,32 @@ class FastDecode:
 
     def _add(
         self, x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq: Tensor, norm: Tensor, tile: Tile,
-        bias: Tensor | None,
-    ) -> None:  # fmt: skip
-        """The product joins the residual, `total`; `normed`, and of one rank `sumsq`, are what the next product needs of it."""
-        scale = self.config.residual_scale
+        bias: Tensor | None, post: Tensor | None, name: str, adapters: Adds | None,
+    ) -> Tensor:  # fmt: skip
+        """The product `name`, normed by `post` if there is one, joins the residual, `total`; `normed`, and of one rank the sums
+        of squares that are returned (in `sumsq`), are what the next product needs of it."""
+        scale, offset = self.config.residual_scale, self.weights.norm_offset
+        if post is not None:
+            parts, sumsq = self._project(x, weight, self.parts, tile, None, bias), sumsq.view(-1)[: len(x), None]
+            if adapters is not None:
+                adapters.add_to(name, parts[0], x)
+            join_normed(
+                parts, post, total, normed, sumsq, norm, eps=self.config.norm_eps, scale=scale, norm_offset=offset
+            )  # fmt: skip
+            return sumsq
+        if adapters is not None:  # the residual grows before the product's kernel, which takes its squares, adds to it
+            adapters.add_to(name, total, x, scale=scale)
         if self.ranks is None:
-            offset = self.weights.norm_offset
             residual(x, weight, total, normed, sumsq, norm, tile, self.space, norm_offset=offset, scale=scale, bias=bias)
         else:
             self.ranks.residual(x, weight, total, normed, norm, tile, scale=scale, bias=bias)
+        return sumsq
 
     def _project(
-        self, x: Tensor, weight: Weight, buffer: Tensor, tile: Tile, sumsq: Tensor, bias: Tensor | None, **options: float
-    ) -> Tensor:
-        """RMSNorm(residual) @ weight.T as [splits, rows, columns] in `buffer`."""
+        self, x: Tensor, weight: Weight, buffer: Tensor, tile: Tile, sumsq: Tensor | None, bias: Tensor | None,
+        **options: float,
+    ) -> Tensor:  # fmt: skip
+        """RMSNorm(residual), or without `sumsq` x itself, @ weight.T as [splits, rows, columns] in `buffer`."""
         rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)
         out = buffer.view(-1)[: splits * rows * columns].view(splits, rows, columns)
         squares = sumsq if self.ranks is None else None  # several ranks' x is normed already
