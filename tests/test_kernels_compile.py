@@ -65,7 +65,7 @@ def test_kernels_of_ranks_compile(compiled):
 @pytest.mark.parametrize("capability", [80, 90])
 def test_fused_decode_compiles(compiled, capability: int) -> None:
     kernels = [kernel for kernel in of(compiled[capability], "decode of") if "ranks" not in kernel["case"]]
-    names = {"_embed_residual_kernel", "_gemv_kernel", "_skinny_kernel", "_decode_attention_kernel"}
+    names = {"_embed_residual_kernel", "_gemv_kernel", "_skinny_kernel", "_decode_attention_kernel", "_few_attention_kernel"}
     names |= {"_wide_kernel", "_qkv_rope_write", "_split_attention"} if capability == 90 else set()
     assert {kernel["kernel"] for kernel in kernels} == names
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[capability]
