@@ -43,14 +43,16 @@ def run_prompts(
     precise = projected.dtype == torch.float32
     made = mixed, w, within, total
     # Float32 needs more registers than there are. The less is spilled the better: of eight warps and heads of 16 ptxas 12.8
-    # made code that took the stack pointer for a place in shared memory (tests/compile_kernels.py looks for that).
+    # made code that took the stack pointer for a place in shared memory (tests/compile_kernels.py looks for that). In bfloat16
+    # the products of four warps are wrong from row 16 on where heads are of 16 and 32 (H200, Triton 3.6), those of two right.
+    warps = (8 if layer.key_dim > 64 else 4) if precise else 4 if min(layer.key_dim, layer.value_dim) >= 64 else 2
     _mix[(chunks.shape[0] * (2 * layer.key_heads + heads) * (CHUNK // MIX_ROWS),)](
         projected, kept.inputs, chunks, layer.conv, mixed, projected.stride(0), LENGTH_EPS, **sizes, CHUNK=CHUNK, ROWS=MIX_ROWS,
         num_warps=4,
     )  # fmt: skip
     _chunks[(chunks.shape[0] * heads,)](
         gates, chunks, layer.decay, layer.bias, *made, gates.stride(0), **sizes, CHUNK=CHUNK, PRECISE=precise,
-        num_warps=8 if precise and layer.key_dim > 64 else 4,
+        num_warps=warps,
     )  # fmt: skip
     columns = min(STATE_COLUMNS, layer.value_dim)
     sequences = batch.seq_slots.shape[0] - first
