@@ -111,6 +111,7 @@ class FastDecode:
         if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")
         self.config, self.weights, self.max_rows = config, weights, max_rows
+        self.depth: int | None = None  # layers that are run; None: all
         self.embed_scale = torch.tensor(config.embed_scale, dtype=dtype).item()  # as Decoder rounds it
         length = max_model_len or config.max_position
         self.layer_rope = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -248,7 +249,7 @@ class FastDecode:
         narrow_qkv = self.qkv.view(normed.dtype)
         qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else self.qkv
         self._embed(batch.token_ids, total, normed, sumsq_down)
-        for index, layer in enumerate(weights.layers):
+        for index, layer in enumerate(weights.layers[: self.depth]):
             if hook is not None:
                 hook(index, total, batch)
             step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]

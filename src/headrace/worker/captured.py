@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from headrace.kernels.prepare import Rows
 from headrace.worker.batch_state import BatchState
 from headrace.worker.sampling import Tail
+from headrace.worker.trial import in_short
 
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE as Pool
@@ -96,6 +97,7 @@ class StepGraphs(ABC, Generic[K]):
     Steps run one after the other: kinds that are given one `pool` compute in the same memory.
     """
 
+    decoder: Any = None  # what runs the layers
     spare = 0  # places for steps that were missed, which those that are only likely do not take
 
     def __init__(self, state: BatchState, mailbox: Mailbox, max_graphs: int, pool: Pool | None = None):
@@ -191,7 +193,8 @@ class StepGraphs(ABC, Generic[K]):
             try:
                 padding = self._padding(key)
                 self._mailbox.post(padding, padding.shape[1], self.state.dummy_slot)
-                self._step(key)  # padded rows only: compiles and loads what is not there yet
+                with in_short(self.decoder):
+                    self._step(key)  # padded rows only: compiles and loads what is not there yet
             except BaseException:
                 self._mailbox.resume()
                 raise

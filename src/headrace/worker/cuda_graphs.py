@@ -72,6 +72,7 @@ class DecodeGraphs(StepGraphs[Key]):
     ):  # fmt: skip
         self.max_num_seqs, self.max_draft_rows = max_num_seqs, max_draft_rows
         self.forward, self.kv, self.part = forward, kv, part
+        self.decoder = getattr(forward, "__self__", None)
         # of one request's drafts there may be more rows than requests
         self.sizes = graph_sizes(max(max_num_seqs, max_draft_rows))
         self.few_buckets, self.buckets = (context_buckets(first, max_model_len) for first in (FEW_CONTEXTS, CONTEXTS))

@@ -100,7 +100,8 @@ class PromptGraphs(StepGraphs[PromptKey]):
         self, decoder: Decoder, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int, max_tokens: int,
         max_graphs: int = MAX_PROMPT_GRAPHS, pool: Pool | None = None,
     ):  # fmt: skip
-        self.decoder, self.kv = decoder, kv
+        self.decoder: Decoder = decoder
+        self.kv = kv
         self.sizes, self.seq_sizes = token_sizes(max_tokens), seq_sizes(max_num_seqs)
         self.buckets = context_buckets(CONTEXTS, max_model_len)
         device, seqs = state.device, self.seq_sizes[-1]
