@@ -17,7 +17,7 @@ from headrace.cache.state_pool import StatePool
 from headrace.fast_decode import forward as fast_decode
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine
+from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine, most_rows
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import (
@@ -274,6 +274,7 @@ def test_what_is_not_supported() -> None:
     for change in ({"norm_place": "post"}, {"qk_norm": "full"}, {"mlp_bias": True}):
         assert not FastDecode.supports(replace(PLAIN, **change))
     assert not FastDecode.supports(CONFIGS["gemma"], alone=False)
+    assert most_rows(CONFIGS["gemma"]) < most_rows(PLAIN)
     experts = ExpertsConfig(6, 2, 24)
     assert FastDecode.supports(replace(PLAIN, experts=experts))
     assert not FastDecode.supports(replace(CONFIGS["gemma"], experts=experts))

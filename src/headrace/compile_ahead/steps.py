@@ -19,7 +19,7 @@ from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
 from headrace.cache.state_pool import StatePool
 from headrace.compile_ahead.weights import META
-from headrace.fast_decode.forward import MAX_ROWS, FastDecode, usual_kinds
+from headrace.fast_decode.forward import FastDecode, most_rows, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import max_tokens
@@ -105,7 +105,7 @@ class Stage:
             return None
         kinds = usual_kinds(played.weights)
         tiles = load_tiles(model, played.card, kinds) if self.dtype == torch.bfloat16 else None
-        rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
+        rows = min(limits.max_decode_rows, most_rows(model) if tiles is None else max(tiles))
         return FastDecode(
             model, played.weights, rows, META, tiles, max_model_len=limits.max_model_len, logits_dtype=self.dtype
         )  # fmt: skip

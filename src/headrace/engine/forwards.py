@@ -128,7 +128,7 @@ def make_decoder(
     plain = partial(Decoder, model, weights, attention, max_model_len=limits.max_model_len, group=group, make=make)
     if device.type != "cuda" or config.enforce_eager:
         return plain()
-    from headrace.fast_decode.forward import MAX_ROWS, FastDecode, FastDecoder, usual_kinds
+    from headrace.fast_decode.forward import FastDecode, FastDecoder, most_rows, usual_kinds
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype, alone=group is None):
@@ -141,7 +141,7 @@ def make_decoder(
     # bfloat16 is what they were searched in
     name = torch.cuda.get_device_name(device)
     tiles = load_tiles(model, name, usual_kinds(weights)) if dtype == torch.bfloat16 else None
-    rows = min(limits.max_decode_rows, MAX_ROWS if tiles is None else max(tiles))
+    rows = min(limits.max_decode_rows, most_rows(model) if tiles is None else max(tiles))
     rows = rows if space is None else min(rows, space.max_rows)
     fast = FastDecode(
         model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype, group=group

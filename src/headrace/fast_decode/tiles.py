@@ -147,12 +147,10 @@ def attention_tile(config: ModelConfig, rows: int, copy_engine: bool) -> Attenti
     """Two warps keep a tile of keys and values in registers where heads are small and numbers have two bytes (measured so)."""
     if rows <= SHORT_ROWS:
         return AttentionTile(early=True)
-    early = rows <= EARLY_ROWS
-    if copy_engine and config.head_dim > 128:  # several programs to a multiprocessor
-        return AttentionTile(block_n=32, num_stages=2, early=early, heads_first=True, touch=1)
-    if copy_engine and config.num_heads <= 16 * config.num_kv_heads:
-        return AttentionTile(num_warps=2 if rows <= GEMM_MAX_ROWS else 4, early=early, heads_first=True, touch=1)
-    return AttentionTile(early=early, heads_first=rows > GEMM_MAX_ROWS)
+    if copy_engine and config.head_dim <= 128 and config.num_heads <= 16 * config.num_kv_heads:
+        warps = 2 if rows <= GEMM_MAX_ROWS else 4
+        return AttentionTile(num_warps=warps, early=rows <= EARLY_ROWS, heads_first=True, touch=1)
+    return AttentionTile(heads_first=rows > GEMM_MAX_ROWS)
 
 
 def default_programs(rows: int) -> int:
