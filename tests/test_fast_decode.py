@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+import gpu_decode
 from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights, with_narrow
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
@@ -19,7 +20,7 @@ from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine, most_rows
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.tiles import (
     PRODUCTS,
     SHIPPED,
@@ -244,6 +245,19 @@ def test_short_attention_is_for_short_contexts(monkeypatch, longest: int, relate
     batch.context_lens, batch.related = [longest, 40], related
     fast.forward(batch, kv)
     assert seen == (set() if expected is None else {expected})
+
+
+@pytest.mark.parametrize("model", ["0.6b", "1.7b", "4b", "8b"])
+def test_what_is_early_and_the_sums_fit_into_a_small_card(model: str) -> None:
+    """An L4 has 99 KB for a program: o of Qwen3-0.6B at 32 rows once asked for 104."""
+    config = gpu_decode.MODELS[model]
+    shapes = product_shapes(config)
+    for rows, step in default_table(config, copy_engine=False).items():
+        for name in PRODUCTS:
+            tile, columns = getattr(step, name), 2 if shapes[name].gated else 1
+            if isinstance(tile, GemmTile) and tile.prefetch:
+                bytes_ = 2 * tile.prefetch * tile.block_k * (columns * tile.block_n + row_block(rows))
+                assert bytes_ + 4 * tile.block_n * row_block(rows) <= 99 << 10, (name, rows, tile)
 
 
 def test_what_a_card_without_a_copy_engine_gets() -> None:

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         print(file=sys.stderr)
     print(f"{found.done} kernels in {kernel_cache()} after {time.perf_counter() - began:.1f} s")
     if found.failed or found.refused or found.places is None:
-        raise CapacityError(f"{found.failed} of {found.total} kernels are not compiled, or do not fit: see above")
+        wrong = max(found.failed, len(found.refused))
+        raise CapacityError(f"{wrong} of {found.total} kernels are not compiled, or do not fit: see above")
     return 0
 
 

@@ -208,11 +208,13 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
 
 
 def within(most: int, tile: Tile, shape: Shape, rows: int) -> Tile:
-    """With as many steps of K in flight as `most` bytes of shared memory hold."""
+    """With as many steps of K in flight as `most` bytes of shared memory hold; beside those that are early, the sums."""
     if not isinstance(tile, GemmTile):
         return tile
-    steps = most // (2 * tile.block_k * (tile.block_n * (2 if shape.gated else 1) + row_block(rows)))
-    return replace(tile, num_stages=min(tile.num_stages, steps), prefetch=min(tile.prefetch, steps))
+    block_m = row_block(rows)
+    step = 2 * tile.block_k * (tile.block_n * (2 if shape.gated else 1) + block_m)
+    early = (most - 4 * tile.block_n * block_m) // step
+    return replace(tile, num_stages=min(tile.num_stages, most // step), prefetch=min(tile.prefetch, early))
 
 
 def splits_to(programs: float, shape: Shape, block_n: int, most: int, width: int = 256) -> int:

@@ -293,7 +293,7 @@ def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool, roomy: 
     if tma and dim == 256 and roomy and not fp8 and block_size % 64 == 0:
         return VarlenTile(64, 64, 4, 2, True)
     if tma and dim <= 128:
-        return VarlenTile(64, keys, 4, 3, tma)
+        return VarlenTile(64, keys, 4, 3 if roomy or not fp8 else 2, tma)
     if dim > 256:
         return VarlenTile(64 if roomy else 32, keys, 8, 2, tma)
     return VarlenTile(128 if roomy or dim <= 128 else 64, keys, 8, 3 if hopper else 2, tma)
