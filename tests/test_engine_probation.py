@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ class Passenger:
     length: int = 20
     fatal_at: int | None = None  # the core dies when it is about to get its n-th token
     done: int = 0
+    placed: bool = False  # it belongs to this core or the next: the client leaves it to the probation
     sent: bool = False
     ended: bool = False
     num_in_core: int = 0
@@ -37,16 +39,18 @@ class World:
 
     def submit(self, p: Passenger) -> None:
         assert not p.sent and not p.ended
-        p.sent, p.num_in_core = True, 0
+        p.placed = p.sent = True
+        p.num_in_core = 0
 
     def send_rest(self) -> None:
         for p in self.passengers:
-            if not p.sent and not p.ended:
+            assert p.sent or p.ended or not p.placed, "nobody is on probation, and one is not let in"
+            if not p.placed and not p.ended:
                 self.submit(p)
 
     def die(self, killed: bool) -> None:
         self.deaths += 1
-        culprit = self.probation.after_death([p for p in self.passengers if not p.ended], killed)
+        culprit = self.probation.after_death([p for p in self.passengers if p.placed and not p.ended], killed)
         if culprit is not None:
             culprit.ended = True
             self.blamed.append(culprit)
@@ -65,6 +69,21 @@ class World:
         self.clock += 0.01
         if self.probation.active and self.probation.advance():
             self.send_rest()
+
+
+@given(arrivals=st.lists(st.integers(0, 60), min_size=1, max_size=12), gaps=st.lists(st.integers(0, 8), max_size=30))
+def test_nobody_is_forgotten_however_often_somebody_kills_the_core(arrivals, gaps):
+    world, due, kills = World([]), sorted(arrivals), set(accumulate(gaps))
+    for step in range(3000):
+        while due and due[0] <= step:
+            due.pop(0)
+            world.passengers.append(Passenger(len(world.passengers), 40))
+            if not world.probation.active:
+                world.send_rest()
+        world.die(True) if step in kills else world.step()
+        if not due and all(p.ended for p in world.passengers):
+            return
+    raise AssertionError([p for p in world.passengers if not p.ended])
 
 
 @given(
@@ -127,6 +146,9 @@ def test_a_kill_of_a_core_without_suspects_speaks_for_those_outside():
         assert suspect.kills == kills and not suspect.sent and old.sent
     world.die(True)  # the old one was inside alone
     assert suspect.kills == 0 and not world.blamed
+    world.die(True)
+    while not suspect.ended:
+        world.step()
 
 
 def test_a_kill_of_a_core_with_one_suspect_says_nothing_of_others():

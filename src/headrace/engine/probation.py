@@ -52,7 +52,7 @@ class Probation:
         """
         streams = list(streams)
         inside = [p for p in streams if p.sent]
-        outside = [p for p in streams if not p.sent and p.deaths + p.kills]
+        outside = [p for p in streams if not p.sent]  # their turn had not come, whatever is held against them
         proven = [p for p in inside if p.num_in_core >= PROVEN]
         unproven = [p for p in inside if p.num_in_core < PROVEN]
         for p in proven:
