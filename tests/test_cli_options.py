@@ -406,13 +406,13 @@ class Driver:
 
 @pytest.mark.parametrize(("device", "result", "retained"), [("cuda", 0, 1), ("auto", 0, 1), ("cuda", 100, 0), ("cpu", 0, 0), ("mps", 0, 0)])
 def test_a_context_is_made_ahead_where_there_is_a_card(monkeypatch, device, result, retained):
-    driver, hashed = Driver(result), threading.Event()
+    driver, asked = Driver(result), threading.Event()
     monkeypatch.setattr(headrace.prewarm, "is_installed", lambda module: module == "triton")
     monkeypatch.setattr(headrace.prewarm.ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(headrace.prewarm, "_hash_triton", hashed.set)
+    monkeypatch.setattr(headrace.prewarm, "_ask_triton", lambda driver, card: asked.set())
     headrace.prewarm.prewarm(device)
     wanted = device in ("auto", "cuda")
-    assert driver.done.wait(10 if wanted else 0) == wanted and hashed.wait(10 if wanted else 0) == wanted
+    assert driver.done.wait(10 if wanted else 0) == wanted and asked.wait(10 if wanted else 0) == wanted
     assert driver.retained == retained
 
 
@@ -428,8 +428,20 @@ def test_nothing_is_made_ahead_without_a_driver_or_triton(monkeypatch):
     monkeypatch.setattr(headrace.prewarm, "is_installed", lambda module: False)
     headrace.prewarm.prewarm("cuda")
     assert not started
+
+
+def test_a_triton_that_keeps_its_questions_elsewhere_stops_nothing(monkeypatch):
+    """Each thread ends without a word: what it did not find is asked again where it is needed."""
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
-    headrace.prewarm._hash_triton()  # a Triton that keeps it elsewhere
+    monkeypatch.setattr(headrace.prewarm, "is_installed", lambda module: module == "triton")
+    monkeypatch.setattr(headrace.prewarm.ctypes, "CDLL", lambda name: Driver(0))
+    before, loud = set(threading.enumerate()), []
+    monkeypatch.setattr(threading, "excepthook", loud.append)
+    headrace.prewarm.prewarm("cuda")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not loud
 
 
 # ------------------------------------------------------------------------------------------------------------------- docs
