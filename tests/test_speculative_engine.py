@@ -215,6 +215,7 @@ def test_samples_of_one_request_are_those_of_the_plain_run(model, drafts, method
     prompts = [[4, 5, 6, 4, 5, 6] * 3, [9, 8, 7]]
     with LLM(**options) as plain, LLM(**options, **lookup) as drafted:
         core = drafted.engine.core
+        core.async_scheduling = True  # on a CPU, too
         draft_always(core, 4, overlap=True)
         overlaps = count_overlaps(core)
         want, got = (

@@ -12,7 +12,6 @@ from headrace.cli.options import add_engine_arguments, add_sampling_arguments, e
 from headrace.cli.parser import text
 from headrace.cli.sources import add_config_file
 from headrace.cli.streams import holds_unicode, read_all
-from headrace.deferred import defer_imports
 from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
 from headrace.prewarm import prewarm
@@ -37,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("--system", args.system, "a system message only together with --chat")
     params = sampling_params(args)  # a bad value is reported before the model is loaded
     options = engine_options(args)
-    defer_imports()
     prewarm(options.get("device", "auto"))
     from headrace import LLM
 

@@ -29,7 +29,6 @@ import zmq
 
 from headrace.cache.recorded_tree import RecordedTree
 from headrace.config import EngineConfig, prepare_threads, show_cards
-from headrace.deferred import defer_imports
 from headrace.engine.messages import Outputs
 from headrace.engine.news_pipe import PipeInlet
 from headrace.engine.socket_pair import connect_pair
@@ -257,7 +256,6 @@ def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: boo
     ignore_signals()
     inlet = PipeInlet(outbox)
     prepare_threads()
-    defer_imports()
     gc.disable()  # until all is there: nothing of it goes, and looking through it takes tenths of a second
     if device:
         prewarm(device)

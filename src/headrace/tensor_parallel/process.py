@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.config import prepare_threads
-from headrace.deferred import defer_imports
 from headrace.errors import HeadraceError
 from headrace.logs import configure
 from headrace.prewarm import prewarm
@@ -50,7 +49,6 @@ def main(rank: int, size: int, parent: int, ring: int, mouth: int, builder: str)
     end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_threads()
-    defer_imports()
     words = socket.socket(fileno=mouth)
 
     def say(message: FromRank) -> None:
