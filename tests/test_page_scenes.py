@@ -39,9 +39,10 @@ def count(text: str) -> int:
 
 
 async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempPathFactory):
-    model = write_tiny("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=2048)
+    # deep enough that an answer lasts until the next button is pressed
+    model = write_tiny("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=2048, num_hidden_layers=12)
     options = (
-        "--allow-kill-core", "--max-model-len", "1024", "--kv-cache-bytes", str(2_560 * 768), "--speculative-method", "ngram",
+        "--allow-kill-core", "--max-model-len", "1024", "--kv-cache-bytes", str(4 * 2_560 * 768), "--speculative-method", "ngram",
         "--max-num-batched-tokens", "128",
     )  # fmt: skip
     async with AsyncExitStack() as stack:
