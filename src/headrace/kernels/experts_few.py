@@ -108,6 +108,38 @@ def shares_of(
     return shares
 
 
+@jit
+def expert_of(pair, row, ids_ptr, logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr):
+    """The expert of a pair of a token and one of its choices; read after the wait."""
+    if BLOCK_E > 0:
+        ids, _, _ = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
+        expert = ids[0]
+        for j in tl.static_range(1, CHOSEN):
+            expert = tl.where(pair % CHOSEN == j, ids[j], expert)
+    else:
+        expert = tl.load(ids_ptr + pair)
+    return expert
+
+
+@jit
+def choice_of(
+    row, ids_ptr, shares_ptr, logits_ptr, share_scale, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr,
+    SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """A token's experts and their shares. What they are made of was written by a kernel that had ended when the one before let
+    this one start: it may be read before the wait, from the L2 cache, as what lies in the multiprocessor's may be older."""
+    ids = ()
+    shares = ()
+    if BLOCK_E > 0:
+        ids, best, logits = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
+        shares = shares_of(best, logits, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE)
+    else:
+        for j in tl.static_range(CHOSEN):
+            ids = ids + (tl.load(ids_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
+            shares = shares + (tl.load(shares_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
+    return ids, shares
+
+
 def chooses_by_logits(correction: Tensor | None, routing: Routing) -> bool:
     """Whether the experts of the highest logits are those that are chosen."""
     return correction is None and routing.groups == 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.activation import gated
-from headrace.kernels.experts_few import Choice, best_experts, shares_of
+from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, num_multiprocessors, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, arguments, held_width, packed, step_columns
 from headrace.kernels.one_row import add_step, load_step
@@ -43,14 +43,7 @@ def _row_glu(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if BLOCK_E > 0:
-        ids, _, _ = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
-        expert = ids[0]
-        for j in tl.static_range(1, CHOSEN):
-            expert = tl.where(pair % CHOSEN == j, ids[j], expert)
-    else:
-        expert = tl.load(ids_ptr + pair)
-    expert -= first_expert
+    expert = expert_of(pair, row, ids_ptr, logits_ptr, EXPERTS, BLOCK_E, CHOSEN) - first_expert
     if (expert < 0) | (expert >= count):
         return
     factor = 1.0
@@ -142,17 +135,9 @@ def _row_down(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1)
     rk = tl.arange(0, BLOCK)
-    # What the choice is made of was written by a kernel that had ended when the first one let this one start: it may be read
-    # before the wait, from the L2 cache, as what lies in the multiprocessor's may be older.
-    ids = ()
-    shares = ()
-    if BLOCK_E > 0:
-        ids, best, logits = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
-        shares = shares_of(best, logits, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE)
-    else:
-        for j in tl.static_range(CHOSEN):
-            ids = ids + (tl.load(ids_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
-            shares = shares + (tl.load(shares_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
+    ids, shares = choice_of(
+        row, ids_ptr, shares_ptr, logits_ptr, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE
+    )  # fmt: skip
     experts = ()
     for j in tl.static_range(CHOSEN):
         expert = ids[j] - first_expert

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.kernels.activation import gated
-from headrace.kernels.experts_few import Choice, best_experts, shares_of
+from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
@@ -116,14 +116,7 @@ def _warp_glu(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if BLOCK_E > 0:
-        ids, _, _ = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
-        expert = ids[0]
-        for j in tl.static_range(1, CHOSEN):
-            expert = tl.where(pair % CHOSEN == j, ids[j], expert)
-    else:
-        expert = tl.load(ids_ptr + pair)
-    expert -= first_expert
+    expert = expert_of(pair, row, ids_ptr, logits_ptr, EXPERTS, BLOCK_E, CHOSEN) - first_expert
     if (expert < 0) | (expert >= count):
         return
     column = first + tl.arange(0, 8)
@@ -175,16 +168,9 @@ def _warp_down(
     THREADS: tl.constexpr = CHOSEN * WARPS * 32
     row = tl.program_id(1)
     first = tl.program_id(0) * 16
-    # what the choice is made of may be read before the wait, see experts_row.py
-    ids = ()
-    shares = ()
-    if BLOCK_E > 0:
-        ids, best, logits = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
-        shares = shares_of(best, logits, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE)
-    else:
-        for j in tl.static_range(CHOSEN):
-            ids = ids + (tl.load(ids_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
-            shares = shares + (tl.load(shares_ptr + row * CHOSEN + j, cache_modifier=".cg"),)
+    ids, shares = choice_of(
+        row, ids_ptr, shares_ptr, logits_ptr, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE
+    )  # fmt: skip
     t = tl.arange(0, THREADS)
     lane, warp, chosen = t % 32, t // 32 % WARPS, t // 32 // WARPS
     slot = tl.arange(0, CHOSEN)
