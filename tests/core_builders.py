@@ -1,15 +1,21 @@
-"""Engines with faults built in, for the tests of the server: `builder` names of EngineClient."""
+"""Engines with faults or a brake built in, for the tests of the server: `builder` names of EngineClient."""
 
 from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
 
 import torch
 
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
+from headrace.engine.messages import Outputs
 
 POISON = 77  # the core dies of computing this token
 POISON_NAN = 78  # its logits are NaN
 POISON_HANG = 79  # the step never ends
+BRAKED_SECONDS = 0.1
 
 
 class SensitiveDecoder:
@@ -36,7 +42,26 @@ class SensitiveDecoder:
         return self.decoder.logits(self.forward(batch, kv))
 
 
-def sensitive(config: EngineConfig) -> Engine:
+def braked(config: EngineConfig) -> Engine:
+    """While there is a file named brake in TMPDIR its steps take a tenth of a second: an answer lasts until the test has done what it
+    does in its midst, however fast the machine is (see ServerProcess.braked). While there is one named load it is not built."""
+    here = Path(tempfile.gettempdir())
+    while (here / "load").exists():
+        time.sleep(0.01)
     engine = build_engine(config)
+    step, brake = engine.core.step, here / "brake"
+
+    def slow() -> Outputs:
+        end = time.monotonic() + BRAKED_SECONDS
+        while brake.exists() and time.monotonic() < end:
+            time.sleep(0.001)
+        return step()
+
+    engine.core.step = slow  # type: ignore[method-assign]
+    return engine
+
+
+def sensitive(config: EngineConfig) -> Engine:
+    engine = braked(config)
     engine.core.runner.decoder = SensitiveDecoder(engine.core.runner.decoder)
     return engine

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ class ServerProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SRC}:{HERE}"}
         if tmp is not None:
             environment["TMPDIR"] = str(tmp)
-        self.errors = open((tmp or Path("/tmp")) / f"server-{time.monotonic_ns()}.log", "w+b")  # noqa: SIM115
+        self.tmp = tmp or Path("/tmp")
+        self.errors = open(self.tmp / f"server-{time.monotonic_ns()}.log", "w+b")  # noqa: SIM115
         small = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", *(["--debug-checks"] if checks else [])]
         command = [sys.executable, "-c", code, "serve", str(model), "--port", "0", *small, *options]
         self.process = subprocess.Popen(
@@ -199,6 +201,16 @@ class ServerProcess:
 
     def metrics(self) -> dict[str, float]:
         return parse_metrics(self.http.get("/metrics").text)
+
+    @contextlib.contextmanager
+    def braked(self) -> Iterator[Callable[[], None]]:
+        """Its steps are slow until this ends, or until what it gives is called; where the `builder` has a brake, and `tmp` is its own."""
+        brake = self.tmp / "brake"
+        brake.touch()
+        try:
+            yield partial(brake.unlink, missing_ok=True)
+        finally:
+            brake.unlink(missing_ok=True)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -20,6 +20,9 @@ from server_driver import SRC, ServerProcess, alive, until
 LONG = {"model": "tiny", "prompt": "The water", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0, "stream": True}
 
 
+BRAKED = "core_builders:braked"  # what happens in mid-answer, or while it loads, happens then on any machine
+
+
 def start(model: str, tmp: Path, *options: str, **more) -> ServerProcess:
     return ServerProcess(model, "--served-model-name", "tiny", *options, tmp=tmp, **more)
 
@@ -47,23 +50,27 @@ class Reader(threading.Thread):
 
 
 def test_sigterm_lets_streams_end(model, tmp_path):
-    trace = tmp_path / "trace.json"
-    with start(model, tmp_path, "--trace", str(trace), "--stats-interval", "0.1") as server:
+    trace, load = tmp_path / "trace.json", tmp_path / "load"
+    load.touch()
+    with start(model, tmp_path, "--trace", str(trace), "--stats-interval", "0.1", builder=BRAKED) as server, server.braked() as let_go:
         assert server.http.get("/health").status_code == 200 and server.http.get("/ready").status_code == 503
         early = server.http.post("/v1/completions", json=LONG)
         assert early.status_code == 503 and early.json()["error"]["code"] == "loading" and early.headers["retry-after"]
+        load.unlink()
         server.wait_ready()
         reader = Reader(server, n=4)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.http.get("/ready").status_code == 503, 5, every=0.001)
+        until(lambda: server.http.get("/ready").status_code == 503, 20)
         assert server.http.get("/health").status_code == 200
         late = server.http.post("/v1/completions", json=LONG)
         assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
+        until(lambda: "tok/s" in server.log(), 20)
+        let_go()
         reader.join(30)
         assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 4
         assert server.process.wait(20) == 0
         assert not leftovers(tmp_path) and not server.children()
-        assert "draining" in server.log() and "tok/s" in server.log()
+        assert "draining" in server.log()
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(e.get("name") == "decode" and e["ph"] == "b" for e in events) == 4
     assert sum(e["ph"] == "X" and e["name"] == "launch" for e in events) >= 200
@@ -71,29 +78,32 @@ def test_sigterm_lets_streams_end(model, tmp_path):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_second_signal_ends_at_once_and_readers_are_told_why(model, tmp_path, by_hand):
-    with start(model, tmp_path) as server:
+    with start(model, tmp_path, builder=BRAKED) as server, server.braked():
         stop = server.interrupt if by_hand else server.process.terminate
         server.wait_ready()
         children = server.children()
         reader = Reader(server, n=8)
         os.kill(server.core(), signal.SIGSTOP)  # it will never end by itself
         stop()
-        until(lambda: "draining: 8 requests run, for at most 30 s; a second signal (Ctrl-C) ends it at once" in server.log(), 5)
+        until(lambda: "draining: 8 requests run, for at most 30 s; a second signal (Ctrl-C) ends it at once" in server.log(), 20)
         began = time.monotonic()
         stop()
         assert server.process.wait(30) == 0
-        assert time.monotonic() - began < 2 and not any(map(alive, children)) and not leftovers(tmp_path)
-        reader.join(5)
+        assert time.monotonic() - began < 15  # and not the 30 s
+        assert not any(map(alive, children)) and not leftovers(tmp_path)
+        reader.join(20)
         assert reader.error is None and reader.text.count('"length"') < 8
         assert '"code":"shutting_down"' in reader.text and "engine_dead" not in reader.text
         assert "8 requests are cut off" in server.log() and "Traceback" not in server.log()
 
 
 def test_ctrl_c_lets_streams_end(model, tmp_path):
-    with start(model, tmp_path) as server:
+    with start(model, tmp_path, builder=BRAKED) as server, server.braked() as let_go:
         server.wait_ready()
         reader = Reader(server)
         server.interrupt()
+        until(lambda: "draining: 1 requests run" in server.log(), 20)
+        let_go()
         reader.join(30)
         assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 1
         assert server.process.wait(20) == 0 and not server.children() and not leftovers(tmp_path)
@@ -102,18 +112,20 @@ def test_ctrl_c_lets_streams_end(model, tmp_path):
 
 def test_any_number_of_ctrl_c_ends_it_well(model, tmp_path):
     """While it loads, when the core's own process has hardly begun, too."""
-    with start(model, tmp_path) as server:
+    with start(model, tmp_path, builder=BRAKED) as server, server.braked() as let_go:
         server.wait_ready()
         children, reader = server.children(), Reader(server)
         for _ in range(4):
             server.interrupt()
-        assert server.process.wait(10) == 0 and "Traceback" not in server.log()
-        until(lambda: not any(map(alive, children)), 5)
-        reader.join(5)
-    with start(model, tmp_path) as server:
+        let_go()  # those that come together may be one
+        assert server.process.wait(20) == 0 and "Traceback" not in server.log()
+        until(lambda: not any(map(alive, children)), 20)
+        reader.join(20)
+    (tmp_path / "load").touch()
+    with start(model, tmp_path, builder=BRAKED) as server:
         until(server.children, 20)
         server.interrupt()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(20) == 0
         assert "no request runs" in server.log() and "Traceback" not in server.log() and not leftovers(tmp_path)
 
 
@@ -124,38 +136,39 @@ def test_no_core_outlives_a_killed_server(model, tmp_path):
         time.sleep(0.2)
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-        until(lambda: not any(map(alive, children)), 2)
+        until(lambda: not any(map(alive, children)), 20)
         assert not leftovers(tmp_path)
 
 
 def test_a_killed_server_that_was_loading_leaves_nothing(model, tmp_path):
-    with start(model, tmp_path) as server:
+    (tmp_path / "load").touch()
+    with start(model, tmp_path, builder=BRAKED) as server:
         children = until(server.children, 20)
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-        until(lambda: not any(map(alive, children)), 2)
-        until(lambda: not leftovers(tmp_path), 2)
+        until(lambda: not any(map(alive, children)), 20)
+        until(lambda: not leftovers(tmp_path), 20)
 
 
 def test_sigterm_while_loading(model, tmp_path):
-    with start(model, tmp_path) as server:
+    (tmp_path / "load").touch()  # nobody waits until that is done
+    with start(model, tmp_path, builder=BRAKED) as server:
         until(server.children, 20)
-        began = time.monotonic()
         assert server.terminate() == 0
-        assert time.monotonic() - began < 5 and not leftovers(tmp_path)
+        assert not leftovers(tmp_path)
 
 
 def test_too_many_deaths_end_the_server(model, tmp_path):
-    with start(model, tmp_path, "--max-restarts", "1") as server:
+    with start(model, tmp_path, "--max-restarts", "1", builder=BRAKED) as server, server.braked():
         server.wait_ready()
-        reader = Reader(server, n=32)  # too much to be done between a core's beginning and the second kill
+        reader = Reader(server)
         killed: list[int] = []
         for _ in range(2):  # each time the core that runs now, not the one whose death has not been noticed yet
             until(lambda: (pid := server.core()) not in [0, *killed] and server.is_ready() and not killed.append(pid), 60)
             os.kill(killed[-1], signal.SIGKILL)
         assert server.process.wait(60) == 1
         assert "2 deaths of the core" in server.log()
-        reader.join(5)
+        reader.join(20)
         assert "engine" in reader.text.rpartition('"error"')[2]
         assert not server.children() and not leftovers(tmp_path)
 
@@ -188,12 +201,12 @@ uvicorn.Server.serve = serve
 
 
 def test_a_core_that_cannot_be_replaced_ends_the_server(model, tmp_path):
-    with start(model, tmp_path, "--no-standby", before=ONE_SPAWN) as server:
+    with start(model, tmp_path, "--no-standby", before=ONE_SPAWN, builder=BRAKED) as server, server.braked():
         server.wait_ready()
         reader = Reader(server)
         os.kill(server.core(), signal.SIGKILL)
         assert server.process.wait(30) == 1
-        reader.join(5)
+        reader.join(20)
         assert '"code":"engine_dead"' in reader.text and reader.error is None
         assert "3 starts in a row failed" in server.log() and "Resource temporarily unavailable" in server.log()
         assert "Traceback" not in server.log() and not leftovers(tmp_path)
