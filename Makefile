@@ -3,7 +3,7 @@
 # make test         own venv, install, lint, types, all tests
 # make native       build the native CPU step into the tree again, after a change to it (run and test do so by themselves)
 # make test-gpu     the tests that need a card, on a machine that has one
-# make bench-gpu    the benchmarks of the README on a card
+# make bench-gpu    the benchmarks of docs/benchmarks.md on a card
 # make read         the files in the order in which to read them, with their lines
 # make conformance  all judges of the HTTP surface, real tokenizers, a real model (fetched when it runs), a fleet in Ray; `make test` runs the quick ones
 # make browser      a Chromium for the tests of the page, where there is none (Debian and Ubuntu, as root)

@@ -477,5 +477,5 @@ def test_defaults_in_the_operators_text_are_those_of_help():
 def test_options_that_documents_name_exist():
     known = {o for words in words_of() for a in parser_of(words)._actions for o in a.option_strings}
     others = {"--no-deps", "--version", "--help", "--build-arg"}
-    for document in (OPERATING, OPERATING.parent / "tour.md", OPERATING.parents[1] / "README.md"):
+    for document in (OPERATING, OPERATING.parent / "tour.md", OPERATING.parent / "using.md", OPERATING.parents[1] / "README.md"):
         assert not set(re.findall(r"`(--[a-z][a-z-]+)", document.read_text())) - known - others, document.name

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import CheckpointError
 from headrace.model.families import FAMILIES, model_config_from_hf, weight_plan
+from headrace.model.text_part import WRAPPERS
 from tiny_models import TINY
 
 # The parts that matter of published config.json files.
@@ -202,6 +205,13 @@ def test_weight_plan_covers_each_tensor_once():
         assert [spec.target for spec in plan if spec.optional] == ["lm_head"]
     fused = {spec.target: spec for spec in weight_plan(model_config_from_hf(PHI3_128K))}["layers.31.qkv"]
     assert fused.sources == (("model.layers.31.self_attn.qkv_proj.weight", 3 * 3072),)
+
+
+def test_the_page_of_models_names_every_architecture():
+    table = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    named = [name for line in table.splitlines() if line.startswith("| ") for name in re.findall(r"`(\w+?)`", line.split("|")[2])]
+    known = {name for family in FAMILIES.values() for name in family.architectures if " of GGUF" not in name} | set(WRAPPERS)
+    assert sorted(named) == sorted({*known, "architectures"})  # of the heading
 
 
 def test_every_family_has_a_tiny_model():

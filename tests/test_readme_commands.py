@@ -1,4 +1,4 @@
-"""What the README tells its reader to type works as it stands there: every curl, and the batch file."""
+"""What the README and docs/using.md tell their reader to type works as it stands there: every curl, and the batch file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace.cli import main
 from server_driver import serving
 from test_run_batch import FakeClient
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```\w*\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+BLOCKS = [block for page in ("README.md", "docs/using.md") for block in re.findall(r"```\w*\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
 CURLS = {re.search(r"http://\S+?(/\S*)", block)[1]: block for block in BLOCKS if block.startswith("curl ")}  # type: ignore[index]
 ADDRESS = "http://127.0.0.1:8000"
 # a failure has an exit code, and proxies of whoever runs the tests are left out
