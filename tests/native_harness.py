@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import headrace.native
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.rope import rope_tables
+from headrace.native.load import INSTRUCTION_SETS
 from model_harness import Sequences
 
 try:
@@ -20,21 +20,14 @@ try:
 except ImportError:  # not built
     _step = None
 
-_NEEDS = {
-    "avx2": {"avx2", "fma"}, "avx512": {"avx512vnni"}, "avx512bf16": {"avx512_bf16"}, "neon": {"dotprod"}, "i8mm": {"i8mm"},
-}  # fmt: skip
-
 
 def libraries() -> dict[str, Path]:
-    """{instruction set: library} that were built and that this machine can run."""
+    """{instruction set: library} that were built and that this machine can run, the best last."""
     if _step is None:
         return {}
-    features = {name.replace("_", "") for name in _step.cpu_features()}
-    built = {
-        path.stem.removeprefix("libstep-"): path for path in Path(headrace.native.__file__).parent.glob("libstep-*.so")
-    }
-    known = {name: {need.replace("_", "") for need in needs} for name, needs in _NEEDS.items()}
-    return {name: path for name, path in built.items() if known.get(name, set()) <= features}
+    features = set(_step.cpu_features())
+    paths = {name: Path(_step.__file__).parent / f"libstep-{name}.so" for name in INSTRUCTION_SETS}
+    return {name: path for name, path in paths.items() if features >= INSTRUCTION_SETS[name] and path.exists()}
 
 
 @cache

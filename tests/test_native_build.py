@@ -67,10 +67,11 @@ def built(folder: Path, *names: str) -> Path:
 
 @pytest.mark.parametrize(("features", "chosen"), [
     (ZEN4, "avx512bf16"), ([f for f in ZEN4 if f != "avx512bf16"], "avx512"), (["avx2", "fma", "f16c", "bmi2", "sse4.2"], "avx2"),
-    (["avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw"], "avx2"),
+    (["avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw"], "avx2"), (["avx2", "fma", "f16c", "bmi2", "avxvnni"], "avx2vnni"),
+    ([*ZEN4, "avxvnni"], "avx512bf16"), (["avxvnni", *(f for f in ZEN4 if f != "avx512vnni")], "avx2vnni"),
 ])  # fmt: skip
 def test_the_best_instruction_set_of_the_cpu_is_chosen(tmp_path, features, chosen):
-    folder = built(tmp_path, "avx2", "avx512", "avx512bf16")
+    folder = built(tmp_path, "avx2", "avx2vnni", "avx512", "avx512bf16")
     assert find_library(features=features, folder=folder).instruction_set == chosen
     assert find_library("avx2", features=features, folder=folder).path == folder / "libstep-avx2.so"
 
@@ -104,7 +105,7 @@ def test_the_cpu_is_asked_for_whatever_a_library_needs():
 def test_the_cpu_has_what_linux_says_it_has():
     flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
     there = {flag.replace("_", "") for flag in flags}
-    assert set(_step.cpu_features()) == there & (INSTRUCTION_SETS["avx512bf16"] | INSTRUCTION_SETS["avx2"])
+    assert set(_step.cpu_features()) == there & set().union(*INSTRUCTION_SETS.values())
 
 
 COMPANIONS = {"avx", "bmi", "lzcnt", "movbe", "xsave"}  # of every CPU with AVX2, FMA and BMI2

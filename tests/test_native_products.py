@@ -5,8 +5,6 @@ result must be the same bits beside any other rows, and for all but bfloat16 pro
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -15,23 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.model.formats import blocks
+from native_harness import libraries
 
 _step = pytest.importorskip("headrace.native._step", reason="no compiler: the native step was not built")
 
-FOLDER = Path(_step.__file__).parent
-FEATURES = {"avx2": "avx2", "avx512": "avx512vnni", "avx512bf16": "avx512bf16", "neon": "dotprod", "i8mm": "i8mm"}
-LIBRARIES = {
-    name: str(FOLDER / f"libstep-{name}.so")
-    for name, feature in FEATURES.items()
-    if feature in _step.cpu_features() and (FOLDER / f"libstep-{name}.so").exists()
-}
+LIBRARIES = {name: str(path) for name, path in libraries().items()}
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q4_Z", "F8")
 FLOATS = FORMATS[:3]
 OWN = {"Q4_Z": 20, "F8": 36}  # bytes of a block of 32 that no GGUF file has
 ROUNDINGS = ("FLOAT", "INT16", "INT8")
 TOP = {"INT16": 32512.0, "INT8": 127.0}
 
-libraries = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+each_library = pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
 formats = pytest.mark.parametrize("name", FORMATS)
 roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 
@@ -133,7 +126,7 @@ def test_decodes_packed_rows_to_the_bits_of_both_judges(name: str) -> None:
         assert same_bits(out, want.numpy())
 
 
-@libraries
+@each_library
 @formats
 @roundings
 @pytest.mark.parametrize("rows", [1, 5, 12, 29])
@@ -146,7 +139,7 @@ def test_product_is_within_the_rounding(library: str, name: str, rounding: str, 
     assert (error <= error_bound(name, rounding, x, weights)).all()
 
 
-@libraries
+@each_library
 @formats
 @roundings
 def test_rows_are_the_same_bits_beside_any_others(library: str, name: str, rounding: str) -> None:
@@ -170,7 +163,7 @@ def test_instruction_sets_give_the_same_bits(name: str, rounding: str) -> None:
     assert all(same_bits(first, other) for other in results.values())
 
 
-@libraries
+@each_library
 @pytest.mark.parametrize("rows", [1, 7])
 def test_fp8_is_the_float32_product_to_the_bit(library: str, rows: int) -> None:
     raw, x = raw_rows("F8", 83, 768), inputs_of(rows, 768)
@@ -208,7 +201,7 @@ def test_any_sizes_and_mixed_formats(case: tuple[list[tuple[str, np.ndarray]], s
             first += raw.shape[0]
 
 
-@libraries
+@each_library
 @formats
 @roundings
 def test_zero_tiny_huge_and_broken_inputs_stay_in_their_row(library: str, name: str, rounding: str) -> None:

@@ -20,6 +20,7 @@ _NEON = frozenset({"fp16", "dotprod"})
 # Instruction set, as its library is named -> what the CPU must offer. Later ones are faster.
 INSTRUCTION_SETS: Mapping[str, frozenset[str]] = MappingProxyType({
     "avx2": _AVX2,
+    "avx2vnni": _AVX2 | {"avxvnni"},
     "avx512": _AVX512,
     "avx512bf16": _AVX512 | {"avx512bf16"},
     "neon": _NEON,

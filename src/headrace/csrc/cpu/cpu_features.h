@@ -4,7 +4,9 @@
 #include <string>
 #include <vector>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -14,6 +16,12 @@
 namespace headrace::cpu {
 
 #if defined(__x86_64__)
+
+// Asked of CPUID itself: older compilers do not know the name. The registers are those of AVX2.
+inline bool has_avx_vnni() {
+  unsigned eax = 0, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4);
+}
 
 // The compiler's own question: it asks CPUID, and XGETBV whether the system saves the wide registers.
 inline std::vector<std::string> cpu_features() {
@@ -26,6 +34,7 @@ inline std::vector<std::string> cpu_features() {
   add("fma", __builtin_cpu_supports("fma"));
   add("f16c", __builtin_cpu_supports("f16c"));
   add("bmi2", __builtin_cpu_supports("bmi2"));
+  add("avxvnni", __builtin_cpu_supports("avx2") && has_avx_vnni());
   add("avx512f", __builtin_cpu_supports("avx512f"));
   add("avx512bw", __builtin_cpu_supports("avx512bw"));
   add("avx512cd", __builtin_cpu_supports("avx512cd"));

@@ -2,6 +2,7 @@
 //
 // INT8: vpmaddubsw adds two products of bytes in 16 bits, where 4 bits of weight leave room for a whole group; bytes of weight leave
 // none, so there the weights lose their sign to the inputs. INT16: vpmaddwd on even and odd inputs.
+// With AVX-VNNI one instruction does what these take two to four for: vpdpbusd with bytes, vpdpwssd with int16.
 #pragma once
 
 #include <immintrin.h>
@@ -57,6 +58,35 @@ struct IntegerRows {
   }
 };
 
+// sums + products of pairs of int16.
+HEADRACE_INLINE __m256i add_pairs(__m256i sums, __m256i a, __m256i b) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sums, a, b);
+#else
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+#endif
+}
+
+#if defined(__AVXVNNI__)
+inline constexpr bool BYTE_DOTS = true;
+
+// INT8, whatever the weights are.
+template <class W, int PART, int HALF, int MR, int NR>
+HEADRACE_INLINE void sum_int8(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, __m256i (&sums)[MR][NR]) {
+  constexpr int WORDS = 8 / W::HALVES;
+  HEADRACE_UNROLL for (int i = HALF * WORDS; i < (HALF + 1) * WORDS; i++) {
+    HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+      const __m256i weights = W::template word<PART>(strips[n], at, i);
+      HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+        sums[m][n] = _mm256_dpbusd_avx_epi32(sums[m][n], weights, inputs_at(ints + (i * MR + m) * 4));
+      }
+    }
+  }
+}
+
+#else
+inline constexpr bool BYTE_DOTS = false;
+
 // INT8, all words of the group in one sum of 16 bits.
 template <class W, int PART, int MR, int NR>
 HEADRACE_INLINE void sum_nibbles(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, __m256i (&sums)[MR][NR]) {
@@ -90,7 +120,7 @@ HEADRACE_INLINE void sum_wider(const uint8_t* const (&strips)[NR], const typenam
         HEADRACE_UNROLL for (int i = 1; i < W::WORDS_16; i++) {
           sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights[i], inputs_at(ints + ((first + i) * MR + m) * 4)));
         }
-        sums[m][n] = _mm256_add_epi32(sums[m][n], _mm256_madd_epi16(sum, _mm256_set1_epi16(1)));
+        sums[m][n] = add_pairs(sums[m][n], sum, _mm256_set1_epi16(1));
       }
     }
   }
@@ -105,12 +135,23 @@ HEADRACE_INLINE void sum_bytes(const uint8_t* const (&strips)[NR], const typenam
       const __m256i sizes = _mm256_abs_epi8(weights);
       HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
         const __m256i inputs = _mm256_sign_epi8(inputs_at(ints + (i * MR + m) * 4), weights);
-        const __m256i pairs = _mm256_maddubs_epi16(sizes, inputs);
-        sums[m][n] = _mm256_add_epi32(sums[m][n], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        sums[m][n] = add_pairs(sums[m][n], _mm256_maddubs_epi16(sizes, inputs), _mm256_set1_epi16(1));
       }
     }
   }
 }
+
+template <class W, int PART, int HALF, int MR, int NR>
+HEADRACE_INLINE void sum_int8(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, __m256i (&sums)[MR][NR]) {
+  if constexpr (W::WORDS_16 == 0) {
+    sum_bytes<W, PART>(strips, at, ints, sums);
+  } else if constexpr (W::WORDS_16 == 8) {
+    sum_nibbles<W, PART>(strips, at, ints, sums);
+  } else {
+    sum_wider<W, PART, HALF>(strips, at, ints, sums);
+  }
+}
+#endif
 
 template <class W, int PART, int HALF, int MR, int NR>
 HEADRACE_INLINE void sum_int16(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, __m256i (&sums)[MR][NR]) {
@@ -122,36 +163,27 @@ HEADRACE_INLINE void sum_int16(const uint8_t* const (&strips)[NR], const typenam
       const __m256i odd = _mm256_srli_epi16(weights, 8);
       HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
         const int8_t* inputs = ints + (i * MR + m) * 8;
-        sums[m][n] = _mm256_add_epi32(sums[m][n], _mm256_madd_epi16(even, inputs_at(inputs)));
-        sums[m][n] = _mm256_add_epi32(sums[m][n], _mm256_madd_epi16(odd, inputs_at(inputs + 4)));
+        sums[m][n] = add_pairs(sums[m][n], even, inputs_at(inputs));
+        sums[m][n] = add_pairs(sums[m][n], odd, inputs_at(inputs + 4));
       }
     }
   }
 }
 
-template <class W, int PART, int HALF, Rounding R, int MR, int NR>
-HEADRACE_INLINE void sum_half(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, __m256i (&sums)[MR][NR]) {
-  if constexpr (R == Rounding::INT16) {
-    sum_int16<W, PART, HALF>(strips, at, ints, sums);
-  } else if constexpr (W::WORDS_16 == 0) {
-    sum_bytes<W, PART>(strips, at, ints, sums);
-  } else if constexpr (W::WORDS_16 == 8) {
-    sum_nibbles<W, PART>(strips, at, ints, sums);
-  } else {
-    sum_wider<W, PART, HALF>(strips, at, ints, sums);
-  }
-}
-
 template <class W, int PART, int HALF, Rounding R, int MR, int NR, class Inputs>
 HEADRACE_INLINE void add_half(const uint8_t* const (&strips)[NR], const typename W::At& at, const Inputs& rows, __m256 (&acc)[MR][NR]) {
-  constexpr bool SIGNED = R == Rounding::INT8 && W::WORDS_16 == 0;  // the sum has no 128 too much
+  constexpr bool SIGNED = R == Rounding::INT8 && W::WORDS_16 == 0 && !BYTE_DOTS;  // the sum has no 128 too much
   __m256i sums[MR][NR];
   HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
       sums[m][n] = _mm256_setzero_si256();
     }
   }
-  sum_half<W, PART, HALF, R>(strips, at, rows.ints, sums);
+  if constexpr (R == Rounding::INT16) {
+    sum_int16<W, PART, HALF>(strips, at, rows.ints, sums);
+  } else {
+    sum_int8<W, PART, HALF>(strips, at, rows.ints, sums);
+  }
   const int32_t* offsets = W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR;
   HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
     const __m256 scale = W::template scale<PART, HALF>(strips[n], at);
