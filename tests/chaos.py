@@ -65,10 +65,11 @@ class Chaos:
 
     def __init__(
         self, server: ServerProcess, *, seed: int, clients: int, pool: int, seconds: float, kill_every: float, cores: int = 1,
-        more: Sequence[Callable[[Chaos], Awaitable[None]]] = (),
+        least: int = 0, more: Sequence[Callable[[Chaos], Awaitable[None]]] = (),
     ):  # fmt: skip
         self.server, self.clients, self.seconds, self.kill_every = server, clients, seconds, kill_every
         self.cores, self.more = cores, more
+        self.least, self.restarts = least, 0  # it goes on until so many cores have been replaced, for a minute more at most
         self.random = random.Random(seed)
         self.pool = [random_ask(self.random, "tiny", 100) for _ in range(pool)]
         self.want: list[Said] = []
@@ -107,7 +108,7 @@ class Chaos:
     # ---------------------------------------------------------------- clients
 
     async def _client(self, client: httpx.AsyncClient, rng: random.Random) -> None:
-        while time.monotonic() < self.end:
+        while time.monotonic() < self.end + 60 * (self.restarts < self.least):
             kind = rng.choices(("plain", "slow", "leave", "malformed", "huge"), (70, 6, 12, 6, 6))[0]
             try:
                 await getattr(self, f"_{kind}")(client, rng)
@@ -171,10 +172,15 @@ class Chaos:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
                     break
+            self.restarts = int((await self._metrics())["headrace:engine_restarts_total"])
 
     async def _ready(self) -> bool:
         async with httpx.AsyncClient(base_url=self.server.url, timeout=30) as client:
             return (await client.get("/ready")).status_code == 200
+
+    async def _metrics(self) -> dict[str, float]:
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=30) as client:
+            return parse_metrics((await client.get("/metrics")).text)
 
     async def _watch(self, client: httpx.AsyncClient) -> None:
         while True:

@@ -15,7 +15,7 @@ from headrace.engine.messages import Outputs
 POISON = 77  # the core dies of computing this token
 POISON_NAN = 78  # its logits are NaN
 POISON_HANG = 79  # the step never ends
-BRAKED_SECONDS = 0.1
+BRAKED_SECONDS = 0.05
 
 
 class SensitiveDecoder:
@@ -43,7 +43,7 @@ class SensitiveDecoder:
 
 
 def braked(config: EngineConfig) -> Engine:
-    """While there is a file named brake in TMPDIR its steps take a tenth of a second: an answer lasts until the test has done what it
+    """While there is a file named brake in TMPDIR its steps take 50 ms: an answer lasts until the test has done what it
     does in its midst, however fast the machine is (see ServerProcess.braked). While there is one named load it is not built."""
     here = Path(tempfile.gettempdir())
     while (here / "load").exists():

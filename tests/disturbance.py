@@ -43,7 +43,7 @@ def disturbed(
     server: ServerProcess, asks: list[Ask], disturb: Callable[[int], None], every: int, times: int, stays: str = "/health"
 ) -> list[Said]:
     """The same while `disturb(pid of the first core)` is called each time `every` more events have come (a fast core's tokens share
-    them: of 600 there may be less than 100); `stays` is 200."""
+    them: of 600 there may be less than 100); until the last time the cores are braked. `stays` is 200."""
     count = done = 0
 
     def on_event() -> None:
@@ -52,6 +52,8 @@ def disturbed(
         if count >= every * (done + 1) and done < times and server.children():
             done += 1
             disturb(server.core())
+            if done == times:
+                let_go()
 
     async def work(client: httpx.AsyncClient) -> list[Any]:
         jobs = asyncio.gather(*(ask(client, a, on_event=on_event) for a in asks))
@@ -60,7 +62,8 @@ def disturbed(
             await asyncio.sleep(0.05)
         return await jobs
 
-    said = run(server, work)
+    with server.braked() as let_go:
+        said = run(server, work)
     assert done == times, "nothing was disturbed"
     return said
 
@@ -93,9 +96,11 @@ def with_bad_ones(sick: ServerProcess, bad: list[Ask], good: list[Ask], delay: f
         running = [asyncio.ensure_future(ask(client, a)) for a in good]
         await asyncio.sleep(delay)
         failed = await asyncio.gather(*(ask(client, a) for a in bad), return_exceptions=True)
+        let_go()
         return failed, await asyncio.gather(*running)
 
-    return run(sick, work)
+    with sick.braked() as let_go:
+        return run(sick, work)
 
 
 def poisonous(error: Any) -> bool:

@@ -132,7 +132,7 @@ async def listening(app: Any, engine: Any = None) -> AsyncIterator[Served]:
         await task
 
 
-async def soon(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+async def soon(condition: Callable[[], Any], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
@@ -234,7 +234,7 @@ class ServerProcess:
         self.http.close()
         children = self.children()
         self.kill()
-        until(lambda: not any(map(alive, children)), 5)
+        until(lambda: not any(map(alive, children)), 20)
         self.errors.close()
 
 

@@ -169,6 +169,16 @@ async def play(supply) -> AsyncIterator[Play]:
     await play.client.close()
 
 
+async def test_all_counters_are_there_with_the_last_answer(play):
+    """Not only when statistics are due: who reads them after his answer sees what it took."""
+    for count in (1, 2):
+        await play.submit("plain", 3)
+        while not play.readers[-1].done():
+            await play.turns(1)
+        core, counted = play.core.core, play.client.counters()
+        assert counted.steps == core.steps >= 3 * count and play.client.status().num_running == 0
+
+
 OPERATIONS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from([*KINDS, "embedding"]), st.integers(1, 12)),
     st.tuples(st.just("abort"), st.integers(0, 9), st.booleans()),

@@ -405,16 +405,17 @@ async def test_a_killed_server_and_the_page_that_comes_back(browser, smollm2, tm
     """With the real model, and the README's picture of it. What had come stays, and goes on in the next server where it was cut off."""
     async with AsyncExitStack() as stack:
         options = ("--max-model-len", "2048", "--no-standby", "--override-generation-config", '{"temperature": 0}')
-        server = stack.enter_context(ServerProcess(smollm2, *options))
+        server = stack.enter_context(ServerProcess(smollm2, *options, builder="core_builders:braked", tmp=tmp_path))
         page = await stack.enter_async_context(opened(browser, server.url, expected=("ERR_",)))
         c = Chat(page, None, None)  # type: ignore
         await expect(page.get_by_role("heading", name="Ask the model something.")).to_be_visible(timeout=60_000)  # it has loaded
         assert f"open {server.url}/ in a browser" in server.log()
         await take(browser, server.url, tmp_path / "page.png", count=2, tokens=4, length=4)
         assert 20_000 < (tmp_path / "page.png").stat().st_size < 200_000
-        await c.say("Tell a long story of a miller, his river and his seven daughters.")
-        await expect(c.answers.locator(".figures")).to_contain_text("TPOT", timeout=60_000)
-        server.kill()
+        with server.braked():
+            await c.say("Tell a long story of a miller, his river and his seven daughters.")
+            await expect(c.answers.locator(".figures")).to_contain_text("TPOT", timeout=60_000)
+            server.kill()
         await expect(c.answers.get_by_role("alert")).to_contain_text("The connection was lost")
         text = (await c.answers.locator(".prose").inner_text()).strip()
         assert text

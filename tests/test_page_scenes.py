@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from browser import QuietGlass, expect, opened
 from fake_engine import FakeEngine
 from glass_picture import is_true
-from server_driver import ServerProcess, serving, soon
+from server_driver import ServerProcess, serving, soon, until
 from tiny_models import write_tiny
 
 PREFIX, CHUNKS, PREEMPTION = "A prefix that is there already", "A long prompt beside a running answer", "When the cache is full"
@@ -23,11 +25,12 @@ async def begun(page: Any, title: str) -> None:
     await expect(page.get_by_role("region", name=f"Scene: {title}")).to_be_visible()
 
 
-async def step(page: Any) -> dict[str, str]:
+async def step(page: Any, meanwhile: Callable[[], None] = lambda: None) -> dict[str, str]:
     """What the next step measured."""
     outcomes = page.locator(".outcome")
     before = await outcomes.count()
     await page.locator(".scene .row button.primary").click()
+    await asyncio.to_thread(meanwhile)
     await expect(outcomes).to_have_count(before + 1, timeout=90_000)
     last = outcomes.nth(before)
     names, values = await last.locator("dt").all_inner_texts(), await last.locator("dd").all_inner_texts()
@@ -39,14 +42,14 @@ def count(text: str) -> int:
 
 
 async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempPathFactory):
-    # deep enough that an answer lasts until the next button is pressed
-    model = write_tiny("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=2048, num_hidden_layers=12)
+    model, tmp = write_tiny("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=2048), tmp_path_factory.mktemp("tmp")
     options = (
-        "--allow-kill-core", "--max-model-len", "1024", "--kv-cache-bytes", str(4 * 2_560 * 768), "--speculative-method", "ngram",
+        "--allow-kill-core", "--max-model-len", "1024", "--kv-cache-bytes", str(2_560 * 768), "--speculative-method", "ngram",
         "--max-num-batched-tokens", "128",
     )  # fmt: skip
     async with AsyncExitStack() as stack:
-        server = stack.enter_context(ServerProcess(model, *options, checks=False)).wait_ready()
+        server = ServerProcess(model, *options, builder="core_builders:braked", tmp=tmp, checks=False)
+        stack.enter_context(server).wait_ready()
         page = await stack.enter_async_context(opened(browser, server.url))
         await begun(page, PREFIX)
         assert (await step(page))["found in the cache"] == "0"
@@ -55,8 +58,9 @@ async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempP
         assert count((await step(page))["found in the cache"]) == 0
         await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {CHUNKS}").click()
-        await step(page)
-        chunks = await step(page)
+        with server.braked():  # the answer lasts until the next button is pressed
+            await step(page)
+            chunks = await step(page)
         assert count(chunks["pieces, at least"]) >= 4 and count(chunks["tokens of the answer meanwhile"]) >= 2, chunks
         await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {PREEMPTION}").click()
@@ -72,7 +76,10 @@ async def test_all_five_on_a_real_engine(browser, tmp_path_factory: pytest.TempP
         assert guessed["method"] == "ngram" and count(guessed["tokens"]) == 160, guessed
         await is_true(page, server.url)
         await page.get_by_role("button", name=f"Next scene: {KILLED}").click()
-        whole, cut = await step(page), await step(page)
+        whole = await step(page)
+        with server.braked() as let_go:  # the answer lasts until its core is dead
+            dead = lambda: until(lambda: server.metrics()["headrace:engine_restarts_total"] == 1, 60)  # noqa: E731
+            cut = await step(page, lambda: dead() and let_go())
         assert cut["tokens"] == whole["tokens"] == "200" and cut["the text"] == SAME and cut["cores started anew"] == "1", cut
         await is_true(page, server.url)
         await page.get_by_role("button", name="Back to the chat").click()

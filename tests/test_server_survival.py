@@ -22,8 +22,7 @@ from server_driver import ServerProcess, processes_of, until
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory) -> Iterator[ServerProcess]:
     options = ("--served-model-name", "tiny", "--heartbeat-timeout", "2", "--max-restarts", "1000")
-    options += ("--enforce-eager",)  # slow enough for what happens in mid-stream
-    with ServerProcess(model, *options, tmp=tmp_path_factory.mktemp("tmp")) as process:
+    with ServerProcess(model, *options, builder="core_builders:braked", tmp=tmp_path_factory.mktemp("tmp")) as process:
         yield process.wait_ready()
 
 
@@ -64,10 +63,11 @@ def test_a_core_that_hangs_is_replaced(server):
 def test_readiness_follows_the_core_and_health_does_not(server):
     server.wait_ready()
     until(lambda: len(server.children()) == 2, 20)  # one on standby
-    os.kill(server.children()[1], signal.SIGKILL)  # without it a restart takes long enough to be seen
+    (server.tmp / "load").touch()  # until it has been seen
     os.kill(server.core(), signal.SIGKILL)
-    until(lambda: server.http.get("/ready").status_code == 503, 10, every=0.001)
+    until(lambda: server.http.get("/ready").status_code == 503, 20)
     assert server.http.get("/health").status_code == 200
+    (server.tmp / "load").unlink()
     # a request that comes meanwhile waits
     body = {"model": "tiny", "prompt": "x", "max_tokens": 3, "temperature": 0}
     assert server.http.post("/v1/completions", json=body).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -24,7 +25,7 @@ SHARED = Path("/dev/shm")
 def test_whichever_rank_is_killed_streams_go_on(model, tmp_path):
     before = set(SHARED.iterdir())
     options = ("--served-model-name", "tiny", "--tensor-parallel-size", "2", "--max-restarts", "1000", "--step-timeout", "4")
-    with ServerProcess(model, *options, tmp=tmp_path) as server:
+    with ServerProcess(model, *options, builder="core_builders:braked", tmp=tmp_path) as server:
         server.wait_ready()
         want = asyncio.run(answers(server))
         for rank, number in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
@@ -68,10 +69,13 @@ async def answers(server: ServerProcess, victim: int | None = None, number: int 
     def on_event() -> None:
         nonlocal count
         count += 1
-        if count == 60 and victim is not None:
+        if count == 24 and victim is not None:
             os.kill(victim, number)
+            let_go()
 
+    brake = contextlib.nullcontext() if victim is None else server.braked()
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        found = await asyncio.gather(*(ask(client, what, on_event=on_event) for what in ASKS))
-    assert victim is None or count >= 60
+        with brake as let_go:
+            found = await asyncio.gather(*(ask(client, what, on_event=on_event) for what in ASKS))
+    assert victim is None or count >= 24
     return found

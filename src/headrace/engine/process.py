@@ -126,7 +126,7 @@ class CoreLoop:
         outputs = self._step() if self.core.has_work else Outputs()
         now = time.monotonic()
         stats = None
-        if self._stats_due and now - self._stats_sent > STATS_SECONDS:
+        if self._stats_due and (now - self._stats_sent > STATS_SECONDS or not self.core.has_work):  # an end finds all counted
             stats, self._stats_sent, self._stats_due = self._snapshot(), now, False
         self._say(outputs, stats)
         return True
