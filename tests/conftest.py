@@ -17,9 +17,20 @@ if not torch.cuda.is_available():
 
     triton_interpreter.mend()
 
+gc.disable()  # until all files are imported: it would look through what they are again and again
+
 # a shell starts what it puts into the background deaf to Ctrl-C, and all that the tests start would inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_lives_stays() -> None:
+    """An engine that is closed collects garbage, and would each time look through a million objects of what has been imported, half a
+    second long: of all that is there before a file's first test, nothing becomes garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
