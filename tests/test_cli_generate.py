@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import headrace
 from headrace.cli import main
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
@@ -119,3 +122,17 @@ def test_the_models_own_sampling_is_told(tiny, tmp_path, capsys, monkeypatch, ca
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     assert main(["chat", *words]) == 0
     assert "sampling: temperature 0.2, top_p 0.9\n" in capsys.readouterr().err
+
+
+def test_ctrl_c_waits_until_torch_is_imported(monkeypatch):
+    """In the middle of it torch's own initialisation would end the process with SIGABRT."""
+    imported = []
+
+    def load(name: str):
+        signal.raise_signal(signal.SIGINT)
+        imported.append(name)
+
+    monkeypatch.setattr(headrace, "importlib", SimpleNamespace(import_module=load))
+    with pytest.raises(KeyboardInterrupt):
+        headrace.LLM  # noqa: B018
+    assert imported == ["headrace.llm"]

@@ -30,10 +30,13 @@ _HOME = {
 
 
 def __getattr__(name: str):
-    if name == "LLM":  # loads torch
+    if name == "LLM":  # loads torch, which ends the process with SIGABRT where Ctrl-C comes while it sets itself up
         from headrace.config import prepare_threads
+        from headrace.engine.interrupts import uninterrupted
 
         prepare_threads()
+        with uninterrupted():
+            importlib.import_module(_HOME[name])
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")
