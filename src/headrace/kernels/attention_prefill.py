@@ -281,7 +281,8 @@ class VarlenTile:
 
 def default_tile(dim: int, itemsize: int, block_size: int, hopper: bool, roomy: bool = True, fp8: bool = False) -> VarlenTile:
     """For queries of `itemsize` bytes a number; `hopper`: the card and the cache's rows suit the tensor memory accelerator.
-    `roomy`: a program may have more than 99 KB of shared memory, as on the data centre's cards with that. `fp8`: the cache is.
+    `roomy`: a program may have more than 99 KB of shared memory, as on the data centre's cards with that. `fp8`: the cache is,
+    or was and has been made wide for a card that is not roomy.
 
     Measured best at head_dim 128 on an H100: 64 x 64 with 4 warps by TMA, 128 x 64 with 8 by pointers, 3 stages; at 256 on an
     H200: 64 x 64 by TMA with 2 stages, 204 us where 128 x 32 took 322.
@@ -325,7 +326,8 @@ def varlen_attention(
     k_cache, v_cache = k_cache.view(numbers), v_cache.view(numbers)
     if tile is None:
         copies = capability(q.device) >= (9, 0) and k_cache.shape[3] * k_cache.element_size() % 16 == 0
-        tile = default_tile(dim, q.element_size(), block_size, copies, is_roomy(q.device), kind > 0)
+        roomy = is_roomy(q.device)
+        tile = default_tile(dim, q.element_size(), block_size, copies, roomy, kind > 0 or (blocks > 0 and not roomy))
     rows = max(16, next_power_of_2(group), min(tile.rows, next_power_of_2((max_tokens - skip) * group)))
     k_src, v_src, k_scales = k_cache, v_cache, scales[0]
     if tile.tma and blocks and k_scales is not None:  # all threads would load a vector of so few numbers each
