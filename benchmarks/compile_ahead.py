@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@functools.lru_cache(maxsize=1)  # it takes as long as compiling, and each kernel is looked at twice
 def _instructions(cubin: bytes) -> list[str]:
     """As the disassembler writes them; none where it is not there."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -39,7 +41,7 @@ def _instructions(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        out = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        out = subprocess.run([tool, "-c", "--no-dataflow", file.name], capture_output=True, text=True, check=True).stdout
     return re.findall(r"/\*[0-9a-f]{4,}\*/ +([^;]+);", out)
 
 
