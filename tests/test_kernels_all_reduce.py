@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.kernels import all_reduce
 from headrace.kernels.all_reduce import all_reduce_norm_reference, empty_mark, ordered_sum
 from push_ranks import norm_of_all, push_spaces, sum_of_all
 
@@ -34,6 +35,17 @@ def test_every_rank_has_the_ordered_sum(size: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(sums[0], ordered_sum(parts), rtol=1e-2, atol=1e-2)
         else:
             assert torch.equal(sums[0], ordered_sum(parts))
+    assert all((space.slots == empty_mark(space.slots.dtype)).all() for space in spaces)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_programs_with_several_rows(size: int, monkeypatch) -> None:
+    """As of steps with prompts; between them other heights, after which rows differ in which place is next."""
+    monkeypatch.setattr(all_reduce, "num_multiprocessors", lambda device: 3)
+    spaces = push_spaces(size, 8, 20, torch.float32)
+    for rows in (8, 2, 7, 8, 1, 8, 4):
+        parts = [torch.randn(rows, 20) for _ in range(size)]
+        assert all(torch.equal(got, ordered_sum(parts)) for got in sum_of_all(parts, spaces))
     assert all((space.slots == empty_mark(space.slots.dtype)).all() for space in spaces)
 
 
