@@ -20,6 +20,8 @@ try:
 except ImportError:  # not built
     _step = None
 
+BF16_PRODUCTS = {"avx512bf16", "avx512amx"}  # their products of bfloat16 have other bits than the others'
+
 
 def libraries() -> dict[str, Path]:
     """{instruction set: library} that were built and that this machine can run, the best last."""

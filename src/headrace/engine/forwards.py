@@ -28,6 +28,7 @@ from headrace.model.shard import WHOLE, Group, Shard
 from headrace.native.forward import NativeDecoder, why_not
 from headrace.native.load import NativeUnavailable, find_library
 from headrace.native.precision import choose_precision, for_draft, stored_encodings
+from headrace.native.self_check import checked
 from headrace.scheduler.config import Limits
 from headrace.worker.memory_plan import plan_memory
 
@@ -99,7 +100,7 @@ def _native(
     reason = why_not(config, model, limits) if shard.size == 1 else f"it is one of {shard.size} ranks"
     if reason is None:
         try:
-            library = find_library()
+            library = checked(find_library())
         except NativeUnavailable as error:
             reason = str(error)
     if reason is not None:

@@ -23,6 +23,7 @@ INSTRUCTION_SETS: Mapping[str, frozenset[str]] = MappingProxyType({
     "avx2vnni": _AVX2 | {"avxvnni"},
     "avx512": _AVX512,
     "avx512bf16": _AVX512 | {"avx512bf16"},
+    "avx512amx": _AVX512 | {"avx512bf16", "amxtile", "amxint8"},
     "neon": _NEON,
     "i8mm": _NEON | {"i8mm", "bf16"},
 })  # fmt: skip

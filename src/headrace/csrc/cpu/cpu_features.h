@@ -6,6 +6,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -21,6 +25,17 @@ namespace headrace::cpu {
 inline bool has_avx_vnni() {
   unsigned eax = 0, ebx, ecx, edx;
   return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4);
+}
+
+// The tile registers, which a process has to ask the system for; it then has them until its end. `bit`: of CPUID(7, 0).EDX.
+inline bool has_amx(int bit) {
+#if defined(__linux__)
+  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+  unsigned eax, ebx, ecx, edx = 0;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & 1u << bit) && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+  return false;
+#endif
 }
 
 // The compiler's own question: it asks CPUID, and XGETBV whether the system saves the wide registers.
@@ -42,6 +57,8 @@ inline std::vector<std::string> cpu_features() {
   add("avx512vl", __builtin_cpu_supports("avx512vl"));
   add("avx512vnni", __builtin_cpu_supports("avx512vnni"));
   add("avx512bf16", __builtin_cpu_supports("avx512bf16"));
+  add("amxtile", has_amx(24));
+  add("amxint8", has_amx(25));
   return found;
 }
 

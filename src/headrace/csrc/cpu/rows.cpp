@@ -18,7 +18,7 @@ int planes(Rounding rounding) {
 }
 
 // The panel size whose panels cost least: each costs its rows, and unpacking the weights costs about one row more.
-int choose_panel_rows(int rows) {
+int choose_panel_rows(int rows, unsigned kinds) {
   int best = 1;
   int best_cost = 0;
   for (const int size : PANEL_ROWS) {
@@ -27,6 +27,9 @@ int choose_panel_rows(int rows) {
       best = size;
       best_cost = cost;
     }
+  }
+  if (AMX_ROWS > 0 && kinds == ROWS_INT && (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_COST < best_cost) {
+    return AMX_ROWS;
   }
   return best;
 }
@@ -84,7 +87,7 @@ Rows::Rows(void* memory, int rows, int inputs, unsigned kinds, Rounding rounding
     : memory_(static_cast<uint8_t*>(memory)), rows_(rows), inputs_(inputs), kinds_(kinds), rounding_(rounding) {
   const size_t padded = padded_inputs(inputs);
   groups_ = static_cast<int>(padded / GROUP);
-  panel_rows_ = choose_panel_rows(rows);
+  panel_rows_ = choose_panel_rows(rows, kinds);
   panels_ = (rows + panel_rows_ - 1) / panel_rows_;
   const size_t elements = padded * panel_rows_;
   const size_t groups = static_cast<size_t>(groups_) * panel_rows_;
@@ -98,9 +101,9 @@ size_t Rows::bytes(int rows, int inputs, unsigned kinds, Rounding rounding) {
   size_t most = 0;
   for (const int size : PANEL_ROWS) {
     Rows panel(nullptr, size, inputs, kinds, rounding);
-    most = std::max(most, panel.panel_bytes_ / size + LINE * 4);
+    most = std::max(most, panel.panel_bytes_ / panel.panel_rows_ + LINE * 4);
   }
-  return most * (rows + 12);
+  return most * (rows + MAX_PANEL_ROWS);
 }
 
 Panel Rows::panel(int index) const {
@@ -172,9 +175,11 @@ void Rows::put_bf16(uint8_t* panel, int lane, int group, const float* values) co
 void Rows::put_ints(uint8_t* panel, int lane, int group, const float* values) const {
   const bool two = rounding_ == Rounding::INT16;
   const Quantized q = quantize(values, two ? 32512.0f : 127.0f);
-  const size_t word = static_cast<size_t>(panel_rows_) * 4;  // from four inputs to the next four
+  const bool amx = panel_rows_ == AMX_ROWS;
+  const size_t word = amx ? 4 : static_cast<size_t>(panel_rows_) * 4;  // from four inputs to the next four
   const size_t plane = static_cast<size_t>(groups_) * GROUP * panel_rows_;
-  int8_t* out = reinterpret_cast<int8_t*>(panel + ints_at_) + group * 8 * word + lane * 4;
+  const size_t first_word = static_cast<size_t>(group) * GROUP * panel_rows_ + lane * (amx ? GROUP : 4);
+  int8_t* out = reinterpret_cast<int8_t*>(panel + ints_at_) + first_word;
   alignas(LINE) int8_t bytes[GROUP];
   if (!two) {
     store_int8(bytes, q.low);
@@ -184,7 +189,7 @@ void Rows::put_ints(uint8_t* panel, int lane, int group, const float* values) co
     alignas(LINE) int32_t ints[GROUP];
     std::memcpy(ints, &q.low, sizeof(q.low));
     std::memcpy(ints + 16, &q.high, sizeof(q.high));
-    int8_t* pairs = reinterpret_cast<int8_t*>(panel + ints_at_) + group * 16 * word + lane * 8;
+    int8_t* pairs = reinterpret_cast<int8_t*>(panel + ints_at_) + 2 * first_word;
     for (int i = 0; i < 8; i++) {
       const int32_t* four = ints + 4 * i;
       const int32_t words[2] = {(four[0] & 0xffff) | four[2] << 16, (four[1] & 0xffff) | four[3] << 16};

@@ -33,6 +33,17 @@ inline constexpr int PANEL_ROWS[] = {1, 2, 3, 4, 6, 8, 12};
 inline constexpr int PANEL_ROWS[] = {1, 2, 3, 4, 6};
 #endif
 
+// Rows of a panel of integers for AMX's tiles, 0: there are none; what it costs, in rows of the others (an estimate: not measured).
+#if defined(__AMX_INT8__) || defined(HEADRACE_AMX_HEADER)
+#define HEADRACE_AMX 1
+inline constexpr int AMX_ROWS = 16;
+#else
+#define HEADRACE_AMX 0
+inline constexpr int AMX_ROWS = 0;
+#endif
+inline constexpr int AMX_COST = 10;
+inline constexpr int MAX_PANEL_ROWS = 16;
+
 // The kinds of rows, as bits.
 inline constexpr unsigned ROWS_F32 = 1;
 inline constexpr unsigned ROWS_BF16 = 2;
@@ -52,7 +63,7 @@ struct Panel {
   const float* f32;            // [inputs][rows]
   const uint32_t* bf16;        // [inputs / 2][rows]: two inputs
   const int8_t* ints;          // INT8: [inputs / 4][rows][4]. INT16: the high bytes, then the low ones, each like that;
-                               // with INT16_PAIRS [inputs / 4][rows][4] of int16
+                               // with INT16_PAIRS [inputs / 4][rows][4] of int16, with AMX_ROWS [groups][rows][32]
   const float* scale;          // [groups][rows]
   const float* scaled_sum;     // [groups][rows]: scale * sum of the group's integers
   const int32_t* offset;       // [groups][rows]: -128 * sum of the group's integers

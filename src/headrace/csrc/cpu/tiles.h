@@ -22,9 +22,9 @@ struct Tile {
 };
 
 inline constexpr int MAX_TILE_STRIPS = 4;
-inline constexpr int MAX_TILE_VECTORS = 12;  // rows x strips
+inline constexpr int MAX_TILE_VECTORS = 16;  // rows x strips
 
-// `panel_rows`: one of PANEL_ROWS.
+// `panel_rows`: one of PANEL_ROWS, or AMX_ROWS.
 Tile find_tile(Format format, Rounding rounding, int panel_rows);
 
 }  // namespace headrace::cpu

@@ -1,5 +1,5 @@
 // Tiles on AVX-512 with VNNI: a strip is one register, and vpdpbusd adds four products of bytes to each lane. INT16 is two passes,
-// high bytes and low bytes, with a shift between them.
+// high bytes and low bytes, with a shift between them. Many rows of integers are AMX's, where it is: tiles_amx.h.
 #pragma once
 
 #include <immintrin.h>
@@ -10,6 +10,9 @@
 #include "simd.h"
 #include "tiles.h"
 #include "weights_avx512.h"
+#if HEADRACE_AMX
+#include "tiles_amx.h"
+#endif
 
 namespace headrace::cpu {
 
@@ -322,6 +325,11 @@ Tile tile_of(int panel_rows) {
 
 template <class W>
 Tile integer_tile_of(Rounding rounding, int panel_rows) {
+#if HEADRACE_AMX
+  if (panel_rows == AMX_ROWS) {
+    return amx_tile_of<W>(rounding);
+  }
+#endif
   return rounding == Rounding::INT8 ? tile_of<IntegerTile<W, 1>>(panel_rows) : tile_of<IntegerTile<W, 2>>(panel_rows);
 }
 
