@@ -16,9 +16,10 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 def write_adapter(
     path: Path, base: str | Path, *, r: int = 4, alpha: float = 8.0, targets: tuple[str, ...] = ALL, seed: int = 0,
-    layers: tuple[int, ...] | None = None, size: float = 0.5, **config: Any,
+    layers: tuple[int, ...] | None = None, size: float = 0.5, experts: bool = False, **config: Any,
 ) -> str:  # fmt: skip
-    """Of random numbers, large enough to change what a tiny model says; `rank_pattern` and the rest of `config` as in PEFT."""
+    """Of random numbers, large enough to change what a tiny model says; `rank_pattern` and the rest of `config` as in PEFT.
+    `experts`: also of each that tokens choose, by itself."""
     path.mkdir(parents=True, exist_ok=True)
     whole = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": r, "lora_alpha": alpha, "target_modules": list(targets), "bias": "none",
@@ -28,7 +29,7 @@ def write_adapter(
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in load_file(Path(base) / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if ".experts" in module:
+        if ".experts" in module and not experts:
             continue
         if module.rpartition(".")[2] in targets and (layers is None or int(module.split(".")[2]) in layers):
             rank = _of(whole["rank_pattern"], module, r)

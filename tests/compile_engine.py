@@ -24,7 +24,7 @@ import headrace.engine.forwards as forwards
 from engine_driver import complete, make_core
 from headrace.attention.triton_backend import TritonAttention
 from headrace.compile_ahead import no_device
-from headrace.compile_ahead.steps import Played, Stage
+from headrace.compile_ahead.steps import Places, Played, Stage
 from headrace.compile_ahead.weights import weights_without_data
 from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
@@ -34,6 +34,7 @@ from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.config import Limits
 from headrace.worker.batch_state import ALIGN
 from prompt_graphs_driver import UncapturedPrompts
 from tiny_models import write_shape
@@ -90,7 +91,8 @@ def main(directory: str) -> None:
     found: dict[str, list[int]] = {}
     for (name, _, _), count in forms.items():
         found.setdefault(name, []).append(count)
-    print(json.dumps({"forms": found, "unforeseen": sorted(unforeseen(core, path))}))
+    missed = sorted(unforeseen(core, path)) + unforeseen_of_adapters(Path(directory) / "experts")
+    print(json.dumps({"forms": found, "unforeseen": missed}))
 
 
 def unforeseen(core: EngineCore, path: str) -> list[str]:
@@ -106,6 +108,28 @@ def unforeseen(core: EngineCore, path: str) -> list[str]:
     stage.captured_prompts()
     ahead = {(launch.name, launch.arguments[0]) for launch in launches}
     return [f"{name} {asked[name, key]} {key}" for name, key in asked.keys() - ahead]
+
+
+def unforeseen_of_adapters(directory: Path) -> list[str]:
+    """What prompts of any length ask for, of a model whose experts have adapters."""
+    directory.mkdir()
+    path = write_shape(
+        directory, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], vocab_size=1024, hidden_size=512,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    )  # fmt: skip
+    checkpoint = resolve_checkpoint(EngineConfig(model=path, load_format="dummy"))
+    config = model_config_from_hf(checkpoint.config)
+    model, weights = weights_without_data(checkpoint, config, torch.bfloat16, None)
+    limits = Limits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
+    launches, _ = no_device.note_launches()
+    stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", True, Places(3, 16, True)))
+    stage.play()
+    assert "_shrink_pairs" in {launch.name for launch in launches}
+    launches.clear()  # each form is noted once
+    for tokens in range(1, 600, 7):
+        stage.forward([tokens], [tokens], adapted=True)
+    return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
 
 
 if __name__ == "__main__":

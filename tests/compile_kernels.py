@@ -39,6 +39,7 @@ from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.delta_layer import DeltaLayer
 from headrace.kernels.delta_prompts import plan_chunks
 from headrace.kernels.delta_triton import delta_rule_triton
+from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton
@@ -309,9 +310,9 @@ def large_products(rows: int) -> None:
 
 
 def experts(
-    rows: int, form: str = "float", hidden: int = 2048, inner: int = 768, count: int = 128, chosen: int = 8
+    rows: int, form: str = "float", hidden: int = 2048, inner: int = 768, count: int = 128, chosen: int = 8, rank: int = 0
 ) -> Callable[[], None]:
-    """A layer of experts with `rows` rows, from the router on."""
+    """A layer of experts with `rows` rows, from the router on; `rank`: of adapters that some have."""
 
     def matrix(number: int, width: int) -> Weight:
         if form == "float":
@@ -327,7 +328,11 @@ def experts(
         ids, shares = experts_triton.choose(x, meta(count, hidden, dtype=torch.float32), None, None, routing)
         gpt = {"clamp": 7.0, "gate_up_bias": meta(count * 2 * inner), "down_bias": meta(count * hidden)} if form == "fp4" else {}
         gate_up, down = matrix(count * 2 * inner, hidden), matrix(count * hidden, inner)
-        experts_triton.run_experts(x, gate_up, down, ids, shares, count=count, **gpt)
+        adds = None
+        if rank:
+            pairs = [new_pair(4 * count, *sizes, rank, torch.bfloat16, META) for sizes in (((inner, inner), hidden), ((hidden,), inner))]
+            adds = ExpertAdds(*pairs, 4, ints(rows, dtype=torch.int64))
+        experts_triton.run_experts(x, gate_up, down, ids, shares, count=count, adds=adds, **gpt)
 
     return run
 
@@ -391,6 +396,9 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"experts of {n} rows": experts(n) for n in (1, 32, 256, 1024, 4096)},
     **{f"experts of {n} rows in FP8": experts(n, "fp8") for n in (1, 32, 1024)},
     **{f"experts of {n} rows in FP4": experts(n, **GPT_OSS) for n in (1, 32, 1024)},
+    **{f"adapted experts of {n} rows": experts(n, rank=16) for n in (1, 256, 1024, 4096)},
+    **{f"adapted experts of {n} rows in FP8": experts(n, "fp8", rank=16) for n in (32, 4096)},
+    **{f"adapted experts of {n} rows in FP4": experts(n, **GPT_OSS, rank=64) for n in (32, 1024, 4096)},
     "decode of 8 rows Gemma-2": decode(8, decode_tiles.default_table, "gemma2_2b"),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }

@@ -20,7 +20,9 @@ import torch
 pytest.importorskip("triton")
 
 from engine_driver import make_core, make_requests, run
+from headrace.cli import make_parser
 from headrace.cli.compile import without_weights
+from headrace.cli.options import engine_options
 from headrace.compile_ahead import ahead
 from headrace.compile_ahead.ahead import is_complete, note_path, write_note
 from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
@@ -189,9 +191,20 @@ def test_a_model_of_floats_needs_no_weights_to_be_compiled_for(tmp_path) -> None
         note_path(alone, checkpoint, replace(limits, max_num_seqs=7), card),
     )
     assert len({note, *others}) == 4
+    adapted = [{}, {"max_loras": 2}, {"max_lora_rank": 32}, {"lora_experts": True}]
+    notes = [note_path(replace(alone, lora=("a=x",), **options), checkpoint, limits, card) for options in adapted]
+    assert len({note, *notes}) == 5 and notes[0] == note_path(replace(alone, lora_dir="y"), checkpoint, limits, card)
 
     (tmp_path / "config.json").write_text(json.dumps(checkpoint.config | {"quantization_config": {"quant_method": "fp8"}}))
     assert without_weights(shape) == shape  # what is narrow in the file is seen by its numbers
+
+
+def test_the_command_takes_what_a_server_with_adapters_has() -> None:
+    """Without their files."""
+    words = ["--lora", "a=nowhere", "--lora", "b=x", "--max-loras", "2", "--max-lora-rank", "32", "--lora-experts"]
+    config = EngineConfig(**engine_options(make_parser().parse_args(["compile", "some/model", "--card", "h100", *words])))
+    assert config.lora == ("a=nowhere", "b=x") and config.takes_adapters
+    assert (config.max_loras, config.max_lora_rank, config.lora_experts) == (2, 32, True)
 
 
 def test_what_is_noted_counts_while_it_is_there(tmp_path, monkeypatch) -> None:

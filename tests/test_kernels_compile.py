@@ -26,7 +26,7 @@ def run(script: str, *args: str, **env: str) -> str:
 
 PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
-    86: ("products of 64 rows", "experts of 1024 rows in FP4"),
+    86: ("products of 64 rows", "adapted experts of 1024 rows in FP4"),
     90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "decode of 64 rows 8B", "decode of 256 rows", "narrow products",
          "latent 128 heads", "small delta net in float32", "varlen 0.6B"),
     120: ("varlen head 256 window", "widened 8B in FP8"),

@@ -14,19 +14,63 @@ from headrace.config import EngineConfig
 from headrace.errors import CheckpointError, ParameterError
 from headrace.lora.format import check, examine
 from headrace.lora.names import SALT, salted
-from headrace.lora.targets import modules_of
+from headrace.lora.targets import Size, modules_of
 from headrace.model.families import model_config_from_hf
 from tiny_models import write_shape
 
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "init_lora_weights": True}
 Q, DOWN = "base_model.model.model.layers.0.self_attn.q_proj", "base_model.model.model.layers.1.mlp.down_proj"
-MODULES = {"layers.0.self_attn.q_proj": (32, 16), "layers.1.mlp.down_proj": (16, 48)}
+MODULES = {"layers.0.self_attn.q_proj": Size(32, 16), "layers.1.mlp.down_proj": Size(16, 48)}
 SHAPES = {f"{Q}.lora_A.weight": (4, 16), f"{Q}.lora_B.weight": (32, 4), f"{DOWN}.lora_A.weight": (4, 48), f"{DOWN}.lora_B.weight": (16, 4)}
 
 
 def checked(config: dict[str, Any], shapes=None, max_rank: int = 8):
     found = check({**CONFIG, **config}, SHAPES if shapes is None else shapes, MODULES, max_rank, Path("here"))
     return {name: (m.rank, m.scale) for name, m in found.items()}
+
+
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+OF_EXPERTS = {
+    "layers.0.mlp.experts.0.up_proj": Size(8, 16), "layers.0.experts.gate_up_proj": Size(16, 16, 3),
+    "layers.0.experts.down_proj": Size(16, 8, 3),
+}  # fmt: skip
+
+
+def of_experts(shapes: dict[str, tuple[int, int]], **config: Any):
+    shapes = {f"{EXPERTS}{name}.weight": shape for name, shape in shapes.items()}
+    found = check({**CONFIG, **config}, shapes, OF_EXPERTS, 8, Path("here"))
+    return {name: (m.rank, m.scale, m.experts) for name, m in found.items()}
+
+
+BOTH = {".base_layer.lora_A": (12, 16), ".base_layer.lora_B": (16, 12), ".lora_A": (12, 8), ".lora_B": (16, 12)}
+UP, DOWN_ALONE = {".lora_A": (6, 16), ".lora_B": (16, 6)}, {".lora_A": (12, 8), ".lora_B": (16, 12)}
+ONE = {".0.up_proj.lora_A": (4, 16), ".0.up_proj.lora_B": (8, 4)}
+
+
+def test_experts_all_together_and_one_by_one() -> None:
+    """Ranks and scales by the parameters' names, with PEFT's own patterns; one parameter alone is what the config names."""
+    first, second = "layers.0.experts.gate_up_proj", "layers.0.experts.down_proj"
+    assert of_experts(BOTH) == {first: (4, 2.0, 3), second: (4, 2.0, 3)}
+    config = {"target_parameters": ["experts.gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 2}, "alpha_pattern": {"mlp.experts.gate_up_proj": 1}}
+    assert of_experts(UP, **config) == {first: (2, 0.5, 3)}
+    assert of_experts(DOWN_ALONE, target_parameters=["mlp.experts.down_proj"], use_rslora=True) == {second: (4, 4.0, 3)}
+    assert of_experts(ONE) == {"layers.0.mlp.experts.0.up_proj": (4, 2.0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "said"),
+    [
+        (DOWN_ALONE, {}, "target_parameters does not say whether it is of gate_up_proj or of down_proj"),
+        (DOWN_ALONE, {"target_parameters": ["gate_up_proj", "down_proj"]}, "target_parameters does not say"),
+        ({**BOTH, **ONE}, {}, "layer 0 has experts one by one and all together"),
+        ({**BOTH, ".lora_A": (4, 8)}, {}, r"has shape \(4, 8\), this model asks for \(12, 8\)"),
+        ({".7.up_proj.lora_A": (4, 16)}, {}, r"no such module; .*mlp.experts.N.up_proj"),
+        ({".base_layer.lora_A": (12, 16)}, {}, "lora_B of model.layers.0.mlp.experts.gate_up_proj is missing"),
+    ],
+)  # fmt: skip
+def test_experts_that_are_refused(shapes, config, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        of_experts(shapes, **config)
 
 
 def of_ranks(q: int, down: int) -> dict[str, tuple[int, int]]:
@@ -68,7 +112,7 @@ def test_ranks_and_scales(config, ranks, scales) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: whole modules"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices: rows of the embedding"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"target_parameters": ["experts.down"]}, "target_parameters"),
+        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters: 'mlp.gate.weight'"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"bias": "all"}, "bias = 'all'"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16': it changes the base weights"),
@@ -94,7 +138,8 @@ def test_configurations_that_are_refused(config, said: str) -> None:
         ("base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight", (4, 16), "no such module"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", (4, 16), "embedding"),
         ("base_model.model.lm_head.lora_A.weight", (4, 16), "head"),
-        ("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", (4, 16), "experts"),
+        ("base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_A.weight", (4, 16), "need lora_experts"),
+        ("base_model.model.model.layers.0.mlp.gate.lora_A.weight", (4, 16), "routers"),
     ],
 )  # fmt: skip
 def test_tensors_that_are_refused(tensor: str, shape, said: str) -> None:
@@ -138,7 +183,7 @@ def test_modules_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     shape = json.loads((Path(write_shape(tmp_path)) / "config.json").read_text())
     modules = modules_of(model_config_from_hf(shape))
     assert len(modules) == 7 * shape["num_hidden_layers"]
-    assert modules["layers.3.mlp.down_proj"] == (shape["hidden_size"], shape["intermediate_size"])
+    assert modules["layers.3.mlp.down_proj"] == Size(shape["hidden_size"], shape["intermediate_size"])
     fused = {**shape, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "head_dim": None, "pad_token_id": 0}
     assert {name.split(".", 2)[2] for name in modules_of(model_config_from_hf(fused))} == {
         "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj",

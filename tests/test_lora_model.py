@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,18 +61,18 @@ def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGrou
     shard = WHOLE if group is None else group.shard
     weights, make, pool = load_model(checkpoint, whole, torch.float32, CPU, shard=shard), make_linear, None
     if adapters is not None:
-        pool = Always(whole, shard, 2, 8, 64, torch.float32, CPU)
+        pool = Always(whole, shard, 2, 8, 64, torch.float32, CPU, whole.experts is not None)
         make = pool.make(weights, make_linear)
         for slot, adapter in enumerate(adapters):
-            version = examine(adapter, modules_of(whole), 8)
+            version = examine(adapter, modules_of(whole, True), 8)
             pool.load(version, slot, pool.read(version))
     run = Sequences(whole if group is None else shard.config(whole), weights, max_len=48, num_seqs=3, make=make, group=group)
     run.decoder.adapters = pool
     if pool is not None:
         pool.check_made()
         if group is None:
-            pairs = [product.pair for product in pool._products.values()]
-            assert num_bytes(whole, 2, 8, 4) == sum(t.nbytes for pair in pairs for t in (pair.a, pair.b, pair.scales))
+            pairs = [product.pair for product in (*pool._products.values(), *pool._experts)]
+            assert num_bytes(whole, 2, 8, 4, True) == sum(t.nbytes for pair in pairs for t in (pair.a, pair.b, pair.scales))
         for layer in run.decoder.layers:
             if hasattr(layer.mlp, "max_rows"):
                 layer.mlp.max_rows = 8  # the rows of a step in several parts
@@ -84,8 +85,8 @@ def logits(path: str, work, adapters: list[str] | None = None, group: ThreadGrou
 def test_as_if_merged(variant: str, tmp_path: Path) -> None:
     base = str(write_tiny(variant, tmp_path / "base"))
     targets = (*ALL, *FUSED, *LATENT, *DELTA)
-    first = write_adapter(tmp_path / "first", base, targets=targets, r=5, size=0.3)
-    second = write_adapter(tmp_path / "second", base, targets=targets, seed=1, r=8, alpha=4.0, size=0.3)
+    first = write_adapter(tmp_path / "first", base, targets=targets, r=5, size=0.3, experts=True)
+    second = write_adapter(tmp_path / "second", base, targets=targets, seed=1, r=8, alpha=4.0, size=0.3, experts=True)
     models = [merged(tmp_path / "one", base, first), base, merged(tmp_path / "two", base, second)]
     texts = [tokens(17, seed=i) for i in range(3)]
     work = [
@@ -142,14 +143,17 @@ def test_keys_and_values_that_are_made_and_that_are_not_are_the_same() -> None:
 @pytest.mark.skipif(not runs_triton(torch.empty(0)), reason="runs in Triton's interpreter")
 @pytest.mark.parametrize(
     ("name", "table"),
-    [("granite", "gemm"), ("gemma", "gemm"), ("qwen2, window in one layer", "gemv"), ("delta net", "gemv")],
+    [("granite", "gemm"), ("gemma", "gemm"), ("qwen2, window in one layer", "gemv"), ("delta net", "gemv"), ("experts in one layer", "gemv")],
 )
 def test_the_fused_step_adds_what_the_decoder_does(name: str, table: str) -> None:
     config, rows = CONFIGS[name], min(3, max(TABLES[table]))
-    weights, pool = random_weights(config), AdapterPool(config, WHOLE, 2, 8, 64, torch.float32, CPU)
+    if config.experts is not None:  # of a family whose weights have names
+        config = replace(config, family="gpt_oss", num_layers=1, experts=replace(config.experts, correction=False, layers=()))
+    weights = random_weights(config)
+    pool = AdapterPool(config, WHOLE, 2, 8, 64, torch.float32, CPU, config.experts is not None)
     make = pool.make(weights, make_linear)
     torch.manual_seed(3)
-    for product in pool._products.values():
+    for product in (*pool._products.values(), *pool._experts):
         for tensor in (product.pair.a, product.pair.b, product.pair.scales):
             tensor.normal_(0, 0.3)
     found = []

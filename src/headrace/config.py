@@ -97,6 +97,7 @@ class EngineConfig:
     lora_dir: str | None = _adapters(None, "where /v1/load_lora_adapter may load from, with --admin-key", unit="DIR")
     max_loras: int = _adapters(4, "at the same time; each takes its share of the device's memory", 1, 256)
     max_lora_rank: int = _adapters(16, "of an adapter at most", 1, 512)
+    lora_experts: bool = _adapters(False, "adapters may be of the experts that tokens choose, too: much larger places")
     debug_checks: bool = _engine(False, "check the block accounting every step")
     seed: int | None = None  # of the seeds given to requests without one; None: from the operating system
 
@@ -138,7 +139,7 @@ class EngineConfig:
                 raise ParameterError("lora", one, "NAME=PATH, with names that differ")
         if len(names) > self.max_loras:
             raise ParameterError("lora", f"{len(names)} adapters", f"at most {self.max_loras}, as max_loras says")
-        for option_name in ("max_loras", "max_lora_rank"):
+        for option_name in ("max_loras", "max_lora_rank", "lora_experts"):
             value, default = getattr(self, option_name), type(self).__dataclass_fields__[option_name].default
             if value != default and not self.takes_adapters:
                 raise ParameterError(option_name, value, "nothing without lora or lora_dir")

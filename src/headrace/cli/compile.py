@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
-from headrace.cli.options import add_engine_arguments, engine_options, named_model
+from headrace.cli.options import add_engine_arguments, add_options, engine_options, named_model
 from headrace.cli.parser import text
 from headrace.cli.pull import NAMES
 from headrace.cli.sources import add_config_file
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="that compile (default: as cores and memory allow)")
     add_config_file(parser)
     add_engine_arguments(parser)
+    add_options(parser, EngineConfig, "adapters (LoRA)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ OF_SERVER = (  # options of the application that a model may have of its own
     "max_queued_requests", "max_queued_tokens",
 )  # fmt: skip
 OWN = ("name", "names", "pinned", "keep_alive", "override_generation_config")
-OF_ADAPTERS = ("lora", "lora_dir", "max_loras", "max_lora_rank")
+OF_ADAPTERS = ("lora", "lora_dir", "max_loras", "max_lora_rank", "lora_experts")
 ADAPTERS = "each model has adapters of its own (`lora:` and `lora_dir:` in its entry of `models:`)"
 INSTEAD = {
     "served_model_names": "each has names of its own (`models:` in the file of --config)", "lora": ADAPTERS,

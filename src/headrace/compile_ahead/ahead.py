@@ -27,7 +27,9 @@ from headrace.scheduler.config import Limits
 logger = logging.getLogger(__name__)
 SOURCES = ("kernels", "fast_decode", "attention", "compile_ahead", "model", "worker", "cache", "sampling", "lora")
 # options that decide about kernels, beside the limits
-SHAPING = ("dtype", "kv_cache_dtype", "quantization", "enforce_eager", "takes_adapters", "max_loras", "max_lora_rank")
+SHAPING = (
+    "dtype", "kv_cache_dtype", "quantization", "enforce_eager", "takes_adapters", "max_loras", "max_lora_rank", "lora_experts",
+)  # fmt: skip
 END_SECONDS = 5.0
 
 Told = Callable[[int, int], None]  # kernels that are compiled, of how many

@@ -118,7 +118,7 @@ def noted(work: Work) -> tuple[Any, list[Any]]:
 
     from headrace.attention.select import choose_cache_dtype
     from headrace.compile_ahead import no_device
-    from headrace.compile_ahead.steps import Played, Stage
+    from headrace.compile_ahead.steps import Places, Played, Stage
     from headrace.compile_ahead.weights import META, weights_without_data
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
@@ -131,7 +131,9 @@ def noted(work: Work) -> tuple[Any, list[Any]]:
     dtype = getattr(torch, dtype_name(work.config.dtype, model.dtype, bool(checkpoint.quantized_to())))
     cache_dtype = choose_cache_dtype(work.config.kv_cache_dtype, dtype, META)
     shown, weights = weights_without_data(checkpoint, model, dtype, work.config.quantization)
-    adapters = (work.config.max_loras, work.config.max_lora_rank) if work.config.takes_adapters else None
+    config, adapters = work.config, None
+    if config.takes_adapters:
+        adapters = Places(config.max_loras, config.max_lora_rank, config.lora_experts)
     Stage(Played(shown, weights, work.limits, cache_dtype, work.card.name, work.config.enforce_eager, adapters)).play()
     return original, sorted(launches, key=lambda found: not found.name.startswith(SLOW))
 

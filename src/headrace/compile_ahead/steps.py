@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from headrace.kernels import tables
 from headrace.kernels.attention_decode import max_tokens
 from headrace.kernels.experts_triton import row_steps
 from headrace.kernels.gather_kv import gather_kv
+from headrace.kernels.lora import GROUP_BLOCK
 from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
 from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, launch_expand
@@ -56,6 +57,14 @@ def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
+class Places(NamedTuple):
+    """For adapters."""
+
+    slots: int
+    rank: int
+    experts: bool = False  # of experts that tokens choose, too
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """What is to run: the model without data, and how its steps are bounded."""
@@ -66,7 +75,7 @@ class Played:
     cache_dtype: torch.dtype
     card: str  # as tables of tiles name it
     eager: bool = False  # nothing is captured
-    adapters: tuple[int, int] | None = None  # how many, of which rank; None: it takes none
+    adapters: Places | None = None  # None: it takes none
 
 
 class Stage:
@@ -79,8 +88,13 @@ class Stage:
         narrow, make = played.cache_dtype == fp8.DTYPE, cast(MakeLinear, _linear)
         self.attention = _backend(model, narrow)
         self.adapters: AdapterPool | None = None
+        self.expert_slots: int | None = None  # of adapters of experts
         if played.adapters is not None:
-            self.adapters = AdapterPool(model, WHOLE, *played.adapters, limits.max_num_batched_tokens, self.dtype, META)
+            slots, rank, of_experts = played.adapters
+            self.adapters = AdapterPool(
+                model, WHOLE, slots, rank, limits.max_num_batched_tokens, self.dtype, META, of_experts
+            )  # fmt: skip
+            self.expert_slots = slots if of_experts else None
             make = self.adapters.make(weights, _linear)
         self.decoder = Decoder(
             model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=make
@@ -128,7 +142,10 @@ class Stage:
         group = self.attention.group if isinstance(self.attention, TritonAttention) else AS_IF
         experts, counts = self.model.experts, [*PROMPTS, FEW_ROWS_WIDENED + 1, 1024]
         if experts is not None:
-            counts += row_steps(experts.chosen, len(experts.here), self.dtype.itemsize, most)
+            for slots in dict.fromkeys((None, self.expert_slots)):
+                counts += row_steps(experts.chosen, len(experts.here), self.dtype.itemsize, most, slots)
+        if self.adapters is not None:
+            counts += [1 << n for n in range(4, GROUP_BLOCK.bit_length())]
         for tokens in dict.fromkeys(counts):
             if tokens <= most:
                 for adapted in self.kinds:

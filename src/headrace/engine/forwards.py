@@ -13,6 +13,7 @@ from headrace.config import EngineConfig
 from headrace.engine.options import refuse_native_options
 from headrace.errors import ParameterError
 from headrace.lora.pool import AdapterPool
+from headrace.lora.room import check_room
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, MakeLinear
@@ -79,8 +80,11 @@ def load_forward(
     pool: AdapterPool | None = None
     make: MakeLinear = make_linear
     if config.takes_adapters and not draft:
+        check_room(config, model, shard.size, dtype, device)
         rows = limits.max_num_batched_tokens
-        pool = AdapterPool(model, shard, config.max_loras, config.max_lora_rank, rows, dtype, device)
+        pool = AdapterPool(
+            model, shard, config.max_loras, config.max_lora_rank, rows, dtype, device, config.lora_experts
+        )  # fmt: skip
         make = pool.make(weights, make_linear)
     decoder = make_decoder(config, part, weights, limits, decode_rows, group, make)
     decoder.cache_dtype = cache_dtype

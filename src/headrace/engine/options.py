@@ -41,6 +41,8 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     if config.attention_backend not in ("auto", "torch") and (config.device == "cpu" or not driver):
         raise ParameterError("attention_backend", config.attention_backend, "auto or torch on a CPU")
     _check_cache(config, checkpoint, model, driver)
+    if config.lora_experts and model.experts is None:
+        raise ParameterError("lora_experts", True, "nothing for this model, which has no experts")
     if here:
         named_adapters(config, model)
     needed = [checkpoint]

@@ -25,7 +25,8 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) ->
     total = _weight_bytes(config, checkpoint, on_card)
     if config.takes_adapters:
         element = FLOAT_BYTES.get(config.dtype, 2 if on_card else 4)
-        total += num_bytes(model_config_from_hf(checkpoint.config), config.max_loras, config.max_lora_rank, element)
+        model = model_config_from_hf(checkpoint.config)
+        total += num_bytes(model, config.max_loras, config.max_lora_rank, element, config.lora_experts)
     if config.speculative_model is not None:
         draft = EngineConfig(model=config.speculative_model, local_files_only=config.local_files_only)
         total += _weight_bytes(draft, resolve_checkpoint(draft), on_card)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.fast_decode.products import Tile, project
 from headrace.kernels.activation import act_mul
+from headrace.kernels.experts_lora import ExpertAdds
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
 
@@ -21,6 +22,9 @@ class Adds(Protocol):
 
     def add_to(self, target: str, y: Tensor, x: Tensor, **options: Any) -> None:
         """Of the product `target`: y [rows, out] += what the rows' adapters make of x [rows, in]."""
+
+    def of_experts(self, layer: int, rows: int) -> ExpertAdds | None:
+        """What the adapters of all rows add to experts' products; None: no adapter is of experts."""
 
 
 def adapted_glu(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.fast_decode.epilogues import rms_factor_reference, runs_triton
 from headrace.kernels.experts import choose, run_experts
+from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.experts_triton import Joining, Squares, add_experts
 from headrace.model.config import ModelConfig
 
@@ -27,10 +28,10 @@ def takes_experts(config: ModelConfig) -> bool:
 
 def join_experts(
     config: ModelConfig, weights: Mapping[str, Any], x: Tensor, sums: Tensor, total: Tensor, normed: Tensor, norm: Tensor,
-    norm_offset: float,
+    norm_offset: float, adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """total [M, H] float32 += residual scale * what the experts make of RMSNorm(total), in place; `weights` are the layer's
-    (`LayerWeights.more`).
+    (`LayerWeights.more`), `adds` what adapters of some rows add.
 
     x [M, H] and sums [M, tiles] are what stands for RMSNorm(total), see epilogues.py; `normed`, and the sums that are returned,
     the same of the new total. `normed` may be x itself.
@@ -38,7 +39,7 @@ def join_experts(
     experts = config.experts
     assert experts is not None
     given: dict[str, Any] = {"count": len(experts.here), "first": experts.first, "activation": config.activation}
-    given["clamp"] = experts.clamp
+    given |= {"clamp": experts.clamp, "adds": adds}
     given |= {name: weights.get(f"experts_{name}") for name in ("gate_up_bias", "down_bias")}
     router, gate_up, down = weights["router"].data, weights["experts_gate_up"], weights["experts_down"]
     router_bias, correction = weights.get("router_bias"), weights.get("correction")

@@ -273,7 +273,8 @@ class FastDecode:
             sumsq_o = self._add(attended, layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias, post[0], name, adapters)
             if config.experts is not None and config.experts.at(index):
                 offset = weights.norm_offset
-                sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset)
+                adds = None if adapters is None else adapters.of_experts(index, rows)
+                sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset, adds)
                 continue
             squares = sumsq_o if self.ranks is None else None
             if adapters is None:

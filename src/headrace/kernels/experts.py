@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.kernels import experts_triton
 from headrace.kernels.activation import Activation, act_mul_reference
+from headrace.kernels.experts_lora import ExpertAdds, add_expert_reference
 from headrace.kernels.experts_route import Routing
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.narrow import NarrowMatrix
@@ -46,6 +47,7 @@ def _first(values: Tensor, count: int) -> Tensor:
 def run_experts_reference(
     x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, *, count: int, first: int,
     activation: Activation, clamp: float = 0.0, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """See `run_experts`; of matrices of floats."""
     rows, chosen = ids.shape
@@ -58,8 +60,13 @@ def run_experts_reference(
     for expert, own in enumerate(pairs[:count]):
         if len(own):
             both = F.linear(inputs[own // chosen], wide[expert], None if wide_bias is None else wide_bias[expert])
+            if adds is not None:
+                add_expert_reference(both, inputs[own // chosen], adds.gate_up, adds.numbers[own // chosen], expert, count)
             inner = act_mul_reference(both, activation) if not clamp else _clamped(both, clamp)
-            given[own] = F.linear(inner, narrow[expert], None if narrow_bias is None else narrow_bias[expert]).float()
+            out = F.linear(inner, narrow[expert], None if narrow_bias is None else narrow_bias[expert])
+            if adds is not None:
+                add_expert_reference(out, inner, adds.down, adds.numbers[own // chosen], expert, count)
+            given[own] = out.float()
     parts = given.view(rows, chosen, given.shape[1])
     total = parts[:, 0] * shares[:, :1]
     for column in range(1, chosen):
@@ -97,15 +104,17 @@ def choose(
 def run_experts(
     x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, *, count: int, first: int,
     activation: Activation, clamp: float = 0.0, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """What the experts of each row make of it: the sum of their results, each times its share, in the order of `ids`' columns.
 
     x: [T, H]; ids, shares: as from `route`. Experts `first` to `first + count` are here, the others give nothing. gate_up:
     [count * 2 I, H], of each expert its I gate rows and then its I up rows; down: [count * H, I]; their biases: [count * 2 I]
-    and [count * H]. clamp: as in ExpertsConfig. Returns [T, H] in x's dtype, of a sum in float32 that is rounded once; of many
-    rows in 16 bits each expert's part is, too. No row depends on another.
+    and [count * H]. clamp: as in ExpertsConfig. adds: what the rows' adapters add to both products. Returns
+    [T, H] in x's dtype, of a sum in float32 that is rounded once; of many rows in 16 bits each expert's part is, too. No row
+    depends on another.
     """
     return (experts_triton.run_experts if on_gpu(x) else run_experts_reference)(
         x, gate_up, down, ids, shares, count=count, first=first, activation=activation, clamp=clamp,
-        gate_up_bias=gate_up_bias, down_bias=down_bias,
+        gate_up_bias=gate_up_bias, down_bias=down_bias, adds=adds,
     )  # fmt: skip

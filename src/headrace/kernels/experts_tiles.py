@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.kernels.activation import gated
+from headrace.kernels.experts_lora import LowRank, add_low, low_arguments
 from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
 from headrace.kernels.experts_sort import Sorted
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
@@ -40,7 +41,8 @@ def _float_sums(
 @jit(do_not_specialize=["clamp"])
 def _expert_tiles(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, order_ptr, tiles_ptr, factors_ptr, shares_ptr, out_ptr, N, K, out_width,
-    clamp,
+    clamp, low_ptr, low_b_ptr, low_tiles_ptr,
+    LOW_SLOTS: tl.constexpr, LOW_EXPERTS: tl.constexpr, RANK: tl.constexpr, LOW_PARTS: tl.constexpr,
     CHOSEN: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     ASM: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
@@ -76,6 +78,11 @@ def _expert_tiles(
         acc = narrow_sums(
             w_ptr, scales_ptr, zeros_ptr, rows, of_row, K, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, ASM, BYTES, WIDTH, BLOCK_M,
             BLOCK_N, BLOCK_K, EVEN, False,
+        )  # fmt: skip
+    if RANK > 0:
+        acc = add_low(
+            acc, low_ptr, low_b_ptr, low_tiles_ptr, tl.program_id(0) * COLUMNS, place, N, LOW_SLOTS, LOW_EXPERTS, RANK,
+            LOW_PARTS, GLU, BLOCK_M, BLOCK_N, COLUMNS,
         )  # fmt: skip
     if factors_ptr is not None:
         acc = acc * tl.load(factors_ptr + x_row)[None, :]
@@ -130,15 +137,15 @@ def tile_for(weight: NarrowMatrix, x: Tensor, block_m: int) -> ExpertTile:
 def launch(
     x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, chosen: int, out: Tensor, columns: int,
     tile: ExpertTile, *, shares: Tensor | None = None, activation: str = "silu", clamp: float = 0.0,
-    factors: Tensor | None = None,
+    factors: Tensor | None = None, low: LowRank | None = None,
 ) -> None:  # fmt: skip
     """Without `shares` x [T, K], times `factors` [T] -> out [P, W], gated products in the order of the sort, 0 past `columns`;
-    with them x [P, K] in that order -> out [P, W] float32, what each pair adds."""
+    with them x [P, K] in that order -> out [P, W] float32, what each pair adds. `low`: what adapters add to the products."""
     width, glu = held_width(weight), shares is None
     of_tile = tile.block_n // 2 if glu else tile.block_n
     _expert_tiles[-(-out.shape[1] // of_tile), len(pairs.tiles)](
         x, bias_ptr=bias, order_ptr=pairs.order, tiles_ptr=pairs.tiles, factors_ptr=factors, shares_ptr=shares, out_ptr=out,
-        N=columns, K=width, out_width=out.shape[1], clamp=clamp, CHOSEN=chosen, GLU=glu,
+        N=columns, K=width, out_width=out.shape[1], clamp=clamp, **low_arguments(low), CHOSEN=chosen, GLU=glu,
         ACTIVATION="clamped" if clamp else activation, **arguments(weight, x),
         BYTES=bytes_together(tile.block_n, tile.num_warps, x), WIDTH=span_bytes(weight, tile.block_k), BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, EVEN=width % tile.block_k == 0, num_warps=tile.num_warps,

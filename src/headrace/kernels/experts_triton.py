@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.kernels.activation import Activation
 from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
+from headrace.kernels.experts_lora import ExpertAdds, shrink_pairs, sort_adapted
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts
 from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
@@ -36,6 +37,7 @@ MOST_ROWS = 1 << 15
 def run_experts(
     x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, *, count: int, first: int = 0,
     activation: Activation = "silu", clamp: float = 0.0, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """See headrace.kernels.experts."""
     rows, hidden = x.shape
@@ -45,9 +47,11 @@ def run_experts(
     how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
     step = most_rows(ids.shape[1], held_width(down), hidden, x.dtype)
     for at in range(0, rows, step):
-        part = slice(at, at + step)
-        form = _rows if rows <= ROW_FORM else _tiles
-        form(x[part], gate_up, down, Choice(ids[part], shares[part]), None, out[part], how)
+        part, choice = slice(at, at + step), Choice(ids[at : at + step], shares[at : at + step])
+        if rows <= ROW_FORM and adds is None:
+            _rows(x[part], gate_up, down, choice, None, out[part], how)
+        else:
+            _tiles(x[part], gate_up, down, choice, None, out[part], how, None if adds is None else adds.part(part))
     return out
 
 
@@ -55,17 +59,22 @@ def add_experts(
     x: Tensor, squares: Squares, router: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, routing: Routing, joining: Joining,
     *, count: int, first: int = 0, activation: Activation = "silu", clamp: float = 0.0, router_bias: Tensor | None = None,
     correction: Tensor | None = None, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """What the experts give joins a residual stream, and with it the norms on both sides of them: x [T, H] are rows that still
     have to be divided by their norm. Returns the sums of squares that the next product needs."""
     how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
-    if len(x) <= ROW_FORM and chooses_by_logits(correction, routing):
+    few = len(x) <= ROW_FORM and adds is None
+    if few and chooses_by_logits(correction, routing):
         logits, factors = row_logits(x, router, router_bias, squares)
         sums = _rows(x, gate_up, down, Choice(None, None, logits, routing), factors, joining, how)
     else:
         ids, shares, of_rows = route_parts(router_parts(x, router), router_bias, correction, routing, squares)
-        form = _rows if len(x) <= ROW_FORM else _tiles
-        sums = form(x, gate_up, down, Choice(ids, shares), of_rows, joining, how)
+        choice = Choice(ids, shares)
+        if few:
+            sums = _rows(x, gate_up, down, choice, of_rows, joining, how)
+        else:
+            sums = _tiles(x, gate_up, down, choice, of_rows, joining, how, adds)
     assert sums is not None
     return sums
 
@@ -117,24 +126,33 @@ def _rows(
 
 def _tiles(
     x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
-    how: _How,
+    how: _How, adds: ExpertAdds | None,
 ) -> Tensor | None:  # fmt: skip
     ids, shares = choice.ids, choice.shares
     assert ids is not None and shares is not None
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
     block_m = tile_rows(pairs, how.count, x.itemsize)
-    in_order = sort_pairs(ids, how.count, how.first, block_m)
-    between = x.new_empty(pairs, held_width(down))
+    between, low, low_down = x.new_empty(pairs, held_width(down)), None, None
+    if adds is None:
+        in_order = sort_pairs(ids, how.count, how.first, block_m)
+    else:
+        in_order, of_adapters = sort_adapted(ids, adds, how.count, how.first, block_m)
+        low = shrink_pairs(x, adds.gate_up, of_adapters, adds.slots, how.count, chosen, block_m)
     launch(
         _whole(x, gate_up), gate_up, how.gate_up_bias, in_order, chosen, between, how.inner, tile_for(gate_up, x, block_m),
-        activation=how.activation, clamp=how.clamp, factors=factors,
+        activation=how.activation, clamp=how.clamp, factors=factors, low=low,
     )  # fmt: skip
-    wide = takes_wide(x, down, block_m)
+    if adds is not None:
+        low_down = shrink_pairs(between, adds.down, of_adapters, adds.slots, how.count, 0, block_m)
+    wide = adds is None and takes_wide(x, down, block_m)
     parts = torch.empty((pairs, hidden), dtype=x.dtype if wide else torch.float32, device=x.device)
     if wide:
         wide_down(between, down, how.down_bias, in_order, shares, parts, block_m)
     else:
-        launch(between, down, how.down_bias, in_order, chosen, parts, hidden, tile_for(down, x, block_m), shares=shares)
+        launch(
+            between, down, how.down_bias, in_order, chosen, parts, hidden, tile_for(down, x, block_m), shares=shares,
+            low=low_down,
+        )  # fmt: skip
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 
@@ -143,12 +161,14 @@ def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     return min(MOST_ROWS, 1 << (MOST_BYTES // (chosen * (inner * dtype.itemsize + hidden * 4))).bit_length() - 1)
 
 
-def row_steps(chosen: int, count: int, itemsize: int, most: int) -> list[int]:
+def row_steps(chosen: int, count: int, itemsize: int, most: int, slots: int | None = None) -> list[int]:
     """The fewest rows, up to `most`, of each combination of forms that kernels take: one-row products, sizes of tiles and of a
-    sort's steps."""
+    sort's steps. `slots`: of adapters of experts, where some rows have one."""
     found: dict[tuple, int] = {}
     for rows in range(1, most + 1):
         pairs = rows * chosen
-        form: tuple = (0,) if rows <= ROW_FORM else sort_form(pairs, count, tile_rows(pairs, count, itemsize))
+        form: tuple = (0,)
+        if rows > ROW_FORM or slots is not None:
+            form = sort_form(pairs, count * ((slots or 0) + 1), tile_rows(pairs, count, itemsize))
         found.setdefault(form, rows)
     return list(found.values())

@@ -2,6 +2,10 @@
 
     y += (x A^T) B^T * alpha / r          with use_rslora: alpha / sqrt(r)
 
+Experts that tokens choose are modules of their own where PEFT saw such, `...experts.3.up_proj`. Where it saw one parameter of
+all of them (target_parameters), there is one A [experts * r, in] and one B [out, r * experts], of which an expert's columns lie
+apart.
+
 Whatever else a configuration may ask for is refused with the reason. Needs no torch.
 """
 
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
-from headrace.lora.targets import plain
+from headrace.lora.targets import EXPERTS, Size, plain
 from headrace.model.formats.safetensors_file import read_header, read_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -28,6 +32,9 @@ DTYPES = ("F32", "F16", "BF16")
 MAX_RANK = 512
 MAX_SCALE = 3e38
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_EXPERTS = re.compile(r"(.*\blayers\.\d+\.(?:\w+\.)?experts)(\.base_layer)?")
+_ALL_EXPERTS, _ONE_EXPERT = re.compile(r"layers\.(\d+)\.experts\."), re.compile(r"layers\.(\d+)\.\w+\.experts\.")
+_PATTERN = re.compile(r"\^?(?:\.\*\\\.)?[\w.-]+")  # with what PEFT itself puts before a name: `.*\.`
 _CHANGES_BASE = "it changes the base weights; save it converted (PEFT: path_initial_model_for_weight_conversion)"
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # of A and B, with the base left alone
 # fields that must be empty -> why
@@ -35,7 +42,6 @@ _UNKNOWN = {
     "modules_to_save": "whole modules in place of the model's",
     "trainable_token_indices": "rows of the embedding in place of the model's",
     "layer_replication": "layers of the model used several times",
-    "target_parameters": "additions to parameters that are not matrices of a product, as experts have",
     "lora_bias": "biases beside A and B",
     "alora_invocation_tokens": "an adapter that begins to work at certain tokens",
     "arrow_config": "a choice among several adapters",
@@ -51,12 +57,13 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Of one module: names of its tensors, its rank and what its product is multiplied by."""
+    """Of one module, or of all experts: names of its tensors, its rank and what its product is multiplied by."""
 
     a: str  # [rank, in]
     b: str  # [out, rank]
     rank: int
     scale: float
+    experts: int = 0  # of which A [experts * rank, in] and B [out, rank * experts] hold the matrices; 0: a module by itself
 
 
 class Files(NamedTuple):
@@ -80,7 +87,7 @@ def read_files(directory: Path) -> Files:
         raise CheckpointError(f"{directory}: cannot be read: {error}") from error
 
 
-def examine(directory: str | Path, modules: Mapping[str, tuple[int, int]], max_rank: int) -> Version:
+def examine(directory: str | Path, modules: Mapping[str, Size], max_rank: int) -> Version:
     """Whether an adapter can run with a model of these `modules` (see `modules_of`), by its configuration and its tensors'
     shapes; then its content is named. Raises CheckpointError that says what is wrong with which file."""
     directory = Path(directory).expanduser().absolute()
@@ -116,9 +123,8 @@ def parsed(config: bytes, where: Path) -> dict[str, Any]:
 
 
 def check(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[int, int]], max_rank: int,
-    where: Path,
-) -> dict[str, Matrices]:  # fmt: skip
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, Size], max_rank: int, where: Path
+) -> dict[str, Matrices]:
     """The matrices of each module that has some; raises CheckpointError for whatever Headrace would not honour."""
     for problem in _problems(config):
         raise CheckpointError(f"{where / CONFIG}: {problem}")
@@ -126,18 +132,23 @@ def check(
     names: dict[str, str] = {}
     for tensor in shapes:
         match = _TENSOR.fullmatch(tensor)
-        if match is None or plain(match[1]) not in modules:
+        name = "" if match is None else _parameter(match[1], tensor, shapes, config)
+        key = _key(name)
+        if match is None or key not in modules:
             raise CheckpointError(f"{where / TENSORS}: the tensor {tensor!r}: {_why_unknown(tensor, modules)}")
-        if found.setdefault(plain(match[1]), {}).setdefault(match[2], tensor) != tensor:
+        if found.setdefault(key, {}).setdefault(match[2], tensor) != tensor:
             raise CheckpointError(f"{where / TENSORS}: the tensor {tensor!r} is there twice, under two names")
-        names[plain(match[1])] = match[1]
+        names[key] = name
     if not found:
         raise CheckpointError(f"{where / TENSORS}: there is no tensor in it")
+    ways = [{m[1] for key in found if (m := way.match(key))} for way in (_ALL_EXPERTS, _ONE_EXPERT)]
+    if both := ways[0] & ways[1]:
+        raise CheckpointError(f"{where / TENSORS}: layer {min(both)} has experts one by one and all together")
     return {m: _matrices(config, names[m], ab, shapes, modules[m], max_rank, where) for m, ab in found.items()}
 
 
 def _matrices(
-    config: Mapping[str, Any], name: str, tensors: dict[str, str], shapes: Mapping[str, tuple[int, ...]], size: tuple[int, int],
+    config: Mapping[str, Any], name: str, tensors: dict[str, str], shapes: Mapping[str, tuple[int, ...]], size: Size,
     max_rank: int, where: Path,
 ) -> Matrices:  # fmt: skip
     if missing := {"A", "B"} - set(tensors):
@@ -146,17 +157,39 @@ def _matrices(
     alpha = _of_module(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
     if rank > max_rank:
         raise CheckpointError(f"{where / CONFIG}: rank {rank} of {name}: at most {max_rank} here (max_lora_rank)")
-    for tensor, wanted in ((tensors["A"], (rank, size[1])), (tensors["B"], (size[0], rank))):
+    ranks = rank * (size.experts or 1)
+    for tensor, wanted in ((tensors["A"], (ranks, size.inputs)), (tensors["B"], (size.outputs, ranks))):
         if tuple(shapes[tensor]) != wanted:
-            fits = "is the adapter of a model of other sizes?" if rank in shapes[tensor] else f"its rank is to be {rank}"
+            fits = "is the adapter of a model of other sizes?" if ranks in shapes[tensor] else f"its rank is to be {rank}"
             problem = f"the tensor {tensor!r} has shape {tuple(shapes[tensor])}, this model asks for {wanted}: {fits}"
             raise CheckpointError(f"{where / TENSORS}: {problem}")
-    return Matrices(tensors["A"], tensors["B"], rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return Matrices(tensors["A"], tensors["B"], rank, scale, size.experts)
+
+
+def _parameter(name: str, tensor: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """The name of what PEFT wrapped: a module's own, or that of a parameter of all experts. Where both of a layer's are, the
+    second (down) is around the first (gate and up), which then is its `base_layer`; one alone is what the config says."""
+    if (match := _EXPERTS.fullmatch(name)) is None:
+        return name
+    first, second = EXPERTS.values()
+    targets = {str(target).rpartition(".")[2] for target in config.get("target_parameters") or ()}
+    if match[2]:
+        return f"{match[1]}.{first}"
+    if targets == {second} or tensor.replace(".lora_", ".base_layer.lora_") in tensors:
+        return f"{match[1]}.{second}"
+    return f"{match[1]}.{first}" if targets == {first} else name
+
+
+def _key(name: str) -> str:
+    """What modules_of calls it."""
+    return re.sub(r"(layers\.\d+\.)\w+\.(experts\.(?:gate_up|down)_proj)", r"\1\2", plain(name))
 
 
 def _of_module(pattern: Mapping[str, Any] | None, name: str, default: Any) -> Any:
     """The first entry whose key is the module's name or ends it, from a dot on; `^` is for the whole name alone."""
     for key, value in (pattern or {}).items():
+        key = key.removeprefix(".*\\.")
         if name == key.removeprefix("^") or (not key.startswith("^") and name.endswith("." + key)):
             return value
     return default
@@ -173,7 +206,7 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     for name, fits in (("rank_pattern", _whole), ("alpha_pattern", _number)):
         pattern = config.get(name) or {}
         for key, value in pattern.items() if isinstance(pattern, dict) else [("", pattern)]:
-            if not re.fullmatch(r"\^?[\w.-]+", key) or not fits(value):
+            if not _PATTERN.fullmatch(key) or not fits(value):
                 yield f"{name}: {key!r}: {value!r}: a module's name, or the end of one, and a number are known"
     if config.get("use_dora"):
         yield "use_dora: DoRA's magnitudes are not supported"
@@ -183,6 +216,10 @@ def _problems(config: Mapping[str, Any]) -> Iterator[str]:
     for name, what in _UNKNOWN.items():
         if config.get(name):
             yield f"{name}: {what}: not supported"
+    targets = config.get("target_parameters") or []
+    for target in targets if isinstance(targets, list) else [targets]:
+        if str(target).rpartition(".")[2] not in EXPERTS.values():
+            yield f"target_parameters: {target!r}: of parameters only {' and '.join(EXPERTS.values())}, of experts, are known"
     if config.get("bias", "none") != "none":
         yield f"bias = {config['bias']!r}: trained biases are not supported, only 'none'"
     init = config.get("init_lora_weights", True)
@@ -200,14 +237,20 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -MAX_SCALE < value < MAX_SCALE
 
 
-def _why_unknown(tensor: str, modules: Mapping[str, tuple[int, int]]) -> str:
+def _why_unknown(tensor: str, modules: Mapping[str, Size]) -> str:
     if "lora_embedding_" in tensor or "lm_head" in tensor:
         return "adapters of the embedding and of the head are not supported"
     if "lora_magnitude_vector" in tensor:
         return "DoRA's magnitudes are not supported"
-    if ".experts." in tensor:
-        return "adapters of experts are not supported"
-    if _TENSOR.fullmatch(tensor) is None:
+    match = _TENSOR.fullmatch(tensor)
+    if match is None:
         return "it is neither lora_A nor lora_B of a module"
-    known = sorted({name.split(".", 2)[2] for name in modules})
+    if re.search(r"\.(gate|router|gate\.wg)$", match[1]):
+        return "adapters of routers are not supported"
+    if re.search(r"\.experts(\.|$)", match[1]):
+        if not any(".experts." in name for name in modules):
+            return "adapters of experts need lora_experts, which makes places for them, and a model that has experts"
+        if _EXPERTS.fullmatch(match[1]):
+            return f"target_parameters does not say whether it is of {' or of '.join(EXPERTS.values())}"
+    known = sorted({re.sub(r"\bexperts\.\d+", "experts.N", name.split(".", 2)[2]) for name in modules})
     return f"this model has no such module; adapters can have {', '.join(known)} of its layers"

@@ -28,7 +28,7 @@ def salted(salt: str, digest: str) -> str:
 
 def named_adapters(config: EngineConfig, model: ModelConfig) -> dict[str, Version]:
     """Those of the options. Raises CheckpointError for one that cannot run with this model."""
-    modules = modules_of(model) if config.lora else {}
+    modules = modules_of(model, config.lora_experts) if config.lora else {}
     return {name: examine(path, modules, config.max_lora_rank) for name, path in config.adapter_paths().items()}
 
 

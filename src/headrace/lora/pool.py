@@ -21,13 +21,15 @@ from safetensors.torch import load as tensors_of
 from torch import Tensor
 
 from headrace.errors import CheckpointError
+from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, group_rows, new_pair
 from headrace.kernels.tables import Int
+from headrace.lora.experts import ExpertsProduct, LayerExperts, Placed, step_bytes
 from headrace.lora.format import TENSORS, Matrices, Version, check, parsed, read_files
 from headrace.lora.latent import HeadAdds
 from headrace.lora.linear import LoraLinear
-from headrace.lora.targets import modules_of, plain, specs_of
+from headrace.lora.targets import expert_specs, modules_of, plain, specs_of
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
@@ -62,10 +64,11 @@ class Product:
 
 
 class AdapterRead(NamedTuple):
-    """An adapter's tensors on the host, and which module has which of them."""
+    """An adapter's tensors on the host, which module has which of them, and those of experts as they are to lie."""
 
     tensors: dict[str, Tensor]
     matrices: dict[str, Matrices]
+    experts: list[Placed | None]
 
 
 class AdapterPool:
@@ -73,17 +76,22 @@ class AdapterPool:
 
     def __init__(
         self, model: ModelConfig, shard: Shard, slots: int, max_rank: int, max_rows: int, dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device, experts: bool = False,
     ):  # fmt: skip
-        """Of the whole `model` the part of a rank. `max_rows` of a step."""
+        """Of the whole `model` the part of a rank. `max_rows` of a step. `experts`: so are those that tokens choose."""
         self.model, self.slots, self.max_rank, self.max_rows, self.device = model, slots, max_rank, max_rows, device
-        self.modules = modules_of(model)
+        self.modules = modules_of(model, experts)
         self._numbers = {"": 0}
         self.table: Tensor | None = None  # SlotTables.ints
         self._products: dict[str, Product] = {}
         for spec in parts_of(specs_of(model), model, shard):
             parts = [Part(name, rows, columns or range(spec.shape[1])) for name, rows, columns in spec.reads]
             self._enter(spec.target, parts, dtype)
+        self._experts = [
+            ExpertsProduct(spec, model, shard, slots, max_rank, dtype, device)
+            for spec in (parts_of(expert_specs(model), model, shard) if experts else ())
+        ]
+        self._layers: dict[int, LayerExperts] = {}
         self._rows: _StepRows | None = None
         self._last: _StepRows | None = None
 
@@ -99,8 +107,10 @@ class AdapterPool:
     def num_bytes(self) -> int:
         """Of all slots, and of what the largest step needs beside them."""
         pairs = [product.pair for product in self._products.values()]
+        pairs += [product.pair for product in self._experts]
         held = sum(t.numel() * t.itemsize for pair in pairs for t in (pair.a, pair.b, pair.scales))
-        return held + 4 * self.max_rows * (self.slots + max(pair.a.shape[1] for pair in pairs))
+        step = 4 * self.max_rows * (self.slots + max(product.pair.a.shape[1] for product in self._products.values()))
+        return held + step + (step_bytes(self.model, self.max_rows, self._experts[0].pair.rank) if self._experts else 0)
 
     # ---------------------------------------------------------------- products
 
@@ -118,6 +128,10 @@ class AdapterPool:
                 layer.more["kv_b_adds"], product.made = self._by_head(product), True
             weight = layer.more[name] if name in layer.more else getattr(layer, name)
             products[id(weight)] = weight, product
+        for gate_up, down in zip(self._experts[::2], self._experts[1::2], strict=True):
+            numbers = partial(self._numbers_of, gate_up.layer == self.model.num_layers - 1)
+            adds = self._layers[gate_up.layer] = LayerExperts(gate_up.pair, down.pair, self.slots, numbers)
+            weights.layers[gate_up.layer].more["experts_adds"] = adds
 
         def made(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
             _, product = products.get(id(weight), (None, None))
@@ -132,11 +146,13 @@ class AdapterPool:
         latent = self.model.latent
         assert latent is not None
 
-        def numbers() -> Tensor | None:
-            rows = self._last if product.behind else self._rows
-            return None if rows is None else rows.numbers
+        heads = product.pair.b.shape[1] // (latent.nope + latent.value)
+        return HeadAdds(product.pair, heads, latent.nope, partial(self._numbers_of, product.behind))
 
-        return HeadAdds(product.pair, product.pair.b.shape[1] // (latent.nope + latent.value), latent.nope, numbers)
+    def _numbers_of(self, behind: bool) -> Tensor | None:
+        """Of the rows of a step, or of those `behind` the last attention: 0, or one more than the row's slot."""
+        rows = self._last if behind else self._rows
+        return None if rows is None else rows.numbers
 
     def check_made(self) -> None:
         """Raises CheckpointError for a model that runs some of its products in another way."""
@@ -164,6 +180,10 @@ class AdapterPool:
     def add_to(self, target: str, y: Tensor, x: Tensor, **options: Any) -> None:
         """As `add`, by a WeightSpec's target, and with more of add_lora's arguments."""
         self.add(self._products[target], y, x, **options)
+
+    def of_experts(self, layer: int, rows: int) -> ExpertAdds | None:
+        """What adapters add to the products of experts in a step of so many rows; None if none is of experts."""
+        return self._layers[layer].of_rows(0, rows) if self._layers else None
 
     def add(self, product: Product, y: Tensor, x: Tensor, **options: Any) -> None:
         """y [T, out] += what the adapters of the rows x [T, in] make of them; rows of a product that come in several parts come
@@ -195,7 +215,8 @@ class AdapterPool:
             if not tensor.isfinite().all():
                 raise CheckpointError(f"{where / TENSORS}: the tensor {name!r} holds what is no finite number")
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return AdapterRead(tensors, check(parsed(files.config, where), shapes, self.modules, self.max_rank, where))
+        found = check(parsed(files.config, where), shapes, self.modules, self.max_rank, where)
+        return AdapterRead(tensors, found, [product.read(tensors, found) for product in self._experts])
 
     def assign(self, version: Version, slot: int, found: AdapterRead | None = None) -> None:
         """A slot as it is: before the first adapter zeros, which add nothing."""
@@ -203,7 +224,7 @@ class AdapterPool:
 
     def load(self, version: Version, slot: int, found: AdapterRead) -> None:
         """An adapter that was read into a slot that no request has."""
-        tensors, found_matrices = found
+        tensors, found_matrices, experts = found
         for product in self._products.values():
             pair, first = product.pair, 0
             for whole in (pair.a, pair.b, pair.scales):
@@ -218,6 +239,8 @@ class AdapterPool:
                     pair.b[slot, first:end, :rank] = b[part.rows.start : part.rows.stop].to(self.device)
                     pair.scales[slot, index] = matrices.scale
                 first = end
+        for of_experts, placed in zip(self._experts, experts, strict=True):
+            of_experts.load(slot, placed)
         self.assign(version, slot)
 
     def unload(self, digest: str) -> None:

@@ -64,7 +64,8 @@ class ServedAdapters:
         if name in self.names and not replace:
             raise ParameterError("lora_name", name, "a name that no adapter has, without load_inplace")
         where = inside(config.lora_dir, path)
-        version = await asyncio.to_thread(examine, where, modules_of(self._model), config.max_lora_rank)
+        modules = modules_of(self._model, config.lora_experts)
+        version = await asyncio.to_thread(examine, where, modules, config.max_lora_rank)
         async with self._loading:
             if version.digest not in self.held:
                 await self._hold(name, version)

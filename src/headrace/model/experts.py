@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.experts import choose, run_experts
+from headrace.kernels.experts_lora import ExpertAdds
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import LayerWeights
 from headrace.model.linear import MakeLinear, Reduce
@@ -37,7 +37,7 @@ class ExpertsMlp:
     fuses_add = False
 
     def __init__(
-        self, weights: Mapping[str, Any], config: ModelConfig, make: MakeLinear, reduce: Reduce | None
+        self, weights: dict[str, Any], config: ModelConfig, make: MakeLinear, reduce: Reduce | None
     ):  # fmt: skip
         assert config.experts is not None
         self.experts, self.activation, self.reduce = config.experts, config.activation, reduce
@@ -57,6 +57,7 @@ class ExpertsMlp:
             self.shared = DenseMlp(gate_up, down, inner, config.activation)
             self.workspace_bytes = self.shared.workspace_bytes
             self.shared_gate = weights["shared_gate"].data if self.experts.shared_gate else None
+        self.adds: Any = weights.pop("experts_adds", None)  # a lora.experts.LayerExperts
         self.max_rows = 1 << max(1, MLP_ELEMENTS // (2 * self.experts.chosen * self.experts.inner)).bit_length() - 1
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -66,15 +67,19 @@ class ExpertsMlp:
         total += self(x)
 
     def product(self, x: Tensor) -> Tensor:
-        parts = [self._rows(part) for part in x.split(self.max_rows)]
+        firsts = range(0, len(x), self.max_rows) if len(x) else (0,)
+        parts = [self._rows(x[first : first + self.max_rows], self._adds(first, x)) for first in firsts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _adds(self, first: int, x: Tensor) -> ExpertAdds | None:
+        return None if self.adds is None else self.adds.of_rows(first, min(self.max_rows, len(x) - first))
+
+    def _rows(self, x: Tensor, adds: ExpertAdds | None) -> Tensor:
         experts = self.experts
         ids, shares = choose(x, self.router, self.router_bias, self.correction, experts)
         out = run_experts(
             x, self.gate_up, self.down, ids, shares, count=len(experts.here), first=experts.first,
-            activation=self.activation, clamp=experts.clamp, **self.biases,
+            activation=self.activation, clamp=experts.clamp, adds=adds, **self.biases,
         )  # fmt: skip
         if self.shared is None:
             return out

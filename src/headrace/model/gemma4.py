@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.kernels.activation import act_mul
 from headrace.kernels.experts import choose, run_experts
+from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.norm import add_normed, rms_norm
 from headrace.model.batch import WantedRows
 from headrace.model.config import ModelConfig
@@ -98,7 +99,7 @@ class ClosingMlp:
 
     fuses_add = True
 
-    def __init__(self, dense: Mlp, more: Mapping[str, Any], config: ModelConfig, make: MakeLinear, group: Group | None):
+    def __init__(self, dense: Mlp, more: dict[str, Any], config: ModelConfig, make: MakeLinear, group: Group | None):
         self.dense, self.eps, self.activation = dense, config.norm_eps, config.activation
         self.norm, self.scalar = more["closing_norm"], more["layer_scalar"]
         self.experts: Experts | None = None
@@ -131,16 +132,16 @@ class ClosingMlp:
 class Experts(ExpertsMlp):
     """A mixture that reads the residual stream: its router by a norm of its own, its experts by another."""
 
-    def __init__(self, more: Mapping[str, Any], config: ModelConfig, make: MakeLinear, group: Group | None):
+    def __init__(self, more: dict[str, Any], config: ModelConfig, make: MakeLinear, group: Group | None):
         super().__init__(more, config, make, None if group is None else group.sum)
         # the router's norm has no weight: its factors, of columns, are the matrix's
         self.router = self.router * (more["router_scale"] * config.hidden_size**-0.5)
         self.norm, self.expert_scale, self.eps = more["norm_of_experts"], more["expert_scale"], config.norm_eps
         self.even = torch.ones_like(more["router_scale"])
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _rows(self, x: Tensor, adds: ExpertAdds | None) -> Tensor:
         ids, shares = choose(rms_norm(x, self.even, self.eps), self.router, None, None, self.experts)
         return run_experts(
             rms_norm(x, self.norm, self.eps), self.gate_up, self.down, ids, shares * self.expert_scale[ids],
-            count=len(self.experts.here), first=self.experts.first, activation=self.activation,
+            count=len(self.experts.here), first=self.experts.first, activation=self.activation, adds=adds,
         )  # fmt: skip
