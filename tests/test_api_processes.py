@@ -33,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def start(model: str, tmp: Path, *options: str, **more) -> ServerProcess:
-    return ServerProcess(model, "--served-model-name", "tiny", "--api-processes", "2", "--max-num-seqs", "4", *options, tmp=tmp, **more)
+    always = ("--served-model-name", "tiny", "--api-processes", "2", "--max-num-seqs", "4", "--no-standby")
+    return ServerProcess(model, *always, *options, tmp=tmp, **more)
 
 
 def is_http(pid: int) -> bool:

@@ -270,7 +270,7 @@ async def test_each_panel_says_what_is_to_be_seen_on_a_phone_too(browser, record
 
 
 async def test_it_comes_back_after_the_core_and_the_server_are_killed(browser, model):
-    options = ("--api-processes", "2", "--max-model-len", "64")
+    options = ("--api-processes", "2", "--max-model-len", "64", "--no-standby")
     async with AsyncExitStack() as stack:
         server = stack.enter_context(ServerProcess(model, *options))
         server.wait_ready()
