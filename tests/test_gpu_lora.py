@@ -26,17 +26,21 @@ def asked(digest: str, prefix: str, count: int = 3) -> list[EngineRequest]:
     return [EngineRequest(f"{prefix}{i}", prompts[i], params, 0, cache_salt=salted("", digest)) for i in range(count)]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 24}], ids=["captured", "eager", "chunks"])
-def test_together_as_each_alone(options: dict, tmp_path: Path) -> None:
-    base = str(write_tiny("llama", tmp_path / "base"))
+def test_together_as_each_alone(options: dict, family: str, tmp_path: Path) -> None:
+    """Of experts in the fused decode step, and beside one that all tokens have, which that does not run."""
+    experts = family != "llama"
+    base = str(write_tiny(family, tmp_path / "base"))
     paths = {
-        "a": write_adapter(tmp_path / "a", base, r=16), "b": write_adapter(tmp_path / "b", base, r=3, seed=1, targets=("v_proj", "down_proj"), size=2.0)
+        "a": write_adapter(tmp_path / "a", base, r=16, experts=experts),
+        "b": write_adapter(tmp_path / "b", base, r=3, seed=1, targets=("v_proj", "down_proj"), size=2.0, experts=experts),
     }  # fmt: skip
     wanted = {"": run(make_core(base, enforce_eager=True), asked("", "r"))}
     for name, path in paths.items():
         wanted[name] = run(make_core(merged(tmp_path / f"m{name}", base, path), enforce_eager=True), asked("", "r"))
-    core = make_core(base, device="cuda", lora_dir=str(tmp_path), max_loras=3, **options)
-    modules = modules_of(core.runner.decoder.config)
+    core = make_core(base, device="cuda", lora_dir=str(tmp_path), max_loras=3, lora_experts=experts, **options)
+    modules = modules_of(core.runner.decoder.config, experts)
     versions: dict[str, Version] = {name: examine(path, modules, 16) for name, path in paths.items()}
     assert core.adapters is not None
     for version in versions.values():
