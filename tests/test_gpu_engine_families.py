@@ -57,19 +57,24 @@ def asking_for_rows(vocab_size: int) -> list[EngineRequest]:
 def test_bfloat16_is_near_the_exact_engine(path, family):
     """Rows of logprobs within BF16_TOLERANCE of the CPU's float32 and tokens equal until the first near-tie; half are greedy.
 
-    Where there are experts, rounding chooses others here and there: on the CPU in one request of five.
+    Where there are experts, rounding chooses others here and there, and such a row is off by more: what the CPU's own bfloat16
+    gives says how often. Of these tiny models in 2 (gpt-oss) to 15 (Qwen3-Next) of the 24 requests; Transformers' bfloat16 is as
+    far off its own float32 (of 360 rows of a prompt by 0.055 on average and 32 by more than the tolerance, here 0.053 and 30).
     """
     model = path(family)
     cpu = make_core(model, enable_prefix_caching=False)
     requests = asking_for_rows(cpu.vocab_size)
     want = run(cpu, requests)
+    allowed, mean = 0, BF16_TOLERANCE / 2
+    if cpu.runner.decoder.config.experts is not None:
+        own = compare(run(make_core(model, dtype="bfloat16", enforce_eager=True), requests), want, BF16_TOLERANCE)
+        allowed, mean = len(own.problems) + len(requests) // 4, max(mean, 1.5 * own.total / own.compared)
     for mode, options in MODES.items():
         core = make_core(model, device="cuda", dtype="bfloat16", **options)
         got = run(core, requests)
         seen = compare(got, want, BF16_TOLERANCE)
         print(f"{family}, {mode}: {seen}")
-        allowed = 0 if core.runner.decoder.config.experts is None else len(requests) // 3
-        assert len(seen.problems) <= allowed and seen.total / seen.compared < BF16_TOLERANCE / 2, f"{family}, {mode}: {seen}"
+        assert len(seen.problems) <= allowed and seen.total / seen.compared < mean, f"{family}, {mode}: {allowed} of {seen}"
         for name in (r.id for r in requests if r.id.startswith("greedy")):
             assert all(row[i] == row.max() for i, row in zip(got[name].ids, got[name].rows, strict=True)), (
                 f"{name} is not greedy"
