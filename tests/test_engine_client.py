@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import importlib
 import os
+import sys
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -16,12 +19,13 @@ from hypothesis import strategies as st
 from engine_driver import complete
 from fake_core import FakeCore, FakeSupply, Inbox, Process
 from headrace.config import EngineConfig
-from headrace.engine import core_link, process, socket_pair, supervision
+from headrace.engine import core_link, process, socket_pair, standing_by, supervision
 from headrace.engine.client import EngineClient
 from headrace.engine.core_process import CoreProcess
 from headrace.engine.core_supply import StandbySupply
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.news_pipe import QueueOutbox
+from headrace.engine.placement import PlacedSupply, Placement
 from headrace.engine.process import CoreLoop
 from headrace.engine.socket_pair import PREFIX
 from headrace.engine.streams import Stream
@@ -499,6 +503,80 @@ async def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch,
         assert core.fatal == words
     finally:
         await core.kill()
+        context.destroy(linger=0)
+
+
+BUSY = """
+import sys, time
+end = time.thread_time() + 0.01
+while time.thread_time() < end:
+    pass
+"""
+
+
+@pytest.fixture
+def busy_modules(tmp_path, monkeypatch):
+    """`busy_0` takes 10 ms of the CPU, then imports `busy_1`, and so on to the fourth."""
+    for i in range(4):
+        (tmp_path / f"busy_{i}.py").write_text(BUSY + (f"import busy_{i + 1}" if i < 3 else ""))
+    (tmp_path / "busy_elsewhere.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield
+    for name in [name for name in sys.modules if name.startswith("busy_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_what_is_imported_without_haste_takes_its_part_of_the_cpu(busy_modules, monkeypatch, cores):
+    monkeypatch.setattr(standing_by, "PART", 8)
+    monkeypatch.setattr(standing_by, "usable_cores", lambda: cores)
+    began = time.monotonic()
+    imports = standing_by.Unhurried("busy_0")
+    importlib.import_module("busy_elsewhere")  # another thread's
+    assert "busy_3" not in sys.modules
+    imports._thread.join(20)
+    took = time.monotonic() - began
+    assert "busy_3" in sys.modules and took >= 0.03 * 8 / cores  # the last has nobody to wait for
+
+
+def test_what_is_imported_without_haste_ends_at_once_when_it_is_needed(busy_modules, monkeypatch):
+    monkeypatch.setattr(standing_by, "PART", 1e6)
+    imports = standing_by.Unhurried("busy_0")
+    time.sleep(0.02)
+    assert "busy_3" not in sys.modules
+    imports.hurry()
+    importlib.import_module("busy_0")
+    assert "busy_3" in sys.modules
+
+
+async def test_a_standby_has_what_it_needs_when_it_is_needed(tmp_path, monkeypatch):
+    """Its imports are not done by then."""
+    (tmp_path / "late_builder.py").write_text("import asks_headrace\ndef build(config): raise asks_headrace.Refused('no such card')")
+    (tmp_path / "asks_headrace.py").write_text("from headrace.errors import HeadraceError as Refused")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), str(tmp_path)]))
+    context = zmq.asyncio.Context()
+    asked: list[dict] = []
+
+    async def spawn(**how: bool) -> CoreProcess:
+        asked.append(how)
+        return await CoreProcess.spawn(context, "late_builder:build", "critical", "text", False, **how)
+
+    supply = PlacedSupply(spawn, Placement(EngineConfig(device="cpu")))
+    try:
+        supply.prepare(0, 0.001)
+        core = await supply.take(0)
+        supply.prepare(0, 0.0)  # as after a death
+        core.begin(EngineConfig(device="cpu"))
+        core.listen(lambda message: None)
+        async with asyncio.timeout(60):
+            await core.process.wait()
+            while core.fatal is None:  # on its way
+                await asyncio.sleep(0.001)
+        assert core.fatal == Fatal("no such card", True) and asked == [{"standby": True}, {}]
+    finally:
+        await core.kill()
+        await supply.close()
         context.destroy(linger=0)
 
 

@@ -37,10 +37,11 @@ class CoreProcess(CoreLink):
 
     @classmethod
     async def spawn(
-        cls, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool, device: str = ""
-    ) -> CoreProcess:
+        cls, context: zmq.asyncio.Context, builder: str, log_level: str, log_format: str, traced: bool, device: str = "",
+        standby: bool = False,
+    ) -> CoreProcess:  # fmt: skip
         """Start a process. It imports, connects and removes the directory of the socket; `begin` gives it its task. `device`:
-        the one that this will name, if that is soon."""
+        the one that this will name, if that is soon. `standby`: it may never get one, and imports without haste."""
         inbox, home = context.socket(zmq.PUSH), None
         ours, theirs = socket.socketpair()
         outbox = PipeOutbox(ours)
@@ -50,8 +51,8 @@ class CoreProcess(CoreLink):
             home = bind_pair(inbox)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "headrace.engine.process", addresses(home)[0], str(theirs.fileno()), str(os.getpid()),
-                builder, log_level, log_format, str(int(traced)), device, stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                builder, log_level, log_format, str(int(traced)), str(int(standby)), device,
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent: it drains first
             )  # fmt: skip
         except BaseException:

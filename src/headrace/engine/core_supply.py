@@ -14,10 +14,14 @@ logger = logging.getLogger(__name__)
 
 class StandbySupply:
     """A new core each time, or the one that stands by. `spawn` starts one, and raises OSError or HeadraceError if it cannot.
-    `first`: one that has been started already."""
+    `first`: one that has been started already. `reserve` starts the one that stands by while no death is near; None: `spawn`
+    does."""
 
-    def __init__(self, spawn: Callable[[], Awaitable[Core]], first: Core | None = None):
-        self._spawn, self._first = spawn, first
+    def __init__(
+        self, spawn: Callable[[], Awaitable[Core]], first: Core | None = None,
+        reserve: Callable[[], Awaitable[Core]] | None = None,
+    ):  # fmt: skip
+        self._spawn, self._first, self._reserve = spawn, first, reserve or spawn
         self._standby: asyncio.Task[Core | None] | None = None
 
     async def take(self, number: int) -> Core:
@@ -39,7 +43,7 @@ class StandbySupply:
         return await self._spawn()
 
     def prepare(self, number: int, delay: float) -> None:
-        """Have a standby in `delay` seconds: one for all slots."""
+        """Have a standby in `delay` seconds: one for all slots. Without a delay a death may be near, and it makes haste."""
         if self._standby is None:
             self._standby = asyncio.create_task(self._stand_by(delay))
 
@@ -50,7 +54,7 @@ class StandbySupply:
         """None if there cannot be one: a restart takes longer then."""
         await asyncio.sleep(delay)
         try:
-            return await self._spawn()
+            return await (self._reserve if delay else self._spawn)()
         except Exception as e:
             logger.warning("no process can stand by for a restart: %s", e)
             return None

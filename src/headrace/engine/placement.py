@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from headrace.config import EngineConfig, visible_cards
@@ -85,8 +86,8 @@ class Placement:
 class PlacedSupply(StandbySupply):
     """Processes of this machine, each in its place."""
 
-    def __init__(self, spawn: Callable[[], Awaitable[CoreProcess]], placement: Placement, first: CoreProcess | None = None):
-        super().__init__(spawn, first)
+    def __init__(self, spawn: Callable[..., Awaitable[CoreProcess]], placement: Placement, first: CoreProcess | None = None):
+        super().__init__(spawn, first, partial(spawn, standby=True))
         self._placement = placement
 
     async def take(self, number: int) -> Core:

@@ -1,9 +1,9 @@
 """The core's own process: messages in, steps, messages out. It never shares an interpreter lock with HTTP.
 
-Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL LOGFORMAT TRACED DEVICE`.
-The first message is empty, the second a Begin; meanwhile everything is imported, so that a process can wait there until it is
-needed. A DEVICE is named where the wait is short. It ends with its parent, whatever ended that: the kernel is asked to, and a
-thread looks.
+Started by `engine.core_process` as `python -m headrace.engine.process IN OUT PARENT BUILDER LOGLEVEL LOGFORMAT TRACED STANDBY
+DEVICE`. The first message is empty, the second a Begin; meanwhile everything is imported, so that a process can wait there till
+it is needed. A DEVICE is named where the wait is short; STANDBY is 1 where it may never end. It ends with its parent, whatever
+ended that: the kernel is asked to, and a thread looks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from headrace.config import EngineConfig, prepare_threads, show_cards
 from headrace.engine.messages import Outputs
 from headrace.engine.news_pipe import PipeInlet
 from headrace.engine.socket_pair import connect_pair
+from headrace.engine.standing_by import Unhurried, import_quietly
 from headrace.engine.stats import CoreStats, StepTrace
 from headrace.engine.wire import (
     Abort,
@@ -252,22 +253,18 @@ def connect(context: zmq.Context, address: str, parent: int) -> zmq.Socket:
     return inbox
 
 
-def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: bool, device: str) -> int:
+def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: bool, standby: bool, device: str) -> int:
     ignore_signals()
     inlet = PipeInlet(outbox)
     prepare_threads()
     gc.disable()  # until all is there: nothing of it goes, and looking through it takes tenths of a second
     if device:
         prewarm(device)
-    # who has started us may be at its own imports; what fails here is tried again, and told
-    threading.Thread(target=_import_quietly, args=(builder.partition(":")[0],), daemon=True).start()
+    # who has started us may be at its own imports
+    if not standby:
+        threading.Thread(target=import_quietly, args=(builder.partition(":")[0],), daemon=True).start()
     context = zmq.Context()
-    return serve(context, connect(context, inbox_address, parent), inlet, parent, builder, traced)
-
-
-def _import_quietly(module: str) -> None:
-    with contextlib.suppress(Exception):
-        importlib.import_module(module)
+    return serve(context, connect(context, inbox_address, parent), inlet, parent, builder, traced, standby)
 
 
 def ignore_signals() -> None:
@@ -277,8 +274,9 @@ def ignore_signals() -> None:
 
 
 def serve(
-    context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket | PipeInlet, parent: int, builder: str, traced: bool
-) -> int:
+    context: zmq.Context, inbox: zmq.Socket, outbox: zmq.Socket | PipeInlet, parent: int, builder: str, traced: bool,
+    standby: bool = False,
+) -> int:  # fmt: skip
     """Wait for the options, build the engine and run it; the exit code."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -300,10 +298,13 @@ def serve(
     begun = threading.Event()
     threading.Thread(target=watch, args=(lambda: loop, begun, send, parent), daemon=True).start()
     try:
-        config = take_place(inbox.recv()) if inbox.poll(0) else None  # None: we are to stand by
-        if config is not None:
-            prewarm(config.device)
         module, _, function = builder.partition(":")
+        imports = Unhurried(module) if standby else None
+        config = take_place(inbox.recv()) if standby or inbox.poll(0) else None  # None: it is not known yet
+        if imports is not None:
+            imports.hurry()
+        elif config is not None:
+            prewarm(config.device)
         build = getattr(importlib.import_module(module), function)
         config = config or take_place(inbox.recv())
         begun.set()
@@ -361,4 +362,5 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     configure("core", *sys.argv[5:7])
-    leave(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[7] == "1", sys.argv[8]))
+    traced, standby = (argument == "1" for argument in sys.argv[7:9])
+    leave(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], traced, standby, sys.argv[9]))
