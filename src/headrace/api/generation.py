@@ -196,9 +196,8 @@ def sample_failure(news: Delta | EngineOutput) -> ApiError:
 
 
 async def run_all(jobs: Sequence[Awaitable[None]]) -> None:
-    """Run jobs side by side; the first failure ends the others and is raised when they have ended."""
-    if len(jobs) == 1:
-        return await jobs[0]
+    """Run jobs side by side; the first failure ends the others and is raised when they have ended. Each is a task of its own:
+    whatever awaits inside one, layer by layer, is gone through for every token."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.gather(*tasks)

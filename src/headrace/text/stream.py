@@ -148,6 +148,8 @@ class TextStream:
         """Take ids; after a stop string nothing more is taken."""
         if self.stop_hit is not None:
             return TextDelta("", self.stop_hit, 0)
+        if not self._written:  # nothing is looked for
+            return TextDelta("".join(map(self._detokenizer.push, ids)), None, len(ids))
         parts: list[str] = []
         for i, token_id in enumerate(ids):
             piece = self._marks.get(token_id) or self._detokenizer.push(token_id)
