@@ -24,6 +24,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.getoption("dist", "no") != "no":  # this process imports nothing: its workers do
+        gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def what_lives_stays() -> None:
     """An engine that is closed collects garbage, and would each time look through a million objects of what has been imported, half a
