@@ -116,6 +116,15 @@ def test_what_cannot_be_pulled(hub, capsys, name, said):
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_without_a_network_it_says_what_there_is(hub, capsys, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]  # nobody listens there afterwards
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    assert main(["pull", "org/tensors"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "'org/tensors' cannot be had: ConnectError" in last and "is there a network?" in last
+
+
 def test_what_does_not_fit_is_not_begun(hub, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 300_000, hub_files.SPARE + 299_999))
     assert main(["pull", "org/tensors"]) == 1

@@ -212,8 +212,10 @@ def told(repo: str) -> Iterator[None]:
     except Exception as error:
         hidden = error.__cause__ if isinstance(error, DryRunError) else None  # it has one for all that can be the matter
         cause = hidden or error
-        said = " ".join(str(cause).split())
-        raise CheckpointError(f"the Hub model {repo!r} cannot be had: {type(cause).__name__}: {said[:500]}") from error
+        said = " ".join(str(cause).split())[:500]
+        if type(cause).__name__ == "ConnectError":
+            said += " (is there a network? without one: what `headrace list` shows, a local path, the embedded model)"
+        raise CheckpointError(f"the Hub model {repo!r} cannot be had: {type(cause).__name__}: {said}") from error
 
 
 def in_bytes(count: float) -> str:
