@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu_features.h"
 #include "product.h"
 #include "simd.h"
 
@@ -198,6 +199,7 @@ void show(Team& team, double bandwidth, const char* name, Format format, Roundin
 }  // namespace
 
 int main(int count, char** arguments) {
+  cpu_features();  // asks the system for AMX's registers
   const char* threads = std::getenv("THREADS");
   Team team(threads == nullptr ? std::max(1u, std::thread::hardware_concurrency()) : std::max(1, std::atoi(threads)));
   const std::string only = count > 1 ? arguments[1] : "";

@@ -1,10 +1,14 @@
-// The tiles of AMX, with the registers in software, beside the plain tiles: the same bits, or it says where not and exits with 1.
+// The tiles of AMX beside the plain tiles: the same bits, or it says where not and exits with 1. The registers are in software, but
+// for a program that is compiled for a CPU with AMX (-mamx-tile -mamx-int8).
+#if !defined(__AMX_INT8__)
 #define HEADRACE_AMX_HEADER "amx_in_software.h"
+#endif
 
 #include <cstdint>
 #include <cstdio>
 #include <vector>
 
+#include "cpu_features.h"
 #include "matrix.cpp"
 #include "pack.cpp"
 #include "quantize.cpp"
@@ -28,7 +32,7 @@ Rows rounded(const Memory& memory, const float* x, int rows, const Matrix& matri
   return panels;
 }
 
-// Rows 3 to 18 of 19: a panel that is full, and one that is not.
+// 19 rows: a panel that is full, and one that is not.
 template <class W>
 void check(const char* name, Format format, int inputs) {
   constexpr int COUNT = 19;
@@ -53,7 +57,8 @@ void check(const char* name, Format format, int inputs) {
     if (panels.panel_rows() != AMX_ROWS) std::printf("panels of %d rows\n", panels.panel_rows()), std::exit(1);
     for (int row = 0; row < COUNT; row++) {
       alignas(LINE) float want[STRIP], got[AMX_ROWS * STRIP];
-      plain::tile_of(format, rounding)(&strip, rounded(one, x.data() + static_cast<size_t>(row) * inputs, 1, matrix, rounding).panel(0), want);
+      const Rows alone = rounded(one, x.data() + static_cast<size_t>(row) * inputs, 1, matrix, rounding);
+      plain::tile_of(format, rounding)(&strip, alone.panel(0), want);
       amx_tile_of<W>(rounding).run(&strip, panels.panel(row / AMX_ROWS), got);
       if (std::memcmp(want, got + row % AMX_ROWS * STRIP, sizeof(want)) != 0 || !(std::abs(want[0]) > 0)) {
         std::printf("%s, rounding %d, row %d: not the bits of the plain tiles\n", name, static_cast<int>(rounding), row);
@@ -66,6 +71,7 @@ void check(const char* name, Format format, int inputs) {
 }  // namespace
 
 int main() {
+  cpu_features();  // asks the system for the registers
   check<Q8_0Weights>("Q8_0", Format::Q8_0, 7 * GROUP);
   check<Q4_0Weights>("Q4_0", Format::Q4_0, 7 * GROUP);
   check<Q4_1Weights>("Q4_1", Format::Q4_1, 7 * GROUP);
