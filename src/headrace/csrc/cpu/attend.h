@@ -63,6 +63,16 @@ struct LayerAttention {
     cache.write(slot, kv_head, scratch.turned.data(), values + kv_head * shape.head_dim);
   }
 
+  // Reads what `run` of this item reads first.
+  void prefetch_queries(const AttentionPlan::Item& item) const {
+    const AttentionPlan::Block block = plan.blocks()[item.block];
+    const size_t size = shape.group() * shape.head_dim;
+    for (int i = 0; i < block.rows; i++) {
+      const float* heads = qkv + queries[block.first + i].row * qkv_stride + item.kv_head * size;
+      prefetch_bytes(reinterpret_cast<const uint8_t*>(heads), size * sizeof(float));
+    }
+  }
+
   // With `write` the rows' own keys and values are written by the items that read them first (each row is another sequence).
   void run(const AttentionPlan::Item& item, bool write, AttentionScratch& scratch) const {
     const AttentionPlan::Block block = plan.blocks()[item.block];

@@ -24,8 +24,9 @@ inline int num_units(const Matrix& matrix, const Rows& rows) {
   return units;
 }
 
-// Units that a thread takes at a time: about 32 kB of weights, and four bites a thread or more.
+// Units that a thread takes at a time: about 32 kB of weights, and four bites a thread or more; one where it takes long by itself.
 inline int units_per_bite(const Matrix& matrix, const Rows& rows, int threads) {
+  if (rows.panels() >= 8) return 1;
   const int units = num_units(matrix, rows);
   const size_t unit_bytes = std::max<size_t>(1, matrix.bytes() / std::max(1, units));
   const int by_size = static_cast<int>((32 << 10) / unit_bytes);

@@ -17,11 +17,17 @@ int planes(Rounding rounding) {
   return rounding == Rounding::INT16 ? 2 : 1;
 }
 
+// From so many rows on a strip is multiplied so often that only the loads of the rows count: in panels of up to six rows each serves
+// two strips.
+constexpr int MANY_ROWS = 48;
+constexpr int MOST_OF_MANY = 6;
+
 // The panel size whose panels cost least: each costs its rows, and unpacking the weights costs about one row more.
 int choose_panel_rows(int rows, unsigned kinds) {
   int best = 1;
   int best_cost = 0;
   for (const int size : PANEL_ROWS) {
+    if (rows >= MANY_ROWS && size > MOST_OF_MANY) break;
     const int cost = (rows + size - 1) / size * (size + 1);
     if (best_cost == 0 || cost <= best_cost) {
       best = size;
@@ -35,7 +41,7 @@ int choose_panel_rows(int rows, unsigned kinds) {
 }
 
 // The largest magnitude of 32 values; NaN if there is one. As integers magnitudes have the same order, with NaN above all.
-float largest(const float* values) {
+HEADRACE_INLINE float largest(const float* values) {
 #if defined(__AVX512F__)
   const __m512i sizes = _mm512_set1_epi32(0x7fffffff);
   const __m512i low = _mm512_and_si512(_mm512_loadu_si512(values), sizes);
@@ -54,8 +60,11 @@ float largest(const float* values) {
   return result;
 }
 
-// Eight words, `stride` bytes apart.
-void scatter_words(int8_t* out, size_t stride, const int8_t* words) {
+// The low bytes of 32 integers, as eight words that are `stride` bytes apart.
+HEADRACE_INLINE void scatter_words(int8_t* out, size_t stride, IntVec low, IntVec high) {
+  alignas(LINE) int8_t words[GROUP];
+  store_int8(words, low);
+  store_int8(words + 16, high);
   HEADRACE_UNROLL for (int i = 0; i < 8; i++) {
     std::memcpy(out + i * stride, words + i * 4, 4);
   }
@@ -66,7 +75,7 @@ struct Quantized {
   float scale;
 };
 
-Quantized quantize(const float* values, float top) {
+HEADRACE_INLINE Quantized quantize(const float* values, float top) {
   const float size = largest(values);
   const bool usable = size > SMALLEST && size < INFINITY;
   const Vec inverse = set1(usable ? top / size : 0.0f);
@@ -77,7 +86,19 @@ Quantized quantize(const float* values, float top) {
   return q;
 }
 
-IntVec high_byte(IntVec x) {
+// Of four inputs the even two, then the odd two, as int16; the fours `stride` bytes apart.
+HEADRACE_INLINE void scatter_pairs(int8_t* out, size_t stride, const Quantized& q) {
+  alignas(LINE) int32_t ints[GROUP];
+  std::memcpy(ints, &q.low, sizeof(q.low));
+  std::memcpy(ints + 16, &q.high, sizeof(q.high));
+  for (int i = 0; i < 8; i++) {
+    const int32_t* four = ints + 4 * i;
+    const int32_t words[2] = {(four[0] & 0xffff) | four[2] << 16, (four[1] & 0xffff) | four[3] << 16};
+    std::memcpy(out + i * stride, words, 8);
+  }
+}
+
+HEADRACE_INLINE IntVec high_byte(IntVec x) {
   return shift_right<8>(add(x, set1_int(128)));
 }
 
@@ -126,23 +147,22 @@ Panel Rows::panel(int index) const {
 void Rows::put(int row, int begin, int end, const float* values) {
   uint8_t* at = memory_ + row / panel_rows_ * panel_bytes_;
   const int lane = row % panel_rows_;
-  for (int k = begin; k < end; k += GROUP) {
-    const float* source = values + (k - begin);
-    float filled[GROUP] = {};
-    if (end - k < GROUP) {
-      std::memcpy(filled, source, (end - k) * sizeof(float));
-      source = filled;
-    }
-    const int group = k / GROUP;
-    if (kinds_ & ROWS_F32) {
-      put_f32(at, lane, group, source);
-    }
-    if (kinds_ & ROWS_BF16) {
-      put_bf16(at, lane, group, source);
-    }
-    if (kinds_ & ROWS_INT) {
-      put_ints(at, lane, group, source);
-    }
+  const int first = begin / GROUP;
+  const int whole = (end - begin) / GROUP;
+  put_groups(at, lane, first, whole, values);
+  const int rest = end - begin - whole * GROUP;
+  if (rest == 0) return;
+  float filled[GROUP] = {};
+  std::memcpy(filled, values + whole * GROUP, rest * sizeof(float));
+  put_groups(at, lane, first + whole, 1, filled);
+}
+
+void Rows::put_groups(uint8_t* panel, int lane, int group, int count, const float* values) const {
+  if (kinds_ & ROWS_INT) put_ints(panel, lane, group, count, values);
+  if (!(kinds_ & (ROWS_F32 | ROWS_BF16))) return;
+  for (int i = 0; i < count; i++) {
+    if (kinds_ & ROWS_F32) put_f32(panel, lane, group + i, values + i * GROUP);
+    if (kinds_ & ROWS_BF16) put_bf16(panel, lane, group + i, values + i * GROUP);
   }
 }
 
@@ -172,51 +192,45 @@ void Rows::put_bf16(uint8_t* panel, int lane, int group, const float* values) co
   }
 }
 
-void Rows::put_ints(uint8_t* panel, int lane, int group, const float* values) const {
-  const bool two = rounding_ == Rounding::INT16;
-  const Quantized q = quantize(values, two ? 32512.0f : 127.0f);
+void Rows::put_ints(uint8_t* panel, int lane, int group, int count, const float* values) const {
   const bool amx = panel_rows_ == AMX_ROWS;
   const size_t word = amx ? 4 : static_cast<size_t>(panel_rows_) * 4;  // from four inputs to the next four
-  const size_t plane = static_cast<size_t>(groups_) * GROUP * panel_rows_;
-  const size_t first_word = static_cast<size_t>(group) * GROUP * panel_rows_ + lane * (amx ? GROUP : 4);
-  int8_t* out = reinterpret_cast<int8_t*>(panel + ints_at_) + first_word;
-  alignas(LINE) int8_t bytes[GROUP];
-  if (!two) {
-    store_int8(bytes, q.low);
-    store_int8(bytes + 16, q.high);
-    scatter_words(out, word, bytes);
-  } else if constexpr (INT16_PAIRS) {
-    alignas(LINE) int32_t ints[GROUP];
-    std::memcpy(ints, &q.low, sizeof(q.low));
-    std::memcpy(ints + 16, &q.high, sizeof(q.high));
-    int8_t* pairs = reinterpret_cast<int8_t*>(panel + ints_at_) + 2 * first_word;
-    for (int i = 0; i < 8; i++) {
-      const int32_t* four = ints + 4 * i;
-      const int32_t words[2] = {(four[0] & 0xffff) | four[2] << 16, (four[1] & 0xffff) | four[3] << 16};
-      std::memcpy(pairs + i * 2 * word, words, 8);
-    }
-  } else {
-    const IntVec low = high_byte(q.low);
-    const IntVec high = high_byte(q.high);
-    store_int8(bytes, low);
-    store_int8(bytes + 16, high);
-    scatter_words(out, word, bytes);
-    store_int8(bytes, sub(q.low, shift_left<8>(low)));
-    store_int8(bytes + 16, sub(q.high, shift_left<8>(high)));
-    scatter_words(out + plane, word, bytes);
-  }
-  const int first = reduce_add(q.low);
-  const int second = reduce_add(q.high);
+  const size_t group_bytes = static_cast<size_t>(GROUP) * panel_rows_;
+  const size_t plane = groups_ * group_bytes;
   const size_t groups = static_cast<size_t>(groups_) * panel_rows_;
-  const size_t at = static_cast<size_t>(group) * panel_rows_ + lane;
-  float* scale = reinterpret_cast<float*>(panel + scale_at_);
+  const size_t step = panel_rows_;
+  const bool two = rounding_ == Rounding::INT16;
+  const size_t first_byte = group * group_bytes + lane * (amx ? GROUP : 4);
+  int8_t* out = reinterpret_cast<int8_t*>(panel + ints_at_) + first_byte;
+  int8_t* pairs = reinterpret_cast<int8_t*>(panel + ints_at_) + 2 * first_byte;
+  float* scale = reinterpret_cast<float*>(panel + scale_at_) + group * step + lane;
   int32_t* offset = reinterpret_cast<int32_t*>(scale + 2 * groups);
-  int32_t* half_offset = offset + groups + static_cast<size_t>(group) * 2 * panel_rows_ + lane;
-  scale[at] = q.scale;
-  scale[groups + at] = q.scale * static_cast<float>(first + second);
-  offset[at] = -128 * (first + second);
-  half_offset[0] = -128 * first;
-  half_offset[panel_rows_] = -128 * second;
+  int32_t* half_offset = reinterpret_cast<int32_t*>(panel + scale_at_) + 3 * groups + group * 2 * step + lane;
+  for (int i = 0; i < count; i++, values += GROUP) {
+    const Quantized q = quantize(values, two ? 32512.0f : 127.0f);
+    if (!two) {
+      scatter_words(out, word, q.low, q.high);
+    } else if constexpr (INT16_PAIRS) {
+      scatter_pairs(pairs, 2 * word, q);
+    } else {
+      const IntVec low = high_byte(q.low);
+      const IntVec high = high_byte(q.high);
+      scatter_words(out, word, low, high);
+      scatter_words(out + plane, word, sub(q.low, shift_left<8>(low)), sub(q.high, shift_left<8>(high)));
+    }
+    const int first = reduce_add(q.low);
+    const int second = reduce_add(q.high);
+    scale[0] = q.scale;
+    scale[groups] = q.scale * static_cast<float>(first + second);
+    offset[0] = -128 * (first + second);
+    half_offset[0] = -128 * first;
+    half_offset[step] = -128 * second;
+    out += group_bytes;
+    pairs += 2 * group_bytes;
+    scale += step;
+    offset += step;
+    half_offset += 2 * step;
+  }
 }
 
 }  // namespace headrace::cpu

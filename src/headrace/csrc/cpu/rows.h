@@ -96,9 +96,10 @@ class Rows {
   Panel panel(int index) const;
 
  private:
+  void put_groups(uint8_t* panel, int lane, int group, int count, const float* values) const;
   void put_f32(uint8_t* panel, int lane, int group, const float* values) const;
   void put_bf16(uint8_t* panel, int lane, int group, const float* values) const;
-  void put_ints(uint8_t* panel, int lane, int group, const float* values) const;
+  void put_ints(uint8_t* panel, int lane, int group, int count, const float* values) const;
 
   uint8_t* memory_ = nullptr;
   int rows_ = 0;

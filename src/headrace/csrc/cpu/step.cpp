@@ -308,7 +308,10 @@ void NativeModel::attention(Worker& worker, int index) {
   const std::vector<AttentionPlan::Item>& items = attention.plan.items();
   AttentionScratch& scratch = rooms_[worker.index()]->attention;
   worker.share(static_cast<int>(items.size()), 1, [&](int first, int end) {
-    for (int i = first; i < end; i++) attention.run(items[i], write, scratch);
+    for (int i = first; i < end; i++) {
+      if (i + 1 < static_cast<int>(items.size())) attention.prefetch_queries(items[i + 1]);
+      attention.run(items[i], write, scratch);
+    }
   }, false);
 
   const int count = static_cast<int>(attention.queries.size());
@@ -333,7 +336,7 @@ void NativeModel::feed_forward(Worker& worker, const Layer& layer, float* residu
   const Matrix& down = layer.matrix(MatrixName::DOWN);
   const Rows inner = inputs(worker, down, count, [&](int row, int begin, int end, float* room) {
     const float* gate = gates + row * sizes_.gate_up + begin;
-    gated(config_.activation, gate, gate + config_.intermediate_size, end - begin, room);
+    gated(config_.activation, gate, gate + config_.intermediate_size, end - begin, sizes_.gate_up, room);
     return room;
   });
   add_part(worker, down, inner, layer.vector(VectorName::DOWN_BIAS), layer.vector(VectorName::POST_MLP_NORM), residual);
