@@ -97,7 +97,7 @@ def model():
 def test_whatever_an_adapters_file_holds_is_refused_by_name_or_loaded(model, tmp_path):
     modules = modules_of(model)
     name = next(iter(modules))
-    rows, columns = modules[name]
+    rows, columns = modules[name].outputs, modules[name].inputs
     tensors = {f"{name}.lora_A.weight": torch.ones(2, columns), f"{name}.lora_B.weight": torch.ones(rows, 2)}
     whole = save(tensors)
     pool = AdapterPool(model, WHOLE, 1, 2, 8, torch.float32, torch.device("cpu"))

@@ -1,14 +1,15 @@
 """Who enters a new core when, after a death: how the request that kills cores is found, and the rest lose nothing.
 
 A request is *proven* in a core when it has got a few tokens there. After a death
-    1. those that the dead core had proven go in again together: whatever killed it, they had run for a while;
+    1. those that the dead core had proven go in again together: whatever killed it, they had run for a while; with them those
+       that have seen one kill and nothing else, which says little about them;
     2. when these are proven again, the others go in, one at a time, each alone in being unproven;
     3. then whatever has arrived since.
 Where other cores live, those of 1, and those that were unproven when somebody killed the core, go on there at once
 (`release`). So suspects of a core are tried in its successor alone, and the other cores know nothing of it.
 A request that was alone in being unproven when the core died, and had entered it because of a death before, is to blame.
-Where somebody killed the core it takes more deaths, and those of before do not count once a core is killed that no suspect is
-in: whoever kills that one may have killed the others, too.
+Where somebody killed the core it takes more deaths, still more where kills hit others, too, and those of before do not count
+once a core is killed that no suspect is in: whoever kills that one may have killed the others, too.
 (Two killers at once can put the blame on a third: one that was proven reaches its fatal token just when an innocent one,
 interrupted by the other, has its turn. That is accepted: the alternative costs a third death each time.)
 """
@@ -26,6 +27,7 @@ MOST_TURNS = 64  # more suspects than that enter in groups
 TURN_SECONDS = 10.0  # a turn that lasts longer holds nobody up any more
 PATIENCE = 2  # deaths for which a request is blamed when the core ended by itself or hung
 PATIENCE_WHEN_KILLED = 5  # when somebody killed it, which says little about the request: the OOM killer or an operator
+RECENT_KILLS = 16  # for every two of these that hit others it takes one more: it is rather somebody outside
 
 
 class Probation:
@@ -38,6 +40,7 @@ class Probation:
         self._entered: set[Stream] = set()  # in any turn of the present core, and were not proven since
         self._free: set[Stream] = set()  # of those in turns to come: nothing is held against them
         self._suspects: set[Stream] = set()  # that came, or will come, into the present core as such
+        self._alone: deque[int] = deque(maxlen=RECENT_KILLS)  # by id, who was alone in being unproven when the core was killed
         self._began = 0.0
 
     @property
@@ -66,22 +69,25 @@ class Probation:
             else:
                 p.deaths += 1
         culprit = None
-        if len(unproven) == 1 and not unproven[0].ended and unproven[0] in self._entered:
+        if len(unproven) == 1 and unproven[0] in self._entered:
             p = unproven[0]
-            if p.kills >= PATIENCE_WHEN_KILLED if killed else p.deaths >= PATIENCE:
+            if killed:
+                self._alone.append(id(p))
+            patience = PATIENCE_WHEN_KILLED + sum(i != id(p) for i in self._alone) // 2
+            if not p.ended and (p.kills >= patience if killed else p.deaths >= PATIENCE):
                 culprit = p
         for p in inside:
             p.sent, p.num_in_core = False, 0
         # those with the most deaths last: the others run by then, and need no further proof
-        suspects = [p for p in unproven + outside if p is not culprit and not p.ended]
-        suspects.sort(key=lambda p: p.deaths + p.kills)
-        self._suspects = set(suspects)
+        waiting = [p for p in unproven + outside if p is not culprit and not p.ended]
+        suspects = sorted((p for p in waiting if p.deaths or p.kills > 1), key=lambda p: p.deaths + p.kills)
+        unblamed = [p for p in waiting if not p.deaths and p.kills <= 1]
+        self._suspects = set(waiting)
         size = max(1, -(-len(suspects) // MOST_TURNS))
         self._turn, self._entered = [], set()
         self._turns = deque(suspects[i : i + size] for i in range(0, len(suspects), size))
-        if proven:
-            self._turns.appendleft(proven)
-        unblamed = [p for p in unproven if killed and p.kills == 1 and not p.deaths]
+        if proven or unblamed:
+            self._turns.appendleft(proven + unblamed)
         self._free = {*proven, *unblamed, *(p for p in outside if p in self._free)}
         return culprit
 
