@@ -15,19 +15,27 @@ from headrace.compile_ahead.no_device import install, replace_everywhere
 
 _NO_WRITES = ("ST", "HGMMA", "BAR", "SYNCS", "RED")  # instructions whose first register is read
 
-__all__ = ["install", "overwritten", "replace_everywhere", "stack_pointer_taken", "usage"]
+__all__ = ["install", "overwritten", "replace_everywhere", "stack_pointer_taken", "told", "usage"]
+
+
+def told(name: str, cubin: bytes, *options: str) -> str | None:
+    """What one of the tools that Triton brings says of a compiled kernel; None where that tool is not there."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
+    if not os.access(tool, os.X_OK):
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        out = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True)
+    return out.stdout + out.stderr
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack: spilled registers) a thread of a compiled kernel; (0, 0) where they cannot be read."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not os.access(tool, os.X_OK):
+    out = told("cuobjdump", cubin, "-res-usage")
+    if out is None:
         return 0, 0
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        out = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", out.stdout + out.stderr)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", out)
     assert found is not None, out
     return int(found[1]), int(found[2])
 
@@ -35,14 +43,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
 @functools.lru_cache(maxsize=1)  # it takes as long as compiling, and each kernel is looked at twice
 def _instructions(cubin: bytes) -> list[str]:
     """As the disassembler writes them; none where it is not there."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    if not os.access(tool, os.X_OK):
-        return []
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        out = subprocess.run([tool, "-c", "--no-dataflow", file.name], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"/\*[0-9a-f]{4,}\*/ +([^;]+);", out)
+    out = told("nvdisasm", cubin, "-c", "--no-dataflow")
+    return [] if out is None else re.findall(r"/\*[0-9a-f]{4,}\*/ +([^;]+);", out)
 
 
 def stack_pointer_taken(cubin: bytes) -> list[str]:

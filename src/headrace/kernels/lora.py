@@ -66,6 +66,11 @@ class Pair:
     def rank(self) -> int:
         return self.b.shape[2]
 
+    @property
+    def of_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What each slot has a part of."""
+        return self.a, self.b, self.scales
+
 
 def new_pair(
     slots: int, sizes: tuple[int, ...], columns: int, rank: int, dtype: torch.dtype, device: torch.device,

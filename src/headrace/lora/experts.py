@@ -55,7 +55,7 @@ class ExpertsProduct:
         """An adapter's matrices as they lie in a slot, on the host; None if it has none of this product."""
         if self.all not in found and not any(name in found for name in self.names):
             return None
-        placed = Placed(*(torch.zeros(len(self.here), *whole.shape[1:], dtype=whole.dtype) for whole in self._wholes))
+        placed = Placed(*(torch.zeros(len(self.here), *whole.shape[1:], dtype=whole.dtype) for whole in self.pair.of_slots))
         a, b = placed.a.unflatten(1, (self.halves, -1)), placed.b.unflatten(1, (self.halves, -1))
         if (one := found.get(self.all)) is not None:
             own, halves = slice(self.here.start, self.here.stop), (-1, self.halves) if self._take_turns else (self.halves, -1)
@@ -71,14 +71,10 @@ class ExpertsProduct:
                 placed.scales[expert, half] = one.scale
         return placed
 
-    @property
-    def _wholes(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.pair.a, self.pair.b, self.pair.scales
-
     def load(self, slot: int, placed: Placed | None) -> None:
         """Into a slot what `read` gave."""
         own = slice(slot * len(self.here), (slot + 1) * len(self.here))
-        for number, whole in enumerate(self._wholes):
+        for number, whole in enumerate(self.pair.of_slots):
             if placed is None:
                 whole[own].zero_()
             else:

@@ -108,7 +108,7 @@ class AdapterPool:
         """Of all slots, and of what the largest step needs beside them."""
         pairs = [product.pair for product in self._products.values()]
         pairs += [product.pair for product in self._experts]
-        held = sum(t.numel() * t.itemsize for pair in pairs for t in (pair.a, pair.b, pair.scales))
+        held = sum(t.numel() * t.itemsize for pair in pairs for t in pair.of_slots)
         step = 4 * self.max_rows * (self.slots + max(product.pair.a.shape[1] for product in self._products.values()))
         return held + step + (step_bytes(self.model, self.max_rows, self._experts[0].pair.rank) if self._experts else 0)
 
@@ -227,7 +227,7 @@ class AdapterPool:
         tensors, found_matrices, experts = found
         for product in self._products.values():
             pair, first = product.pair, 0
-            for whole in (pair.a, pair.b, pair.scales):
+            for whole in pair.of_slots:
                 whole[slot].zero_()
             for (index, end), part in zip(pair.runs, product.parts, strict=True):
                 if (matrices := found_matrices.get(plain(part.name))) is not None:

@@ -46,13 +46,9 @@ def together(target: str) -> str:
     return f"{layer}.experts.{EXPERTS[name]}"
 
 
-def filled(rank: int) -> int:
-    """As kernels take it."""
-    return max(16, 1 << (rank - 1).bit_length())
-
-
 def num_bytes(config: ModelConfig, slots: int, rank: int, element: int, experts: bool = False) -> int:
     """Of the places of so many adapters for numbers of so many bytes, as kernels.lora.new_pair makes them."""
+    filled = max(16, 1 << (rank - 1).bit_length())
     specs = specs_of(config)
     numbers = sum(len(spec.sources) * spec.shape[1] + spec.shape[0] for spec in specs)
     scales = sum(len(spec.sources) for spec in specs)
@@ -61,7 +57,7 @@ def num_bytes(config: ModelConfig, slots: int, rank: int, element: int, experts:
         halves = count * halves_of(spec.target)
         numbers += halves * spec.shape[1] + spec.shape[0]
         scales += halves
-    return slots * (filled(rank) * numbers * element + 4 * scales)
+    return slots * (filled * numbers * element + 4 * scales)
 
 
 def halves_of(target: str) -> int:
