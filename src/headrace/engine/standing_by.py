@@ -1,7 +1,6 @@
 """A process that stands by imports without haste, until it is needed: it shares the CPU with the first streams' steps.
 
-A step on a CPU ends when the last of its threads does. Imports that had one of two cores for more than a second took a third of
-the streams' rate.
+A step on a CPU ends when the last of its threads does, and imports would have one of two cores for more than a second.
 """
 
 from __future__ import annotations
