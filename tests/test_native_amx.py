@@ -25,7 +25,7 @@ needs_avx512 = pytest.mark.skipif("avx512" not in libraries() or shutil.which("g
 
 @needs_avx512
 def test_the_tiles_give_the_bits_of_the_plain_ones(tmp_path):
-    """All formats and roundings, a panel of 16 rows and one that is not full; the registers end the program where AMX would fault."""
+    """All formats, a panel of 16 rows and one that is not full; the registers end the program where AMX would fault."""
     program = tmp_path / "amx_tiles"
     flags = ["-std=c++20", "-O1", "-march=x86-64-v4", "-mavx512vnni", "-ffp-contract=off", "-w", f"-I{SOURCES}", f"-I{SOFTWARE}"]
     subprocess.run(["g++", *flags, SOFTWARE / "amx_tiles.cpp", "-o", program], check=True)
@@ -62,7 +62,7 @@ def test_a_wrong_bit_in_one_row_of_one_format_and_the_step_goes_without_amx(name
     with caplog.at_level("WARNING"):
         assert checked(with_product(product)) is other
     [line] = caplog.messages
-    assert "goes without AMX" in line and line.count(" x ") == line.count(f"{name} x ") == 2
+    assert "goes without AMX" in line and line.endswith(f": {name}")
 
 
 def test_what_the_step_falls_back_to_runs_wherever_amx_is():

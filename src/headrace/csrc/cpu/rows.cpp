@@ -23,7 +23,7 @@ constexpr int MANY_ROWS = 48;
 constexpr int MOST_OF_MANY = 6;
 
 // The panel size whose panels cost least: each costs its rows, and unpacking the weights costs about one row more.
-int choose_panel_rows(int rows, unsigned kinds) {
+int choose_panel_rows(int rows, unsigned kinds, Rounding rounding) {
   int best = 1;
   int best_cost = 0;
   for (const int size : PANEL_ROWS) {
@@ -34,10 +34,8 @@ int choose_panel_rows(int rows, unsigned kinds) {
       best_cost = cost;
     }
   }
-  if (AMX_ROWS > 0 && kinds == ROWS_INT && (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_COST < best_cost) {
-    return AMX_ROWS;
-  }
-  return best;
+  const bool amx = AMX_ROWS > 0 && kinds == ROWS_INT && rounding == Rounding::INT16;
+  return amx && (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_COST < best_cost ? AMX_ROWS : best;
 }
 
 // The largest magnitude of 32 values; NaN if there is one. As integers magnitudes have the same order, with NaN above all.
@@ -108,7 +106,7 @@ Rows::Rows(void* memory, int rows, int inputs, unsigned kinds, Rounding rounding
     : memory_(static_cast<uint8_t*>(memory)), rows_(rows), inputs_(inputs), kinds_(kinds), rounding_(rounding) {
   const size_t padded = padded_inputs(inputs);
   groups_ = static_cast<int>(padded / GROUP);
-  panel_rows_ = choose_panel_rows(rows, kinds);
+  panel_rows_ = choose_panel_rows(rows, kinds, rounding);
   panels_ = (rows + panel_rows_ - 1) / panel_rows_;
   const size_t elements = padded * panel_rows_;
   const size_t groups = static_cast<size_t>(groups_) * panel_rows_;

@@ -1,4 +1,4 @@
-// Tiles on AMX, for panels of 16 rows: integers of a group are summed by the tile registers, everything else is as in
+// Tiles on AMX, for panels of 16 rows of INT16: integers of a group are summed by the tile registers, everything else is as in
 // tiles_avx512.h, and so are the bits.
 //
 // Rows are the left operand, weights the right one, as they are packed. A scale belongs to 32 inputs (or 16), so a product is half
@@ -14,7 +14,7 @@
 
 namespace headrace::cpu {
 
-template <class W, int PLANES>
+template <class W>
 class AmxTile {
  public:
   static void run(const uint8_t* const* strips, const Panel& panel, float* out) {
@@ -30,6 +30,7 @@ class AmxTile {
 
  private:
   static constexpr int INPUTS = GROUP / W::HALVES;  // that are summed
+  static constexpr int PLANES = 2;                  // high bytes of the rows and low ones
   // Registers: a sum for each half and plane, rows for each plane, weights.
   static constexpr int SUMS = 0, ROWS = 4, WEIGHTS = 6;
 
@@ -110,12 +111,10 @@ class AmxTile {
     amx_load<ROWS>(ints_ + HALF * INPUTS, GROUP);
     amx_zero<FIRST>();
     amx_dot<FIRST, ROWS, WEIGHTS>();
-    if constexpr (PLANES == 2) {
-      amx_load<ROWS + 1>(ints_ + plane_ + HALF * INPUTS, GROUP);
-      amx_zero<FIRST + 1>();
-      amx_dot<FIRST + 1, ROWS + 1, WEIGHTS>();
-      amx_store<FIRST + 1>(group.sums[HALF][1], LINE);
-    }
+    amx_load<ROWS + 1>(ints_ + plane_ + HALF * INPUTS, GROUP);
+    amx_zero<FIRST + 1>();
+    amx_dot<FIRST + 1, ROWS + 1, WEIGHTS>();
+    amx_store<FIRST + 1>(group.sums[HALF][1], LINE);
     amx_store<FIRST>(group.sums[HALF][0], LINE);
   }
 
@@ -123,11 +122,7 @@ class AmxTile {
   template <int HALF>
   HEADRACE_INLINE __m512 sum(const Group& group, int m) const {
     const __m512 first = _mm512_cvtepi32_ps(_mm512_load_si512(group.sums[HALF][0][m]));
-    if constexpr (PLANES == 1) {
-      return first;
-    } else {
-      return _mm512_fmadd_ps(first, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(_mm512_load_si512(group.sums[HALF][1][m])));
-    }
+    return _mm512_fmadd_ps(first, _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(_mm512_load_si512(group.sums[HALF][1][m])));
   }
 
   template <int PART, int HALF>
@@ -163,10 +158,5 @@ class AmxTile {
   const float* scaled_sum_;
   int turn_ = 0;
 };
-
-template <class W>
-Tile amx_tile_of(Rounding rounding) {
-  return {rounding == Rounding::INT8 ? AmxTile<W, 1>::run : AmxTile<W, 2>::run, 1};
-}
 
 }  // namespace headrace::cpu

@@ -327,7 +327,7 @@ template <class W>
 Tile integer_tile_of(Rounding rounding, int panel_rows) {
 #if HEADRACE_AMX
   if (panel_rows == AMX_ROWS) {
-    return amx_tile_of<W>(rounding);
+    return {AmxTile<W>::run, 1};
   }
 #endif
   return rounding == Rounding::INT8 ? tile_of<IntegerTile<W, 1>>(panel_rows) : tile_of<IntegerTile<W, 2>>(panel_rows);
