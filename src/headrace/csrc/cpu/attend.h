@@ -142,12 +142,16 @@ struct LayerAttention {
     }
   }
 
-  // What is read once the queries are packed.
-  void prefetch_keys(const int32_t* table, int kv_head, int part) const {
-    const int position = part * PART;
+  // What is read once the queries are packed: the first pages that a query sees of a part.
+  void prefetch_keys(const Query& query, int kv_head, int part) const {
     const int block_size = cache.shape->block_size;
-    const size_t offset = cache.shape->page_offset(table[position / block_size], kv_head, position % block_size);
-    prefetch_bytes(cache.keys + offset, cache.shape->page_size);
+    const Span span = plan.span(query.position, part);
+    const int end = std::min(span.last, round_up(span.first + 1, PAGE) + (PAGES_AHEAD - 1) * PAGE);
+    for (int i = span.first / PAGE * PAGE; i < end; i += PAGE) {
+      const int position = part * PART + i;
+      const size_t offset = cache.shape->page_offset(query.table[position / block_size], kv_head, position % block_size);
+      prefetch_bytes(cache.keys + offset, cache.shape->page_size);
+    }
   }
 
   // The pages of a part that its positions [first, last) are in.
@@ -160,17 +164,19 @@ struct LayerAttention {
     int block = position / block_size;
     int place = position % block_size;
     size_t offset = 0;
-    for (int page = pages.first; page < PART_PAGES + MAX_KEY_PAGES; page++) {
-      if (page < pages.last) {
-        offset = cache.shape->page_offset(table[block], kv_head, place);
-        place += PAGE;
-        if (place == block_size) {
-          place = 0;
-          block++;
-        }
-      }
+    for (int page = pages.first; page < pages.last; page++) {
+      offset = cache.shape->page_offset(table[block], kv_head, place);
       pages.keys[page] = cache.keys + offset;
-      if (page <= PART_PAGES) pages.values[page] = cache.values + offset;
+      pages.values[page] = cache.values + offset;
+      place += PAGE;
+      if (place == block_size) {
+        place = 0;
+        block++;
+      }
+    }
+    for (int i = 0; i < PAGES_AHEAD; i++) pages.values[pages.last + i] = cache.values + offset;
+    for (int i = 0; i < PAGES_AHEAD + MAX_KEY_PAGES; i++) {
+      pages.keys[pages.last + i] = pages.values[std::min(pages.first + i, pages.last)];
     }
     return pages;
   }
@@ -179,7 +185,7 @@ struct LayerAttention {
   void run_as(const AttentionPlan::Item& item, AttentionPlan::Block block, AttentionScratch& scratch) const {
     const int first = plan.first_part(queries[block.first].position);
     const int last = queries[block.first + block.rows - 1].position / PART;
-    prefetch_keys(queries[block.first].table, item.kv_head, item.part != AttentionPlan::ALL_PARTS ? item.part : first);
+    prefetch_keys(queries[block.first], item.kv_head, item.part != AttentionPlan::ALL_PARTS ? item.part : first);
     pack_queries<F>(block, item.kv_head, scratch);
     if (item.part != AttentionPlan::ALL_PARTS || first == last) {
       const int only = item.part != AttentionPlan::ALL_PARTS ? item.part : first;

@@ -67,7 +67,6 @@ void attend_part(const PartPages& pages, const Span* spans, int rows, int group,
   each_tile(count, [&]<int Q>(int first) {
     score_pages<F, Q>(pages, queries + first, count, head.dim, scores + first * SCORES);
   });
-  prefetch_bytes(pages.values[pages.first], Page<F>::bytes(head.dim));  // read next; each page then fetches the one after it
   Span common = spans[0];
   for (int row = 0; row < rows; row++) {
     if (!spans[row].empty()) {

@@ -28,6 +28,7 @@ constexpr int value_vectors(int queries) { return queries <= 1 ? 4 : queries <= 
 constexpr int key_pages(int queries) { return queries <= 1 ? 4 : queries <= 3 ? 2 : 1; }
 #endif
 inline constexpr int MAX_KEY_PAGES = 4;
+inline constexpr int PAGES_AHEAD = 4;  // are fetched while one is read
 inline constexpr int SCORES = PART + (MAX_KEY_PAGES - 1) * PAGE;  // of a query: a tile may look at pages past the last
 
 #if defined(__AVX512BF16__)
@@ -42,10 +43,10 @@ HEADRACE_INLINE void store_bf16(uint16_t*, Vec) {}
 template <CacheFormat F>
 inline constexpr bool PAIRED = F == CacheFormat::BF16 && BF16_DOTS;
 
-// One part of one KV head: its pages, the last one repeated past the end, and what is read next.
+// One part of one KV head: its pages, and past their end what is read next: after the keys the values.
 struct PartPages {
-  const uint8_t* keys[PART_PAGES + MAX_KEY_PAGES];
-  const uint8_t* values[PART_PAGES + 1];
+  const uint8_t* keys[PART_PAGES + PAGES_AHEAD + MAX_KEY_PAGES];
+  const uint8_t* values[PART_PAGES + PAGES_AHEAD];
   int first = 0;  // pages of the part that some query sees: [first, last)
   int last = 0;
 };
@@ -102,8 +103,7 @@ template <CacheFormat F, int Q>
 void score_pages(const PartPages& pages, const float* queries, int stride, int dim, float* scores) {
   constexpr int P = key_pages(Q);
   for (int page = pages.first; page < pages.last; page += P) {
-    score_tile<F, Q, P>(pages.keys + page, pages.keys + std::min(page + P, PART_PAGES), queries, stride, dim,
-                        scores + page * PAGE);
+    score_tile<F, Q, P>(pages.keys + page, pages.keys + page + PAGES_AHEAD, queries, stride, dim, scores + page * PAGE);
   }
 }
 
@@ -175,7 +175,7 @@ void value_tile(const PartPages& pages, Span span, const float* weights, int dim
     if (i % 2 != 0) tile.half(i++);
   }
   for (; i + STEP <= span.last; i += STEP) {
-    const uint8_t* next = pages.values[i / PAGE + 1] + (i % PAGE / STEP * dim + d) * BYTES;
+    const uint8_t* next = pages.values[i / PAGE + PAGES_AHEAD] + (i % PAGE / STEP * dim + d) * BYTES;
     HEADRACE_UNROLL for (size_t byte = 0; byte < V * LANES * BYTES; byte += 64) prefetch(next + byte);
     if constexpr (STEP == 2) {
       tile.pair(i / 2);

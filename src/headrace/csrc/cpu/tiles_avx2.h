@@ -324,7 +324,7 @@ template <class AnyTile>
 Tile tile_of(int panel_rows) {
   switch (panel_rows) {
     case 1:
-      return {AnyTile::template run<1, 4>, 4};
+      return {AnyTile::template run<1, 2>, 2};
     case 2:
       return {AnyTile::template run<2, 2>, 2};
     case 3:
