@@ -18,7 +18,7 @@ import compile_ahead
 import gpu_decode
 from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
-from headrace.fast_decode.products import GemvTile, Tile, WarpTile  # noqa: F401  (what --tile may name)
+from headrace.fast_decode.products import GemvTile, PairTile, Tile, WarpTile  # noqa: F401  (what --tile may name)
 from headrace.fast_decode.skinny_gemm import GemmTile  # noqa: F401
 from headrace.kernels.split import SplitSpace
 

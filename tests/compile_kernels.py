@@ -29,6 +29,7 @@ from headrace.cache.state_pool import LayerStates
 from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.products import glu, project
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.kernels import experts_triton, prepare, prompt_rows, tables
@@ -292,12 +293,22 @@ def narrow_products() -> None:
     shapes = decode_tiles.product_shapes(gpu_decode.MODELS["8b"])
     out, f32 = meta(8, 12288), torch.float32
     gate_up = gpu_decode.narrow_meta(2 * 12288, 4096, "int4")
-    products.glu(meta(1, 4096), gate_up, out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 2), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
-    products.glu(meta(1, 4096), gpu_decode.narrow_meta(2 * 12288, 4096, "int8"), out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, 1), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
+    products.glu(meta(1, 4096), gate_up, out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, "int4"), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
+    products.glu(meta(1, 4096), gpu_decode.narrow_meta(2 * 12288, 4096, "int8"), out[:1], decode_tiles.narrow_tile(shapes["gate_up"], 1, "int8"), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
     products.project(meta(8, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), meta(1, 8, 6144), WarpTile(16, 8, 8, 2))
-    tile = decode_tiles.narrow_tile(shapes["qkv"], 32, 1)
+    tile = decode_tiles.narrow_tile(shapes["qkv"], 32, "fp8")
     slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
     products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
+
+
+def pair_products() -> None:
+    shapes = decode_tiles.product_shapes(gpu_decode.MODELS["8b"])
+    gated, down = (decode_tiles.narrow_tile(shapes[name], 8, "fp8") for name in ("gate_up", "down"))
+    assert isinstance(gated, PairTile) and isinstance(down, PairTile)
+    gate_up, sumsq = gpu_decode.narrow_meta(2 * 12288, 4096, "fp8"), meta(8, 64, dtype=torch.float32)
+    products.glu(meta(8, 4096), gate_up, meta(8, 12288), gated, sumsq=sumsq, eps=1e-6)
+    out = meta(down.splits, 8, 4096, dtype=torch.float32)
+    products.project(meta(8, 12288), gpu_decode.narrow_meta(4096, 12288, "fp8"), out, down)
 
 
 def large_products(rows: int) -> None:
@@ -403,6 +414,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
+    "narrow products in pairs": pair_products,
     "decode of 64 rows": decode(64, decode_tiles.default_table),
     "decode of 64 rows 8B": decode(64, decode_tiles.default_table, "8b"),
     "decode of 100 rows": decode(100, decode_tiles.default_table),

@@ -1,6 +1,6 @@
 """Runs the inline PTX of kernels in Triton's interpreter: threads are elements of a tensor, 32 neighbours a warp.
 
-Only what headrace.kernels.warp_products writes: loads, bytes and bits, pairs of bfloat16, and the tensor cores' product m16n8k16.
+Only what headrace.kernels.warp_products and pairs write: loads, bytes and bits, pairs of bfloat16, and the tensor cores' product m16n8k16.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
             results = [first[0] & first[1]]
         elif op == "lop3.b32" and operands[-1] == "0xea":
             results = [first[0] & first[1] | first[2]]
+        elif op == "lop3.b32" and operands[-1] == "0xe4":
+            results = [first[0] & first[2] | first[1] & ~first[2]]
         elif op == "prmt.b32":
             results = [_prmt(first[0], first[1], int(first[2][0]))]
         elif op == "mul.rn.bf16x2":

@@ -30,6 +30,8 @@ def repair(interpreter: Any) -> None:
     def widen(x):
         if x.dtype.scalar == tl.bfloat16:  # kept as uint16
             return (x.data.astype(np.uint32) << 16).view(np.float32)
+        if x.dtype.scalar == tl.float8e4nv:
+            return torch.from_numpy(np.ascontiguousarray(x.data)).view(torch.float8_e4m3fn).float().numpy()
         return x.data
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):

@@ -27,6 +27,7 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.join_normed import join_normed
+from headrace.fast_decode.pair_gemm import all_suit
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.tiles import (
@@ -37,6 +38,7 @@ from headrace.fast_decode.tiles import (
     with_attention_in_two,
     with_delta_qkv,
     with_fp8_cache,
+    without_pairs,
 )
 from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
@@ -107,10 +109,11 @@ class FastDecode:
         kinds, usual, copy_engine = kinds_of(weights), (usual_kinds(weights), False), has_copy_engine(config, dtype, device)
         self.deltas = delta_steps(config, weights.layers)
         forms = [(of, delta is not None) for of, delta in zip(kinds, self.deltas, strict=True)]
-        warps = all(suits(m) for layer in weights.layers for name in MATRICES if (m := getattr(layer, name)).kind != "float")
-        self.tables = {of: dict(default_table(config, copy_engine, *of, warps)) for of in dict.fromkeys([usual, *forms])}
+        narrow = [m for layer in weights.layers for name in MATRICES if (m := getattr(layer, name)).kind != "float"]
+        warps, pairs = all(map(suits, narrow)), all_suit(narrow, dtype, device)
+        self.tables = {of: default_table(config, copy_engine, *of, warps, pairs) for of in dict.fromkeys([usual, *forms])}
         if tiles is not None:
-            self.tables[usual] = dict(tiles)
+            self.tables[usual] = dict(tiles) if pairs else without_pairs(tiles, self.tables[usual])
             if (beside := (usual[0], True)) in self.tables:
                 self.tables[beside] = with_delta_qkv(tiles, config, copy_engine, *beside, warps)
         self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]

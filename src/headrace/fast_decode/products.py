@@ -4,6 +4,7 @@
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
+    PairTile   FP8 tensor cores, FP8 weights, 2 to 16 rows   pair_gemm.py
 
 With narrow weights GemmTile and WideTile are of narrow_gemm.py.
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from headrace.fast_decode import gemv, narrow_gemm, skinny_gemm, warp_gemm, wide_gemm
+from headrace.fast_decode import gemv, narrow_gemm, pair_gemm, skinny_gemm, warp_gemm, wide_gemm
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
@@ -26,6 +27,7 @@ from headrace.fast_decode.epilogues import (
     runs_triton,
 )
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
@@ -35,12 +37,14 @@ from headrace.kernels.narrow import packed
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | GemmTile | WideTile | WarpTile
+Tile = GemvTile | GemmTile | WideTile | WarpTile | PairTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
+    PairTile: pair_gemm.MAX_ROWS,
 }  # fmt: skip
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
+    PairTile: pair_gemm.plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
@@ -60,7 +64,7 @@ def _launch(
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
     if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
-    plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile | WarpTile) else NARROW_PLAN
+    plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | PairTile) else NARROW_PLAN
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, *([] if push is None else [push]))
     if not isinstance(tile, GemvTile):
         own |= {
@@ -124,6 +128,8 @@ def residual(
     Also writes normed [M, N] = total * (next_norm + norm_offset) and sumsq_out [M, cdiv(N, block_n)] float32, the sums of
     total^2 over each tile: what the next product needs to see RMSNorm(total).
     """
+    if isinstance(tile, PairTile) and tile.tiles > 1:
+        raise ValueError("a product that joins the residual has one tile a program")
     if runs_triton(x):
         _launch(
             "residual", x, weight, normed, tile, columns=weight.shape[0], residual=total, norm=next_norm,

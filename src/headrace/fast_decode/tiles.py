@@ -16,6 +16,8 @@ from pathlib import Path
 from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.pair_gemm import MAX_ROWS as PAIR_MAX_ROWS
+from headrace.fast_decode.pair_gemm import STEP, PairTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
@@ -35,8 +37,10 @@ ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of bo
 SHORT_ROWS = 4  # up to here attention is short, a tile of its own
 EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
-KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile}  # as a table's file names them
+# as a table's file names them
+KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile, "pair": PairTile}
 SMALL_BYTES = 96 * 1024  # of shared memory that a program has on every card
+PAIR_WEIGHTS = 4096 * 12288  # of a product at least, where it is PairTile's
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 
@@ -119,13 +123,14 @@ FLOAT: Kinds = ("float", "float", "float", "float", "float")
 
 
 def default_tiles(
-    config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True
+    config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
+    pairs: bool = True,
 ) -> StepTiles:  # fmt: skip
-    """Good guesses for H100 and H200 from the shapes alone, and the bytes of a weight; `warps`: see `default_table`."""
+    """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps`, `pairs`: see `default_table`."""
     guess = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
     shapes = product_shapes(config, delta)
     products = {
-        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, packed(kind), warps)
+        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps, pairs)
         for name, kind in zip(PRODUCTS, kinds, strict=True)
     }
     if not copy_engine:
@@ -158,14 +163,15 @@ def default_programs(rows: int) -> int:
 
 
 def default_table(
-    config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True
+    config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
+    pairs: bool = True,
 ) -> dict[int, StepTiles]:  # fmt: skip
     """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine; `delta`: see product_shapes. With narrow
     weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py). `warps`:
-    all of them suit WarpTile."""
+    all of them suit WarpTile; `pairs`: all FP8 ones and the card suit PairTile."""
     wide = copy_engine and kinds == FLOAT
     steps = [rows for rows in ROW_STEPS if wide or rows <= GEMM_MAX_ROWS]
-    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps) for rows in steps}
+    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps, pairs) for rows in steps}
 
 
 def with_delta_qkv(
@@ -244,13 +250,16 @@ def wide_tile(shape: Shape, rows: int) -> WideTile | GemmTile:
         splits *= 2
 
 
-def narrow_tile(shape: Shape, rows: int, per_byte: int, warps: bool = True) -> Tile:
+def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, pairs: bool = True) -> Tile:
     """Of weights of a byte or half of one. What limits is the conversion in registers rather than memory: several programs to a
     multiprocessor, with few steps in flight (measured on an H200)."""
+    per_byte = packed(kind)
     if warps and per_byte == 2 and rows <= WARP_ROWS and (tile := warp_tile(shape, per_byte)) is not None:
         return tile
     if rows == 1:
         return narrow_gemv_tile(shape, per_byte)
+    if pairs and kind == "fp8" and rows <= PAIR_MAX_ROWS and (pair := pair_tile(shape)) is not None:
+        return pair
     # of 4 bits: 6 % faster at 32 rows; slower at 64, and of a byte at either (measured on an H200)
     if per_byte == 2 and 16 < rows <= 32 and (wide := wide_narrow_tile(shape)) is not None:
         return wide
@@ -258,6 +267,26 @@ def narrow_tile(shape: Shape, rows: int, per_byte: int, warps: bool = True) -> T
         return GemmTile(64, 256 if rows <= 16 else 128, 1, 4, 3)
     splits = splits_to((5 if rows <= 16 else 3) * FILL, shape, 64, 8)
     return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
+
+
+def pair_tile(shape: Shape) -> PairTile | None:
+    """For a product as large as an 8B's gate and up or down, where there is a program for each multiprocessor or nearly, in one
+    round (measured so on an H200, with 8 and 16 rows; smaller ones are no faster, others have not been tried); else None."""
+    tile = PairTile(32, 3, 1, 4, 5) if shape.gated else PairTile(256, 1, 8, 8, 4, touch=2)
+    programs = -(-shape.columns // (tile.block_n * tile.tiles)) * tile.splits
+    large = shape.columns * shape.width * (2 if shape.gated else 1) >= PAIR_WEIGHTS
+    whole = shape.width % (STEP * tile.splits) == 0 and (shape.gated or shape.splittable)
+    return tile if large and whole and 0.9 * FILL <= programs <= FILL else None
+
+
+def without_pairs(table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
+    """The table for weights or a card that PairTile does not suit: those products as in the table `instead`."""
+    found = dict(table)
+    for rows, step in table.items():
+        if names := [name for name in PRODUCTS if isinstance(getattr(step, name), PairTile)]:
+            other = instead[min(n for n in instead if n >= rows)]
+            found[rows] = replace(step, **{name: getattr(other, name) for name in names})
+    return found
 
 
 def warp_tile(shape: Shape, per_byte: int) -> WarpTile | None:
