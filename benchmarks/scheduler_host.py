@@ -61,7 +61,10 @@ class FakeGraphs:
         self._sent = torch.tensor([[11], [0], [1]], dtype=torch.int32).repeat(1, most)  # ids, failures, rows that count
         self._page = np.zeros((4, most), np.int32)
 
-    def replay(self, numbers: np.ndarray, context: int, tail, related: bool) -> SimpleNamespace:
+    def key_of(self, plan, tail) -> None:
+        pass
+
+    def replay(self, numbers: np.ndarray, key: None) -> SimpleNamespace:
         count = numbers.shape[1]
         self._page[:, :count] = numbers
         self._page[:, count:] = -1
@@ -99,9 +102,9 @@ class Parts:
         self.forward, self.sample = 0.0, 0.0
         forward, sample = runner.forward, runner.sample
 
-        def timed_forward(*args):
+        def timed_forward(*args, **options):
             began = time.perf_counter()
-            pending = forward(*args)
+            pending = forward(*args, **options)
             self.forward = time.perf_counter() - began
             return pending
 

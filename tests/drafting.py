@@ -13,9 +13,12 @@ from engine_driver import make_core
 from headrace.engine.core import EngineCore
 from headrace.kernels.prepare import Rows, prepare_rows, publish
 from headrace.model.batch import ForwardBatch
+from headrace.model.ranks import VocabPart
 from headrace.sampling.sampler import SampleInputs, choose
 from headrace.scheduler.request import Request
+from headrace.worker.model_runner import ModelRunner
 from headrace.worker.sampling import Tail
+from headrace.worker.split_sampling import choose_split
 
 
 class Guesser:
@@ -66,20 +69,28 @@ def count_overlaps(core: EngineCore) -> list[int]:
         return plan
 
     core.runner.launch = lambda plan: launch(counted(plan))
-    core.runner.forward = lambda plan: forward(counted(plan))
+    core.runner.forward = lambda plan, whole=True: forward(counted(plan), whole)
     return counts
 
 
 class UncapturedGraphs:
     """What captured decode steps do (worker/cuda_graphs.py), done at once and without padding."""
 
-    def __init__(self, forward, kv, state, most: int):
-        self.forward, self.kv, self.state, self.sizes = forward, kv, state, [most]
+    def __init__(self, forward, kv, state, most: int, part: VocabPart | None = None):
+        self.forward, self.kv, self.state, self.sizes, self.part = forward, kv, state, [most], part
         self.replays = 0
 
-    def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> SimpleNamespace:
-        state, count = self.state, numbers.shape[1]
-        assert numbers[1].max() < context
+    def key_of(self, plan, tail: Tail) -> SimpleNamespace:
+        context = int((plan.starts + plan.counts + plan.unverified).max())
+        return self.key_for(plan.num_tokens, context, tail, plan.num_drafts > 0)
+
+    def key_for(self, rows: int, context: int, tail: Tail, related: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(rows=rows, context=context, tail=tail, related=related, adapted=False)
+
+    @torch.inference_mode()
+    def replay(self, numbers: np.ndarray, key: SimpleNamespace) -> SimpleNamespace:
+        state, count, tail, related = self.state, numbers.shape[1], key.tail, key.related
+        assert key.rows == count and key.context == int((numbers[1] + numbers[3]).max()) + 1
         assert related or len(set(numbers[0])) == count
         rows = Rows.empty(count, state.device)
         inbox, turn, outbox = torch.from_numpy(numbers)[None], torch.zeros(1, dtype=torch.int32), torch.zeros((1, 3, count), dtype=torch.int32)
@@ -92,22 +103,28 @@ class UncapturedGraphs:
         self.replays += 1
         if tail is Tail.LOGITS:
             return SimpleNamespace(logits=logits, rows=rows)
-        token_ids, failed = choose(
-            logits,
-            SampleInputs(
-                rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index,
-                all_greedy=tail is Tail.GREEDY, any_top_k=tail is Tail.FILTERED, any_top_p=tail is Tail.FILTERED,
-                any_min_p=tail is Tail.FILTERED,
-            ),
-        )  # fmt: skip
+        token_ids, failed = sample_on_host(logits, rows, tail, self.part)
         publish(token_ids, failed, rows, state.tables, outbox, turn, related)
         return SimpleNamespace(logits=None, sent=outbox[0])
 
 
+def sample_on_host(logits: torch.Tensor, rows: Rows, tail: Tail, part: VocabPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands for captured_sampling.sample_step."""
+    filters = tail is Tail.FILTERED
+    parameters = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index
+    inputs = SampleInputs(*parameters, tail is Tail.GREEDY, filters, filters, filters)
+    if part is None:
+        return choose(logits, inputs)
+    return choose(part.whole(logits), inputs) if filters else choose_split(logits, inputs, part)
+
+
 def capture_nothing(core: EngineCore) -> UncapturedGraphs:
     """Let a core's decode steps run as captured ones do."""
-    runner = core.runner
-    runner.graphs = UncapturedGraphs(
-        lambda batch, kv: runner.decoder.logits(runner.decoder.forward(batch, kv)), runner.kv, runner.state, 40
-    )
+    return give_graphs(core.runner)
+
+
+def give_graphs(runner: ModelRunner) -> UncapturedGraphs:
+    decoder = runner.decoder
+    forward = lambda batch, kv: decoder.logits(decoder.forward(batch, kv))  # noqa: E731
+    runner.graphs = UncapturedGraphs(forward, runner.kv, runner.state, 40, decoder.vocab)
     return runner.graphs

@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafting import sample_on_host
 from headrace.engine.core import EngineCore
 from headrace.kernels.prepare import Rows
 from headrace.kernels.prompt_rows import NUMBERS, TokenRows
 from headrace.model.batch import ForwardBatch, WantedRows
-from headrace.sampling.sampler import SampleInputs, choose
+from headrace.scheduler.config import Limits
 from headrace.worker import prompt_graphs
 from headrace.worker.captured import PAGES, Captured
 from headrace.worker.cuda_graphs import CONTEXTS, context_buckets
+from headrace.worker.model_runner import ModelRunner
 from headrace.worker.prompt_graphs import PromptGraphs, PromptKey, seq_sizes, token_sizes
 from headrace.worker.sampling import Tail
 
@@ -44,6 +46,7 @@ class Exact:
 
     def __init__(self, decoder):
         self.decoder, self.hidden_state_hook = decoder, None
+        self.vocab = None if decoder is None else decoder.vocab
 
     def forward(self, batch: ForwardBatch, kv, wanted: WantedRows) -> Tensor:
         assert batch.query_lens == [] and batch.seq_lens.max() <= batch.context_bound
@@ -95,17 +98,13 @@ class UncapturedPrompts(PromptGraphs):
         captured.logits = self._step(key)
 
 
-def sample_on_host(logits: Tensor, rows: Rows, tail: Tail, part: None) -> tuple[Tensor, Tensor]:
-    """Stands for captured_sampling.sample_step."""
-    filters = tail is Tail.FILTERED
-    parameters = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed, rows.output_index, rows.sample_index
-    return choose(logits, SampleInputs(*parameters, tail is Tail.GREEDY, filters, filters, filters))
-
-
 def capture_prompts(core: EngineCore, monkeypatch) -> UncapturedPrompts:
     """Let a core's steps with prompts run as captured ones do."""
     monkeypatch.setattr(prompt_graphs, "sample_step", sample_on_host)
-    runner, limits = core.runner, core.scheduler.limits
+    return give_prompts(core.runner, core.scheduler.limits)
+
+
+def give_prompts(runner: ModelRunner, limits: Limits) -> UncapturedPrompts:
     runner.prompts = UncapturedPrompts(
         runner.decoder, runner.kv, runner.state, limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens
     )

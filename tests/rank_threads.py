@@ -18,11 +18,12 @@ from headrace.engine.core import EngineCore
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.shard import Shard
-from headrace.scheduler.plan import StepPlan
 from headrace.scheduler.scheduler import Scheduler
 from headrace.speculative.setup import make_speculator
-from headrace.tensor_parallel.messages import from_wire, to_wire
-from headrace.worker.model_runner import ModelRunner
+from headrace.tensor_parallel.leading_runner import LeadingRunner
+from headrace.tensor_parallel.messages import End, ToRank, from_wire, to_wire
+from headrace.tensor_parallel.obey import obey
+from headrace.tensor_parallel.ranks import Ranks
 
 
 class ThreadGroup:
@@ -98,65 +99,62 @@ def run_ranks(size: int, run: Callable[[ThreadGroup], Any]) -> list[Any]:
 # ---------------------------------------------------------------- engines
 
 encode = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
-decode = msgspec.msgpack.Decoder(StepPlan, dec_hook=from_wire).decode
 
 
-class Leader:
-    """Rank 0's runner, which tells the others what it is about to do."""
+class Inbox:
+    """A ring's Reader."""
 
-    def __init__(self, runner: ModelRunner, others: list[queue.Queue]):
-        self._runner, self._others = runner, others
+    def __init__(self) -> None:
+        self.frames: queue.Queue[bytes] = queue.Queue()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
+    def receive(self) -> bytes:
+        return self.frames.get()
 
-    def _tell(self, what: str, say: Any) -> None:
-        for other in self._others:
-            other.put((what, say))
-
-    def launch(self, plan: StepPlan):
-        self._tell("launch", encode(plan))
-        return self._runner.launch(plan)
-
-    def forward(self, plan: StepPlan):
-        self._tell("forward", encode(plan))
-        return self._runner.forward(plan)
-
-    def sample(self, pending, masks=None, users=()):
-        self._tell("sample", masks is not None or bool(users))
-        return self._runner.sample(pending, masks, users)
+    def echo(self) -> None:
+        pass
 
 
-def follow(runner: ModelRunner, orders: queue.Queue) -> None:
-    pending = None
-    while (order := orders.get()) is not None:
-        match order:
-            case "launch", plan:
-                runner.launch(decode(plan))
-            case "forward", plan:
-                pending = runner.forward(decode(plan))
-            case "sample", edited:
-                assert pending is not None
-                runner.sample(pending, edited=edited)
+class ThreadRanks:
+    """What Ranks is to a LeadingRunner. `told`: every message."""
+
+    def __init__(self, inboxes: list[Inbox]):
+        self._inboxes, self.told = inboxes, list[ToRank]()
+
+    def tell(self, message: ToRank) -> None:
+        self.told.append(message)
+        frame = encode(message)
+        for inbox in self._inboxes:
+            inbox.frames.put(frame)
+
+    def check(self) -> None:
+        pass
+
+    def give_up(self, error: BaseException) -> BaseException:
+        return error
 
 
 @contextmanager
-def ranked_core(model: str, size: int, **options) -> Iterator[EngineCore]:
-    """As engine_driver.make_core, of `size` ranks: the core with rank 0 here, the others in threads of their own."""
+def ranked_core(model: str, size: int, change: Callable[[Worker], object] | None = None, **options) -> Iterator[EngineCore]:
+    """As engine_driver.make_core, of `size` ranks: the core with rank 0 here, the others in threads of their own, which do what
+    they are told. `change`: what is done to each rank's worker first."""
     small = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 256, "block_size": 8}
     options = small | {"device": "cpu", "dtype": "float32", "debug_checks": True, "tensor_parallel_size": size} | options
     config = EngineConfig(model=model, **options)
     checkpoint = resolve_checkpoint(config)
     whole, groups = model_config_from_hf(checkpoint.config), ThreadGroup.of(size)
-    orders: list[queue.Queue] = [queue.Queue() for _ in groups[1:]]
+    ranks = ThreadRanks(inboxes := [Inbox() for _ in groups[1:]])
     errors: list[BaseException] = []
 
     def build(group: ThreadGroup) -> Worker:
-        return build_worker(config, checkpoint, whole, torch.device("cpu"), group)
+        worker = build_worker(config, checkpoint, whole, torch.device("cpu"), group)
+        if change is not None:
+            change(worker)
+        return worker
 
     def be_another(group: ThreadGroup) -> None:
         try:
-            follow(build(group).runner, orders[group.shard.rank - 1])
+            decoder = msgspec.msgpack.Decoder(ToRank, dec_hook=from_wire)
+            obey(build(group).runner, inboxes[group.shard.rank - 1], decoder)
         except BaseException as error:
             errors.append(error)
             group.abort()
@@ -166,18 +164,17 @@ def ranked_core(model: str, size: int, **options) -> Iterator[EngineCore]:
         thread.start()
     try:
         worker = build(groups[0])
-        runner = Leader(worker.runner, orders)
+        runner = LeadingRunner(worker.runner, cast(Ranks, ranks))
         structured = structured_output(config, whole, worker.tokenizer)
         speculator = make_speculator(config, worker.limits, structured, worker.runner.drafter, torch.device("cpu"))
         yield EngineCore(
-            Scheduler(worker.limits), cast(ModelRunner, runner), vocab_size=whole.vocab_size, debug_checks=True,
+            Scheduler(worker.limits), runner, vocab_size=whole.vocab_size, debug_checks=True,
             async_scheduling=config.async_scheduling, structured=structured, speculator=speculator,
         )  # fmt: skip
     except threading.BrokenBarrierError:
         raise errors[0] if errors else AssertionError("rank 0 waited for the others in vain") from None
     finally:
-        for other in orders:
-            other.put(None)
+        ranks.tell(End())
         for thread in threads:
             thread.join(60)
     assert not errors, errors

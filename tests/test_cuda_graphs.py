@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kernels.prepare import POSITION, UNVERIFIED
+from headrace.scheduler.plan import StepPlan
 from headrace.worker import captured, cuda_graphs
 from headrace.worker.captured import COVERING, MISSES, SETTLED_SECONDS, Captured
 from headrace.worker.cuda_graphs import FEW_ROWS, DecodeGraphs, Key, context_buckets, graph_sizes
+from headrace.worker.decode_numbers import decode_numbers
 from headrace.worker.memory_plan import MAX_GRAPHS
 from headrace.worker.sampling import Tail
 
@@ -40,7 +43,7 @@ class Noted(DecodeGraphs):
 
     def waits(self, rows: int, context: int, related: bool = False, tail: Tail = Tail.RANDOM) -> list[Key]:
         before = len(self.captured)
-        self.replay(np.zeros((4, rows), np.int32), context, tail, related)
+        self.replay(np.zeros((4, rows), np.int32), self.key_for(rows, context, tail, related))
         return self.captured[before:]
 
     def rest(self) -> None:
@@ -142,3 +145,20 @@ def test_under_load_what_fits_better_comes_when_it_is_worth_it(monkeypatch) -> N
     assert not any(graphs.waits(24, 100) for _ in range(MISSES + 5))
     now[0] = SETTLED_SECONDS + 1
     assert graphs.waits(3, 100) == [] and graphs.waits(24, 100) == [Key(24, 512, Tail.RANDOM, False)]
+
+
+@given(st.data())
+def test_a_plan_has_the_key_of_its_rows(data) -> None:
+    """Which several ranks are told before any of them has the rows: also with drafts, and behind drafts that nobody counted."""
+    count = data.draw(st.integers(1, 12))
+    drafts = np.asarray(data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)), np.int32)
+    starts = np.asarray(data.draw(st.lists(st.integers(0, 600), min_size=count, max_size=count)), np.int32)
+    unverified = np.asarray(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)), np.int32)
+    slots, samples = np.arange(count, dtype=np.int32), np.ones(count, np.bool_)
+    plain = 0 if drafts.any() else count
+    plan = StepPlan(0, 0, plain, ["r"] * count, slots, starts, 1 + drafts, drafts, unverified, samples)
+    rows = decode_numbers(plan, None)
+    graphs = Noted(64, 1024, max_draft_rows=64)
+    context = int((rows[POSITION] + rows[UNVERIFIED]).max()) + 1
+    key = graphs.key_for(rows.shape[1], context, Tail.GREEDY, bool(drafts.any()))
+    assert graphs.key_of(plan, Tail.GREEDY) == key and key.rows >= rows.shape[1] and key.context >= context

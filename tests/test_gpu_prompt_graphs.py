@@ -37,9 +37,9 @@ def count_replays(core: EngineCore) -> Counter[Tail]:
     assert prompts is not None
     replay = prompts.replay
 
-    def counted(plan, tail):
-        seen[tail] += 1
-        return replay(plan, tail)
+    def counted(plan, key):
+        seen[key.tail] += 1
+        return replay(plan, key)
 
     prompts.replay = counted
     return seen

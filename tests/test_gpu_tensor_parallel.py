@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,8 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.errors import EngineDeadError
+from headrace.worker.sampling import Tail
+from test_gpu_prompt_graphs import SHAPE
 from tiny_models import write_tiny
 
 pytestmark = [
@@ -29,25 +35,27 @@ OPTIONS = {
 # ---------------------------------------------------------------- sums
 
 
-def check_sums(rank: int, store: str) -> None:
+def check_sums(rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
 
     from headrace.kernels.all_reduce import all_reduce, ordered_sum
     from headrace.model.shard import Shard
-    from headrace.tensor_parallel.cards import CardGroup
+    from headrace.tensor_parallel.cards import PUSH_BYTES, CardGroup
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    group = CardGroup(Shard(rank, 2), device, dist.FileStore(store, 2))
-    group.prepare(64, 4096, torch.bfloat16)
+    group = CardGroup(Shard(rank, size), device, dist.FileStore(store, size))
+    group.prepare(2048, 4096, torch.bfloat16)
     generator = torch.Generator(device).manual_seed(rank)
+    most = min(2048, PUSH_BYTES // ((size - 1) * 4096 * 2))
 
     def draw(rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         part = torch.randn(rows, width, generator=generator, device=device).to(dtype)
         part[:, ::7] = -0.0
         return part
 
-    for rows, width in [(1, 4096), (64, 4096), (3, 576), (1, 8), (300, 4096), (2, 20000)]:  # the last two: by NCCL
+    # the last two by NCCL; of `most` and 300 rows several are one program's
+    for rows, width in [(1, 4096), (64, 4096), (3, 576), (1, 8), (300, 4096), (most, 4096), (most + 1, 4096), (2, 20000)]:
         for dtype in (torch.bfloat16, torch.float32):
             for _ in range(3):
                 part = draw(rows, width, dtype)
@@ -55,41 +63,53 @@ def check_sums(rank: int, store: str) -> None:
                 assert torch.equal(group.sum(part), want), (rows, width, dtype)
     space = group.push_space(64, 4096, torch.bfloat16)
     assert space is not None
-    part, stream = draw(5, 4096), torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        all_reduce(part, space)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        out = part
-        for count in range(7):  # of other heights in between: an odd number, so that the next replay begins with other places
-            out = all_reduce(part, space)
-            all_reduce(part[: 1 + count % 3], space)
-        graph.capture_end()
-    for _ in range(50):
-        part.copy_(draw(5, 4096))
-        torch.cuda.synchronize()
-        want = ordered_sum(group.gather(part))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, want)
+
+    def check_graph(rows: int, call: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        """Calls of other heights in between: an odd number, so that the next replay begins with other places."""
+        part, stream = draw(rows, 4096), torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            call(part.clone(), 0)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            out = part
+            for count in range(7):
+                out = call(part, count)
+                call(part[: 1 + count % min(3, rows)].clone(), count)
+            graph.capture_end()
+        for _ in range(50):
+            part.copy_(draw(rows, 4096))
+            torch.cuda.synchronize()
+            want = ordered_sum(group.gather(part))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, want), rows
+
+    check_graph(5, lambda part, _: all_reduce(part, space))
+    check_graph(most, lambda part, _: all_reduce(part, space))
+    # as larger steps are captured, those of cards that do not see each other all: by NCCL, beside sums of few rows or alone
+    check_graph(most + 1, lambda part, _: group.sum(part.clone()))
+    check_graph(640, lambda part, count: group._sum_by_nccl(part.clone()) if count % 2 == 0 else all_reduce(part, space))
     shared = torch.full((3,), float(rank), device=device)
     group.share(shared)
     assert shared.tolist() == [0.0] * 3
 
 
-def be_a_rank(rank: int, store: str) -> None:
+def be_a_rank(rank: int, size: int, store: str) -> None:
     try:
-        check_sums(rank, store)
+        check_sums(rank, size, store)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def test_sums_of_two_cards_are_ordered_sums(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_sums_of_cards_are_ordered_sums(size: int, tmp_path: Path) -> None:
     """Bit for bit, by whatever way they go, in replays of one graph too."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} cards")
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=be_a_rank, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
+    ranks = [context.Process(target=be_a_rank, args=(rank, size, str(tmp_path / "store"))) for rank in range(size)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -97,7 +117,7 @@ def test_sums_of_two_cards_are_ordered_sums(tmp_path: Path) -> None:
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()
-    assert codes == [0, 0]
+    assert codes == [0] * size
 
 
 # ---------------------------------------------------------------- engines
@@ -130,6 +150,78 @@ def test_two_cards_give_one_cards_tokens(family: str, options: dict, tmp_path: P
     assert tokens(model, 2, enforce_eager=True) == want
 
 
+@pytest.mark.parametrize("family, options", [("qwen3_moe", {}), ("qwen3_5", {"linear_num_key_heads": 4})])
+def test_other_layers(family: str, options: dict, tmp_path: Path) -> None:
+    """Experts, of which each rank has some, and gated delta nets, in captured steps with prompts."""
+    model = str(write_tiny(family, tmp_path / "model", **options))
+    want = tokens(model, 1, enforce_eager=True)
+    assert tokens(model, 2) == want
+
+
+def count_prompts(llm: LLM) -> Counter[tuple[Tail, int]]:
+    """The captured steps with prompts that rank 0 replays, by what follows the forward and their tokens."""
+    assert llm.engine is not None
+    prompts, seen = llm.engine.core.runner.prompts, Counter[tuple[Tail, int]]()
+    assert prompts is not None
+    replay = prompts.replay
+
+    def counted(plan, key):
+        seen[key.tail, key.tokens] += 1
+        return replay(plan, key)
+
+    prompts.replay = counted
+    return seen
+
+
+LENGTHS = [3000, 1, 700, 64, 65, 2000, 1500, 17, 128, 900, 300, 33, 2, 600]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("pushed", [True, False], ids=["pushed", "by NCCL"])
+def test_captured_prompts_of_all_lengths(size: int, pushed: bool, tmp_path: Path) -> None:
+    """Whole, in chunks, beside decodes, of shapes with real heads, and where cards do not see each other's memory."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} cards")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SHAPE | {"num_key_value_heads": 4}))
+    rng = random.Random(4)
+    prompts = [{"prompt_token_ids": [rng.randrange(1024) for _ in range(n)]} for n in LENGTHS]
+    kinds = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8, "top_k": 9, "seed": 4}]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False, **kinds[i % 3]) for i in range(len(LENGTHS))]
+    options = {
+        "load_format": "dummy", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 40, "max_model_len": 6000,
+        "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+
+    def answers(ranks: int, **more) -> tuple[list[list[int]], Counter[tuple[Tail, int]]]:
+        with LLM(str(model), tensor_parallel_size=ranks, **options, **more) as llm:
+            seen = Counter() if more.get("enforce_eager") else count_prompts(llm)
+            found = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+            for one in (0, 4, 11):  # each prompt alone, with its prefix known or not
+                found += [list(o.outputs[0].token_ids) for o in llm.generate(prompts[one], params[one], use_tqdm=False)]
+        return found, seen
+
+    want, _ = answers(1, enforce_eager=True)
+    assert answers(size, enforce_eager=True)[0] == want
+    with pytest.MonkeyPatch.context() as patch:
+        if not pushed:
+            patch.setattr("headrace.engine.build.build_rank", build_apart)
+            patch.setattr("headrace.tensor_parallel.cards.CardGroup.prepare", lambda *args: None)
+        got, seen = answers(size)
+    assert got == want and len({tuple(ids) for ids in want}) > 8
+    assert seen.total() >= 8 and len({n for _, n in seen}) > 3 and {tail for tail, _ in seen} >= {Tail.FILTERED}
+
+
+def build_apart(config, rank: int, join):
+    """A rank whose card sees no other's memory."""
+    from headrace.engine import build
+    from headrace.tensor_parallel.cards import CardGroup
+
+    CardGroup.prepare = lambda *args: None
+    return build.build_rank(config, rank, join)
+
+
 def test_bfloat16_scores_are_as_near_as_one_cards(tmp_path: Path) -> None:
     """To those of float32: parts are summed in float32 and rounded once, so that ranks cost no precision."""
     model = str(write_tiny("qwen3", tmp_path / "model", **HEADS))
@@ -149,12 +241,12 @@ def test_bfloat16_scores_are_as_near_as_one_cards(tmp_path: Path) -> None:
     assert two < 1.5 * one
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_killed_rank_ends_the_engine_at_once(captured: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("captured, count", [(True, 240), (False, 240), (True, 1)], ids=["decodes", "eager", "prompts"])
+def test_a_killed_rank_ends_the_engine_at_once(captured: bool, count: int, tmp_path: Path) -> None:
     """In the middle of a step, whatever kernel waits for it; and the next engine in the process works."""
     model = str(write_tiny("qwen3", tmp_path / "model", **HEADS))
-    options = {"dtype": "float32", "enforce_eager": not captured, **OPTIONS}
-    params = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True, detokenize=False)
+    options = {"dtype": "float32", "enforce_eager": not captured, "enable_prefix_caching": False, **OPTIONS}
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
     prompt = {"prompt_token_ids": PROMPTS[0]}
     llm = LLM(model, tensor_parallel_size=2, **options)
     llm.generate(prompt, params, use_tqdm=False)
@@ -180,4 +272,4 @@ def test_a_killed_rank_ends_the_engine_at_once(captured: bool, tmp_path: Path) -
     llm.close()
     with LLM(model, tensor_parallel_size=2, **options) as again:
         (output,) = again.generate(prompt, params, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 240
+    assert len(output.outputs[0].token_ids) == count

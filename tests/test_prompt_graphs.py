@@ -163,13 +163,13 @@ def test_what_is_captured_before_the_first_request_does_for_all(most, longest, t
     rows = data.draw(st.integers(count, min(tokens, MOST_TOKENS, count - 1 + longest)))
     counts = [1] * (count - 1) + [rows - count + 1]
     plan = plan_of(counts, [data.draw(st.integers(0, longest - n)) for n in counts])
-    graphs.replay(plan, tail)
+    graphs.replay(plan, graphs.key_of(plan, tail))
     context = int((plan.starts + plan.counts).max())
     key, fits = graphs.replayed[-1], graphs.key_for(rows, count, min(counts) <= FEW_TOKENS, context, tail)
     assert key in prepared and key.tokens >= rows and key.seqs > count and key.context >= min(context, longest)
     while graphs.capture_next():
         pass
-    graphs.replay(plan, tail)
+    graphs.replay(plan, graphs.key_of(plan, tail))
     assert graphs.replayed[-1] == fits, "those that are only likely leave room for one that was missed"
     assert len(graphs._graphs) <= graphs.max_graphs
 
@@ -179,9 +179,12 @@ def test_prompts_that_cannot_be_captured_are_computed(caplog) -> None:
     broken = SimpleNamespace(prepare=lambda: 1 / 0)
     runner = SimpleNamespace(graphs=None, prompts=broken, leave_preparations=lambda: left.append(True))
     preparation = Preparation.__new__(Preparation)
-    preparation._wanted, preparation._compilation = True, None
+    preparation._wanted, preparation._alone, preparation._compilation = True, True, None
     preparation.finish(runner, None, 100)
     assert runner.prompts is None and left == [True] and "failed" in caplog.text
+    runner.prompts, preparation._alone = broken, False
+    with pytest.raises(ZeroDivisionError):  # other ranks wait for this one
+        preparation.finish(runner, None, 100)
 
 
 @pytest.fixture(scope="module")

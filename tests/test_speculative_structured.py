@@ -76,9 +76,9 @@ def watch(core: EngineCore) -> list[tuple[StepPlan, bool]]:
     """Every plan that is launched, and whether a step was in flight then."""
     seen, forward = [], core.runner.forward
 
-    def seeing(plan: StepPlan):
+    def seeing(plan: StepPlan, whole: bool = True):
         seen.append((plan, core._in_flight is not None))
-        return forward(plan)
+        return forward(plan, whole)
 
     core.runner.forward = seeing  # launch calls it, too
     return seen

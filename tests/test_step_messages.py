@@ -53,7 +53,7 @@ def send_everything(core: EngineCore) -> list[StepPlan]:
             inside[0] = False
 
     runner.launch = launching
-    runner.forward = lambda plan: forward(plan if inside[0] else sent(plan))
+    runner.forward = lambda plan, whole=True: forward(plan if inside[0] else sent(plan), whole)
     runner.sample = lambda *args: sample(*args) if inside[0] else Handle(sample(*args))
     return arrived
 

@@ -31,7 +31,7 @@ from headrace.native.load import NativeUnavailable, find_library
 from headrace.native.precision import choose_precision, for_draft, stored_encodings
 from headrace.native.self_check import checked
 from headrace.scheduler.config import Limits
-from headrace.worker.memory_plan import plan_memory
+from headrace.worker.memory_plan import plan_memory, summed_rows
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def load_forward(
             workspace_bytes=0, activation_bytes=rows * row_elements(part) * dtype.itemsize, loaded=False, ranks=shard.size,
         )  # fmt: skip
     if group is not None:
-        group.prepare(limits.max_decode_rows, model.hidden_size, dtype)
+        group.prepare(summed_rows(part, limits), model.hidden_size, dtype)
     quantization = None if draft and checkpoint.quantized_to() else config.quantization  # asked for of the target
     weights = load_model(checkpoint, model, dtype, device, progress and not draft and shard.rank == 0, shard, quantization)
     decode_rows = 0 if draft else limits.max_decode_rows

@@ -2,7 +2,7 @@
 
     build_engine    | begins the pool |   loads the weights   |
     the pool        |   kernels of this model, options and card   |
-    Engine.prepare                            | waits for it | captures what decodes need | answers requests of its own |
+    Engine.prepare                            | waits for it | captures what may come | answers requests of its own |
 
 So no request waits for a compiler or for whatever a library does at its first use. Who only has results to lose by it (a pool
 that fails, an answer that does not come) is reported and passed over: the rest is then done when it is needed.
@@ -53,9 +53,10 @@ class Preparation:
     """Of one engine, begun before its weights are loaded."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, limits: Limits, device: torch.device):
-        # ranks run what they are told to, by one scheduler: they compile and capture when it is needed
-        self._wanted = device.type == "cuda" and config.tensor_parallel_size == 1
-        self._compilation = begin(config, checkpoint, limits) if self._wanted and is_installed("triton") else None
+        self._wanted, self._alone = device.type == "cuda", config.tensor_parallel_size == 1
+        # ranks' parts of the model have kernels of their own, which are compiled when they are captured
+        pool = self._wanted and self._alone and is_installed("triton")
+        self._compilation = begin(config, checkpoint, limits) if pool else None
 
     def close(self) -> None:
         if self._compilation is not None:
@@ -76,8 +77,10 @@ class Preparation:
             for graphs in (runner.graphs, runner.prompts):
                 if graphs is not None:
                     graphs.prepare()
-            answer_own(runner, limits, vocab_size)
+            answer_own(runner, limits, vocab_size, self._alone)
         except Exception:
+            if not self._alone:  # the others have done what this one has not: all end
+                raise
             logger.exception("what is prepared before the first request failed; it is done when it is needed")
             runner.leave_preparations()
             runner.prompts = None  # what perhaps cannot be captured is not tried among requests
@@ -111,13 +114,13 @@ def counted(tell: Tell) -> Callable[[int, int], None]:
     return told
 
 
-def answer_own(runner: ModelRunner, limits: Limits, vocab_size: int) -> None:
+def answer_own(runner: ModelRunner, limits: Limits, vocab_size: int, alone: bool = True) -> None:
     """Requests of our own, greedy and not, alone and together, through a scheduler of their own: no counter, no cached prefix
-    and no estimate of the engine's sees them."""
+    and no estimate of the engine's sees them. Not `alone`: other ranks know no adapter that is not in a file."""
     core = EngineCore(Scheduler(replace(limits, max_itl=None, kv_cache_events="off")), runner, vocab_size=vocab_size)
     longest = min(limits.max_num_batched_tokens, limits.max_len - OUTPUTS - 1)
     adapters = [""]
-    if isinstance(pool := runner.state.adapters, AdapterPool):  # one that adds nothing stands for all
+    if alone and isinstance(pool := runner.state.adapters, AdapterPool):  # one that adds nothing stands for all
         core.adapters = CoreAdapters(1, lambda version: None, pool.assign, pool.unload)
         core.adapters.load(Version(OWN, ""))
         adapters.append(OWN)

@@ -97,7 +97,7 @@ class Group(Protocol):
         ...
 
     def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Decode steps will add up as many as `rows` rows of `width` columns. Once, before the first step."""
+        """Captured steps will add up as many as `rows` rows of `width` columns. Once, before the first step."""
         ...
 
     def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:

@@ -165,7 +165,8 @@ class DraftModel:
         """A step of one row each; the id lands in the token table."""
         assert self.graphs is not None
         numbers = np.stack([slots, places, np.full_like(slots, -1), unverified])
-        self.graphs.replay(numbers, int((places + unverified).max()) + 1, asked_of(self.state, slots).tail)
+        context = int((places + unverified).max()) + 1
+        self.graphs.replay(numbers, self.graphs.key_for(numbers.shape[1], context, asked_of(self.state, slots).tail))
 
     def _sample(self, hidden: Tensor, slots: np.ndarray, places: np.ndarray, unverified: np.ndarray) -> None:
         """Write to the token table what follows the tokens at (slots, places) [R]."""

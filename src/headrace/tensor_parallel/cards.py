@@ -28,7 +28,7 @@ from headrace.tensor_parallel.card_memory import CardMemory
 from headrace.tensor_parallel.groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
-PUSH_BYTES = 16 << 20  # that a card sends at most in one sum of few rows: with more, two steps move less
+PUSH_BYTES = 32 << 20  # that a card sends at most in one sum: of more than two cards, with more, two steps move less
 RELEASE_SECONDS = 60.0  # for which kernels that wait for a dead rank are let go, also those that are still to come
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # the switch would add up in an order of its own

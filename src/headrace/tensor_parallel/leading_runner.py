@@ -1,24 +1,68 @@
 """Rank 0's runner: it tells the other ranks what it is about to do, and then does it.
 
-What it decides (a captured step or not, and which; whether the sampler has whole rows) it says; the others decide nothing. If
-it fails in between, they have done what it has not, and nobody can go on: all end.
+What it decides (a captured step or not, and which; what is captured ahead; whether the sampler has whole rows) it says; the
+others decide nothing. If it fails in between, they have done what it has not, and nobody can go on: all end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.lora.format import Version
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks
-from headrace.tensor_parallel.messages import Capture, Compute, LoadAdapter, Replay, Sample, ToRank, UnloadAdapter
+from headrace.tensor_parallel.messages import (
+    Capture,
+    Compute,
+    Decodes,
+    LoadAdapter,
+    Place,
+    Prompts,
+    Replay,
+    Sample,
+    ToRank,
+    UnloadAdapter,
+)
 from headrace.tensor_parallel.ranks import Ranks
 from headrace.worker.model_runner import ModelRunner, Pending, StepHandle
-from headrace.worker.sampling import Tail
+
+if TYPE_CHECKING:
+    from headrace.worker.captured import Captured
+    from headrace.worker.cuda_graphs import Key
+    from headrace.worker.prompt_graphs import PromptKey
 
 Done = TypeVar("Done")
+
+
+def decodes(key: Key) -> Decodes:
+    return Decodes(key.rows, key.context, key.tail.value, key.related, key.adapted)
+
+
+def prompts(key: PromptKey) -> Prompts:
+    return Prompts(key.tokens, key.seqs, key.decodes, key.context, key.tail.value)
+
+
+def together(ranks: Ranks, message: ToRank, act: Callable[[], Done]) -> Done:
+    """Tell it, and do it."""
+    ranks.check()
+    try:
+        ranks.tell(message)
+        return act()
+    except BaseException as e:
+        reason = ranks.give_up(e)
+        if reason is e:
+            raise
+        raise reason from e
+
+
+def capture_together(
+    ranks: Ranks, step: Callable[[Any], Decodes | Prompts], key: Any, capture: Callable[[Any], Captured]
+) -> None:  # fmt: skip
+    """What is captured ahead is captured by all."""
+    together(ranks, Capture(step(key)), lambda: capture(key))
 
 
 class CheckedHandle(StepHandle):
@@ -39,18 +83,26 @@ class LeadingRunner(ModelRunner):
     """See ModelRunner. Takes over what `runner` has."""
 
     def __init__(self, runner: ModelRunner, ranks: Ranks):
-        super().__init__(runner.decoder, runner.kv, runner.state, runner.graphs, runner.drafter)
+        super().__init__(runner.decoder, runner.kv, runner.state, runner.graphs, runner.drafter, runner.prompts)
         self._ranks = ranks
+        if self.graphs is not None:
+            self.graphs.lead = partial(capture_together, ranks, decodes)
+        if self.prompts is not None:
+            self.prompts.lead = partial(capture_together, ranks, prompts)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         handle = super().launch(plan)
         return handle if isinstance(handle, CheckedHandle) else CheckedHandle(handle, self._ranks)
 
-    def compute(self, plan: StepPlan, whole: bool = True) -> Pending:
-        return self._together(Compute(plan), lambda: super(LeadingRunner, self).compute(plan, whole))
+    def place(self, plan: StepPlan) -> None:
+        self._together(Place(plan), lambda: super(LeadingRunner, self).place(plan))
 
-    def replay(self, plan: StepPlan, tail: Tail) -> Pending:
-        return self._together(Replay(plan, tail.value), lambda: super(LeadingRunner, self).replay(plan, tail))
+    def compute(self, plan: StepPlan, key: PromptKey | None = None) -> Pending:
+        step = None if key is None else prompts(key)
+        return self._together(Compute(step), lambda: super(LeadingRunner, self).compute(plan, key))
+
+    def replay(self, plan: StepPlan, key: Key) -> Pending:
+        return self._together(Replay(plan, decodes(key)), lambda: super(LeadingRunner, self).replay(plan, key))
 
     def sample(
         self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = (), edited: bool = False
@@ -58,14 +110,6 @@ class LeadingRunner(ModelRunner):
         edited = edited or masks is not None or bool(users)
         handle = self._together(Sample(edited), lambda: super(LeadingRunner, self).sample(pending, masks, users, edited))
         return CheckedHandle(handle, self._ranks)
-
-    def idle(self) -> bool:
-        graphs = self.graphs
-        key = None if graphs is None else graphs.next_planned()
-        if graphs is None or key is None:
-            return False
-        self._together(Capture(key.rows, key.context, key.tail.value, key.related, key.adapted), lambda: graphs.capture(key))
-        return True
 
     def load_adapter(self, version: Version, slot: int, found: Any) -> None:
         """Of all ranks' pools (AdapterPool.load); the others read it now, and this one has found nothing wrong with it."""
@@ -75,12 +119,4 @@ class LeadingRunner(ModelRunner):
         self._together(UnloadAdapter(digest), lambda: self.state.adapters.unload(digest))
 
     def _together(self, message: ToRank, act: Callable[[], Done]) -> Done:
-        self._ranks.check()
-        try:
-            self._ranks.tell(message)
-            return act()
-        except BaseException as e:
-            reason = self._ranks.give_up(e)
-            if reason is e:
-                raise
-            raise reason from e
+        return together(self._ranks, message, act)

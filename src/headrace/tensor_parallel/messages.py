@@ -1,10 +1,11 @@
 """What rank 0 tells the others to do, one frame of the ring each, and what these say of themselves: msgpack, never pickle.
 
 Begin        the options: build what runs the steps
-Replay       a captured step, with what follows its forward (None of these is decided by the rank itself)
-Compute      a step that is not captured, up to its logits
-Sample       the rows of the last Compute, or of a Replay that ends with the logits
-Capture      a step that is likely to be needed, while there is nothing else to do
+Replay       a step of decodes as a captured one, which the message names: captured now if it is not there yet
+Place        the requests of any other step
+Compute      that step, as a captured one or up to its logits
+Sample       the rows of the last step, if it ends with the logits
+Capture      a step that nobody needs yet, at the start or while there is nothing else to do
 LoadAdapter  an adapter into a slot, or (UnloadAdapter) out of it
 End          nothing more will come
 """
@@ -27,13 +28,37 @@ class Begin(msgspec.Struct, tag=True, array_like=True):
     port: int  # on the loopback, where the ranks find each other
 
 
-class Replay(msgspec.Struct, tag=True, array_like=True):
-    plan: StepPlan
+class Decodes(msgspec.Struct, tag=True, array_like=True):
+    """A captured step of decodes: the fields of cuda_graphs.Key."""
+
+    rows: int
+    context: int
+    tail: str
+    related: bool
+    adapted: bool
+
+
+class Prompts(msgspec.Struct, tag=True, array_like=True):
+    """A captured step with prompts: the fields of prompt_graphs.PromptKey."""
+
+    tokens: int
+    seqs: int
+    decodes: bool
+    context: int
     tail: str
 
 
-class Compute(msgspec.Struct, tag=True, array_like=True):
+class Replay(msgspec.Struct, tag=True, array_like=True):
     plan: StepPlan
+    step: Decodes
+
+
+class Place(msgspec.Struct, tag=True, array_like=True):
+    plan: StepPlan
+
+
+class Compute(msgspec.Struct, tag=True, array_like=True):
+    step: Prompts | None  # None: kernel by kernel
 
 
 class Sample(msgspec.Struct, tag=True, array_like=True):
@@ -41,11 +66,7 @@ class Sample(msgspec.Struct, tag=True, array_like=True):
 
 
 class Capture(msgspec.Struct, tag=True, array_like=True):
-    rows: int
-    context: int
-    tail: str
-    related: bool
-    adapted: bool
+    step: Decodes | Prompts
 
 
 class LoadAdapter(msgspec.Struct, tag=True, array_like=True):
@@ -61,7 +82,7 @@ class End(msgspec.Struct, tag=True, array_like=True):
     pass
 
 
-ToRank = Begin | Replay | Compute | Sample | Capture | LoadAdapter | UnloadAdapter | End
+ToRank = Begin | Replay | Place | Compute | Sample | Capture | LoadAdapter | UnloadAdapter | End
 
 
 class Here(msgspec.Struct, tag=True):

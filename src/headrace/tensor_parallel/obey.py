@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Protocol
+
 import msgspec
 import torch
 
-from headrace.tensor_parallel.messages import Capture, Compute, End, LoadAdapter, Replay, Sample, ToRank, UnloadAdapter
-from headrace.tensor_parallel.ring import Reader
+from headrace.scheduler.plan import StepPlan
+from headrace.tensor_parallel.messages import (
+    Capture,
+    Compute,
+    Decodes,
+    End,
+    LoadAdapter,
+    Place,
+    Prompts,
+    Replay,
+    Sample,
+    ToRank,
+    UnloadAdapter,
+)
 from headrace.worker.model_runner import ModelRunner, Pending
 from headrace.worker.sampling import Tail
 
+if TYPE_CHECKING:
+    from headrace.worker.cuda_graphs import Key
+    from headrace.worker.prompt_graphs import PromptKey
 
-def obey(runner: ModelRunner, inbox: Reader, decoder: msgspec.msgpack.Decoder[ToRank]) -> None:
+
+class Inbox(Protocol):
+    """A ring's Reader."""
+
+    def receive(self) -> bytes: ...
+
+    def echo(self) -> None: ...
+
+
+def obey(runner: ModelRunner, inbox: Inbox, decoder: msgspec.msgpack.Decoder[ToRank]) -> None:
     """Until the end is told. Whatever it raises ends all ranks."""
+    placed: StepPlan | None = None
     pending: Pending | None = None
     pace = _Pace(runner.state.device)
     while True:
@@ -20,17 +47,18 @@ def obey(runner: ModelRunner, inbox: Reader, decoder: msgspec.msgpack.Decoder[To
         if isinstance(message, Sample):
             assert pending is not None
             runner.sample(pending, edited=message.edited)
-        elif isinstance(message, Compute):
+        elif isinstance(message, Place):
             pace.keep()
-            pending = runner.compute(message.plan)
+            placed = message.plan
+            runner.place(placed)
+        elif isinstance(message, Compute):
+            assert placed is not None
+            pending = runner.compute(placed, None if message.step is None else prompt_key(message.step))
         elif isinstance(message, Replay):
             pace.keep()
-            pending = runner.replay(message.plan, Tail(message.tail))
+            pending = runner.replay(message.plan, decode_key(message.step))
         elif isinstance(message, Capture):
-            from headrace.worker.cuda_graphs import Key  # imports Triton
-
-            assert runner.graphs is not None
-            runner.graphs.capture(Key(message.rows, message.context, Tail(message.tail), message.related, message.adapted))
+            capture(runner, message.step)
         elif isinstance(message, LoadAdapter):
             adapters = runner.state.adapters
             adapters.load(message.version, message.slot, adapters.read(message.version))
@@ -39,6 +67,27 @@ def obey(runner: ModelRunner, inbox: Reader, decoder: msgspec.msgpack.Decoder[To
         elif isinstance(message, End):
             return
         inbox.echo()
+
+
+def decode_key(step: Decodes) -> Key:
+    from headrace.worker.cuda_graphs import Key  # imports Triton, as do the others
+
+    return Key(step.rows, step.context, Tail(step.tail), step.related, step.adapted)
+
+
+def prompt_key(step: Prompts) -> PromptKey:
+    from headrace.worker.prompt_graphs import PromptKey
+
+    return PromptKey(step.tokens, step.seqs, step.decodes, step.context, Tail(step.tail))
+
+
+def capture(runner: ModelRunner, step: Decodes | Prompts) -> None:
+    if isinstance(step, Decodes):
+        assert runner.graphs is not None
+        runner.graphs.capture(decode_key(step))
+    else:
+        assert runner.prompts is not None
+        runner.prompts.capture(prompt_key(step))
 
 
 class _Pace:

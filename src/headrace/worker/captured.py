@@ -11,6 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -99,6 +100,7 @@ class StepGraphs(ABC, Generic[K]):
 
     decoder: Any = None  # what runs the layers
     spare = 0  # places for steps that were missed, which those that are only likely do not take
+    lead: Callable[[K, Callable[[K], Captured]], object] | None = None  # of several ranks' first: what captures on all of them
 
     def __init__(self, state: BatchState, mailbox: Mailbox, max_graphs: int, pool: Pool | None = None):
         self.state, self._mailbox, self.max_graphs = state, mailbox, max_graphs
@@ -126,12 +128,16 @@ class StepGraphs(ABC, Generic[K]):
     def _order(self, key: K) -> tuple[int, ...]:
         """The smaller of two that cover a step comes first."""
 
-    def _find(self, wanted: K) -> tuple[K, Captured]:
-        """The step that is to be replayed."""
-        key = wanted if wanted in self._graphs else self._cover(wanted)
+    def _chosen(self, wanted: K) -> K:
+        """The step that is to be replayed for it: one that is captured, or shall be now. Time decides, too: of several ranks
+        the first asks, and the others are told."""
+        return wanted if wanted in self._graphs else self._cover(wanted)
+
+    def _take(self, key: K) -> Captured:
+        """A chosen step; it has been used last."""
         captured = self._graphs.pop(key, None) or self.capture(key)
         self._graphs[key] = captured
-        return key, captured
+        return captured
 
     def _send(self, captured: Captured, numbers: np.ndarray, size: int) -> Tensor:
         """Replay it with these numbers; -> where its ids will be."""
@@ -161,7 +167,7 @@ class StepGraphs(ABC, Generic[K]):
             self._todo.insert(0, wanted)
         return cover
 
-    def next_planned(self) -> K | None:
+    def _next_planned(self) -> K | None:
         """A graph that is likely to be needed and is not there; None if there is none left, or no room."""
         while self._todo and (room := self.max_graphs - len(self._graphs)) > 0:
             key = self._todo.pop(0)
@@ -171,14 +177,21 @@ class StepGraphs(ABC, Generic[K]):
 
     def capture_next(self) -> bool:
         """Capture one of those; False if there is none."""
-        key = self.next_planned()
+        key = self._next_planned()
         if key is not None:
-            self.capture(key)
+            self._capture_ahead(key)
         return key is not None
 
     def leave_planned(self) -> None:
         """Capture nothing ahead but what later steps make likely."""
         self._todo.clear()
+
+    def _capture_ahead(self, key: K) -> None:
+        """Before anybody needs it."""
+        if self.lead is None:
+            self.capture(key)
+        else:
+            self.lead(key, self.capture)
 
     def capture(self, key: K) -> Captured:
         while len(self._graphs) >= self.max_graphs:

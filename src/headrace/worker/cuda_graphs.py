@@ -26,6 +26,7 @@ from headrace.kernels.prepare import SLOT, Rows, prepare_rows, publish
 from headrace.kernels.tables import Int
 from headrace.model.batch import ForwardBatch
 from headrace.model.ranks import VocabPart
+from headrace.scheduler.plan import StepPlan
 from headrace.worker.batch_state import BatchState
 from headrace.worker.captured import COVERING, Mailbox, Replayed, StepGraphs
 from headrace.worker.captured_sampling import sample_step
@@ -89,15 +90,16 @@ class DecodeGraphs(StepGraphs[Key]):
         buckets = self.few_buckets if size <= FEW_ROWS else self.buckets
         return buckets[bisect_left(buckets, context)]
 
-    def replay(self, numbers: np.ndarray, context: int, tail: Tail, related: bool = False) -> Replayed:
-        """Launch the step of the rows `numbers` [4, R] int32 (see prepare_rows), contexts up to `context`.
+    def key_of(self, plan: StepPlan, tail: Tail) -> Key:
+        """The step that is to be replayed for a plan of decodes, whatever the steps before it accept."""
+        context = int((plan.starts + plan.counts + plan.unverified).max())
+        return self.key_for(plan.num_tokens, context, tail, plan.num_drafts > 0, plan.slots)
 
-        `related`: some of the rows are of one request.
-        """
-        size = self.size_for(numbers.shape[1])
-        adapted = True in self.kinds and bool(self.state.host_ints[numbers[SLOT], Int.LORA].any())
-        key, captured = self._find(Key(size, self.bucket_for(context, size), tail, related, adapted))
-        sent = self._send(captured, numbers, key.rows)
+    def key_for(self, rows: int, context: int, tail: Tail, related: bool = False, slots: np.ndarray | None = None) -> Key:
+        """The same for so many rows with contexts up to `context`, in these slots (None: of requests without adapters), some
+        of which are of one request if they are `related`."""
+        size = self.size_for(rows)
+        adapted = slots is not None and True in self.kinds and bool(self.state.host_ints[slots, Int.LORA].any())
         of_context = (self.bucket_for(context, self.sizes[-1]), tail, related, adapted)
         if of_context not in self._wanted:
             self._wanted.add(of_context)
@@ -107,6 +109,12 @@ class DecodeGraphs(StepGraphs[Key]):
             likely = [(s, self.bucket_for(context, s)) for s in others]
             likely += [(s, bucket) for bucket in self.few_buckets for s in (size, *others) if s <= FEW_ROWS]
             self._todo += [Key(s, bucket, tail, related, adapted) for s, bucket in likely]
+        return self._chosen(Key(size, self.bucket_for(context, size), tail, related, adapted))
+
+    def replay(self, numbers: np.ndarray, key: Key) -> Replayed:
+        """Launch the step `key` with the rows `numbers` [4, R] int32 (see prepare_rows)."""
+        captured = self._take(key)
+        sent = self._send(captured, numbers, key.rows)
         return Replayed(captured.logits, self._rows, sent)
 
     def prepare(self) -> None:
@@ -118,7 +126,7 @@ class DecodeGraphs(StepGraphs[Key]):
             for size, adapted in product(reversed(rows), self.kinds):  # a smaller one fits into the memory of a larger
                 key = Key(size, self.bucket_for(context, size), Tail.FILTERED, False, adapted)
                 if key not in self._graphs and len(self._graphs) < self.max_graphs:
-                    self.capture(key)
+                    self._capture_ahead(key)
         self._todo += [
             Key(s, self.bucket_for(self.buckets[0], s), tail, False)
             for tail in (Tail.FILTERED, Tail.RANDOM, Tail.GREEDY) for s in self.sizes

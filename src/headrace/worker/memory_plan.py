@@ -70,6 +70,11 @@ def captured_tokens(model: ModelConfig) -> int:
     return max(LEAST_TOKENS, min(MOST_TOKENS, 1 << max(0, balance.bit_length() - 1)))
 
 
+def summed_rows(model: ModelConfig, limits: Limits) -> int:
+    """That captured steps have at most, and whose parts of several ranks are added up within them."""
+    return max(limits.max_decode_rows, -(-min(captured_tokens(model), limits.max_num_batched_tokens) // 512) * 512)
+
+
 def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: int | None = None) -> int:
     """Of `count` captured steps of up to `rows` rows, `sampled` (None: all) of which have logits: they share one buffer of
     these, and memory for what they compute.
@@ -110,9 +115,11 @@ def terms_of_limits(
     }
     if on_card and not config.enforce_eager:
         terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
-        if ranks == 1:  # of several they are not captured
-            most = min(captured_tokens(model), limits.max_num_batched_tokens)
-            terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, rows)
+        most = min(captured_tokens(model), limits.max_num_batched_tokens)
+        # of several ranks others' parts of a sum, and others' logits, which are put in order
+        sampled = rows if ranks == 1 else 3 * rows
+        terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, sampled)
+        terms["graphs"] += 0 if ranks == 1 else 2 * most * 3 * model.hidden_size * item
         if draft is not None:
             terms["graphs"] += graph_bytes(draft, min(rows, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
     return terms

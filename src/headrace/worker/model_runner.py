@@ -1,7 +1,7 @@
 """A step plan becomes device work: rows, one forward pass, sampled ids that stay on the device. Nothing here waits.
 
     launch(plan) = forward(plan) -> Pending, then sample(pending) -> StepHandle
-    forward(plan) = replay(plan, tail) of a captured step, or begin(plan) and compute(plan), captured where that can be
+    forward(plan) = replay(plan, key) of captured decodes, or place(plan) and compute(plan), captured where that can be
     StepHandle.result() is the only place where the host waits for the device.
 
 The two halves are separate for steps whose sampler needs what the previous step sampled (user logits processors, grammars):
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.kernels.prepare import FAILED, IDS, KEPT, POSITION, UNVERIFIED, Rows
+from headrace.kernels.prepare import FAILED, IDS, KEPT, Rows
 from headrace.model.forward import Forward
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import StepPlan, StepResult
@@ -35,8 +35,8 @@ from headrace.worker.staging import Staging
 
 if TYPE_CHECKING:
     from headrace.worker.captured import Replayed
-    from headrace.worker.cuda_graphs import DecodeGraphs
-    from headrace.worker.prompt_graphs import PromptGraphs
+    from headrace.worker.cuda_graphs import DecodeGraphs, Key
+    from headrace.worker.prompt_graphs import PromptGraphs, PromptKey
 
 
 @dataclass(slots=True)
@@ -63,10 +63,7 @@ class ModelRunner:
         self.sampler = RowSampler(state, decoder.vocab_size, choose) if part is None else SplitSampler(state, part)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        if self._is_captured(plan):
-            pending = self.replay(plan, self.sampler.tail(plan))
-        else:
-            pending = self.forward(plan) if self.prompts is None else self.compute(plan, whole=False)
+        pending = self.forward(plan, whole=False)
         return self.sample(pending) if pending.sampled is None else StepHandle(pending, pending.sampled, self.state.staging)
 
     def idle(self) -> bool:
@@ -79,15 +76,17 @@ class ModelRunner:
             if graphs is not None:
                 graphs.leave_planned()
 
-    def _is_captured(self, plan: StepPlan) -> bool:
-        """Whether a captured decode step does it; there every row is a sequence."""
-        return self.graphs is not None and plan.is_decode and plan.num_tokens <= self.graphs.sizes[-1]
+    def forward(self, plan: StepPlan, whole: bool = True) -> Pending:
+        """`whole`: leave the logits to `sample`; else a captured step may sample itself."""
+        decodes, prompts = self.graphs, self.prompts
+        if decodes is not None and plan.is_decode and plan.num_tokens <= decodes.sizes[-1]:  # there every row is a sequence
+            return self.replay(plan, decodes.key_of(plan, Tail.LOGITS if whole else self.sampler.tail(plan)))
+        self.place(plan)
+        if prompts is None or not prompts.takes(plan):
+            return self.compute(plan)
+        return self.compute(plan, prompts.key_of(plan, Tail.LOGITS if whole else self.sampler.tail(plan)))
 
-    @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Pending:
-        return self.replay(plan, Tail.LOGITS) if self._is_captured(plan) else self.compute(plan)
-
-    def replay(self, plan: StepPlan, tail: Tail) -> Pending:
+    def replay(self, plan: StepPlan, key: Key) -> Pending:
         assert self.graphs is not None
         self.state.staging.next_step()
         if self.drafter is not None:
@@ -95,8 +94,7 @@ class ModelRunner:
         numbers = decode_numbers(plan, self.state)
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
-        context = int((numbers[POSITION] + numbers[UNVERIFIED]).max()) + 1
-        return self._pending(plan, self.graphs.replay(numbers, context, tail, plan.num_drafts > 0))
+        return self._pending(plan, self.graphs.replay(numbers, key))
 
     def _pending(self, plan: StepPlan, done: Replayed) -> Pending:
         self.kv.states.keep(plan.kept)
@@ -106,15 +104,18 @@ class ModelRunner:
         return Pending(plan, done.logits[:count], done.rows.part(0, count))
 
     @torch.inference_mode()
-    def compute(self, plan: StepPlan, whole: bool = True) -> Pending:  # whole: else what is captured may sample itself
+    def place(self, plan: StepPlan) -> None:
         self.state.apply(plan)
         self.kv.states.restore(plan.admitted)
         for new in plan.admitted:
             self.sampler.load(new)
         if self.drafter is not None:
             self.drafter.placed(plan)
-        if self.prompts is not None and self.prompts.takes(plan):
-            return self._pending(plan, self.prompts.replay(plan, Tail.LOGITS if whole else self.sampler.tail(plan)))
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan, key: PromptKey | None = None) -> Pending:  # key: of the captured step that does it
+        if key is not None and self.prompts is not None:
+            return self._pending(plan, self.prompts.replay(plan, key))
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
         if plan.is_plain:  # every row is a sequence that samples

@@ -69,8 +69,8 @@ def seq_sizes(most: int) -> list[int]:
 
 
 def can_capture(forward: Forward) -> bool:
-    """Whether all of the model can do without what only the host knows of a step. Of several ranks none is captured."""
-    if not isinstance(forward, Decoder) or forward.vocab is not None or forward.config.per_layer is not None:
+    """Whether all of the model can do without what only the host knows of a step."""
+    if not isinstance(forward, Decoder) or forward.config.per_layer is not None:
         return False
     attention = forward.attention
     if not isinstance(attention, TritonAttention) or attention.group * FEW_TOKENS > MAX_ROWS:
@@ -108,7 +108,8 @@ class PromptGraphs(StepGraphs[PromptKey]):
         super().__init__(state, Mailbox(2 * seqs, device, NUMBERS), max_graphs, pool)
         self._ends, self._rows = Rows.empty(2 * seqs, device), TokenRows.empty(self.sizes[-1], seqs, device)
         self._each_alone = torch.arange(seqs + 1, dtype=torch.int32, device=device)
-        self._logits = torch.empty((seqs, decoder.vocab_size), dtype=decoder.dtype, device=device)
+        columns = decoder.vocab_size if decoder.vocab is None else decoder.vocab.rows
+        self._logits = torch.empty((seqs, columns), dtype=decoder.dtype, device=device)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a captured step does for this one, whose requests have their slots."""
@@ -119,11 +120,15 @@ class PromptGraphs(StepGraphs[PromptKey]):
         slow = (plan.counts > FEW_TOKENS) & (plan.starts > LONG_CONTEXT)
         return not slow.any() and not prompts_that_ask(plan, self.state)
 
-    def replay(self, plan: StepPlan, tail: Tail) -> Replayed:
-        """Launch the step; its rows are those that are sampled, and padded ones behind."""
+    def key_of(self, plan: StepPlan, tail: Tail) -> PromptKey:
+        """The step that is to be replayed for a plan that can be captured."""
         context = int((plan.starts + plan.counts + np.maximum(plan.unverified, 0)).max())
         decodes = bool((plan.counts <= FEW_TOKENS).any())
-        key, captured = self._find(self.key_for(plan.num_tokens, len(plan), decodes, context, tail))
+        return self._chosen(self.key_for(plan.num_tokens, len(plan), decodes, context, tail))
+
+    def replay(self, plan: StepPlan, key: PromptKey) -> Replayed:
+        """Launch the step `key`; its rows are those that are sampled, and padded ones behind."""
+        captured = self._take(key)
         sent = self._send(captured, numbers_of(plan, key.tokens, key.seqs, self.state.dummy_slot), 2 * key.seqs)
         return Replayed(captured.logits, self._ends.part(key.seqs, 2 * key.seqs), sent)
 
@@ -145,7 +150,7 @@ class PromptGraphs(StepGraphs[PromptKey]):
         for shape in shapes:  # a smaller one fits into the memory of a larger
             key = self.key_for(*shape, Tail.FILTERED)
             if key not in self._graphs and len(self._graphs) < self.max_graphs:
-                self.capture(key)
+                self._capture_ahead(key)
         some = min(most, FEW_SEQS[-1] - 1)
         for of in ((few, False), (some, True), (many, True), (few, True)):
             self._todo += [self.key_for(s, *of, 1, Tail.FILTERED) for s in reversed(sizes)]
@@ -174,7 +179,7 @@ class PromptGraphs(StepGraphs[PromptKey]):
         if tail is Tail.LOGITS:
             return logits
         sampled = ends.part(seqs, 2 * seqs)
-        token_ids, failed = sample_step(logits, sampled, tail, None)
+        token_ids, failed = sample_step(logits, sampled, tail, decoder.vocab)
         publish(token_ids, failed, sampled, state.tables, mail.outbox, mail.turn)
         return None
 
