@@ -24,17 +24,22 @@ from headrace.cli import make_parser
 from headrace.cli.compile import without_weights
 from headrace.cli.options import engine_options
 from headrace.compile_ahead import ahead
-from headrace.compile_ahead.ahead import is_complete, note_path, write_note
+from headrace.compile_ahead.ahead import compiles_ahead, is_complete, note_path, write_note
 from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
+from headrace.compile_ahead.played_ranks import with_part_of_vocabulary
 from headrace.compile_ahead.pool import Pool, Tally
+from headrace.compile_ahead.weights import weights_without_data
 from headrace.config import EngineConfig
 from headrace.engine.build import resolve
 from headrace.engine.preparation import answer_own
 from headrace.errors import ParameterError
 from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.decoder_weights import MATRICES
 from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
+from headrace.model.shard import Shard
 from headrace.scheduler.config import SchedulerStats
-from tiny_models import write_shape
+from tiny_models import write_shape, write_tiny
 
 
 def write(path: Path, text: str) -> None:
@@ -205,6 +210,34 @@ def test_the_command_takes_what_a_server_with_adapters_has() -> None:
     config = EngineConfig(**engine_options(make_parser().parse_args(["compile", "some/model", "--card", "h100", *words])))
     assert config.lora == ("a=nowhere", "b=x") and config.takes_adapters
     assert (config.max_loras, config.max_lora_rank, config.lora_experts) == (2, 32, True)
+
+
+UNTIED = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("family, options", [("llama", {"vocab_size": 515}), ("qwen3", UNTIED)])
+def test_what_is_played_of_a_rank_is_its_part(family, options, tmp_path) -> None:
+    """Layers that are alike once, and of every matrix the size that a rank loads."""
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(write_tiny(family, tmp_path / "model", **options))))
+    whole, shard = model_config_from_hf(checkpoint.config), Shard(0, 2)
+    part = shard.config(whole)
+    loaded = load_model(checkpoint, whole, torch.float32, torch.device("cpu"), shard=shard)
+    shown, played = weights_without_data(checkpoint, part, torch.float32, None)
+    played = with_part_of_vocabulary(played, part, 2)
+    assert played.embedding.shape == loaded.embedding.shape and played.lm_head.shape == loaded.lm_head.shape
+    assert len(played.layers) == shown.num_layers
+    for layer in played.layers:
+        assert all(getattr(layer, name).shape == getattr(loaded.layers[0], name).shape for name in MATRICES)
+
+
+def test_of_ranks_with_narrow_weights_or_adapters_nothing_is_compiled_ahead(tmp_path) -> None:
+    shape = EngineConfig(model=write_shape(tmp_path), load_format="dummy", tensor_parallel_size=2)
+    checkpoint = resolve_checkpoint(shape)
+    card, limits = named_card("h100"), resolve(shape, model_config_from_hf(checkpoint.config), torch.device("cuda"))
+    alone = replace(shape, tensor_parallel_size=1)
+    assert compiles_ahead(shape, checkpoint) and note_path(shape, checkpoint, limits, card) != note_path(alone, checkpoint, limits, card)
+    for narrow in ({"quantization": "fp8"}, {"lora_dir": "adapters"}):
+        assert compiles_ahead(replace(alone, **narrow), checkpoint) and not compiles_ahead(replace(shape, **narrow), checkpoint)
 
 
 def test_what_is_noted_counts_while_it_is_there(tmp_path, monkeypatch) -> None:

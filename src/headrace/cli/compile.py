@@ -38,18 +38,19 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("card", args.card, "nothing without Triton: `pip install triton`")
     import torch
 
-    from headrace.compile_ahead.ahead import Compilation, kernel_cache
+    from headrace.compile_ahead.ahead import Compilation, compiles_ahead, kernel_cache
     from headrace.engine.build import resolve, with_seats
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
 
     config = EngineConfig(**engine_options(args))
-    if (ranks := config.tensor_parallel_size) > 1:
-        raise ParameterError("tensor_parallel_size", ranks, "1: a rank's kernels are compiled where it runs")
     if config.kv_cache_dtype == "fp8" and card.capability < 89:
         raise ParameterError("kv_cache_dtype", "fp8", f"auto on {card.name}: FP8 needs compute capability 8.9")
     config = without_weights(config)
     checkpoint = resolve_checkpoint(config)
+    if not compiles_ahead(config, checkpoint):
+        words = "1 for narrow weights or adapters: such a rank's kernels are compiled where it runs"
+        raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, words)
     model = model_config_from_hf(checkpoint.config)
     limits = resolve(with_seats(config, checkpoint, model, card.memory), model, torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()

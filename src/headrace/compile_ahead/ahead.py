@@ -29,6 +29,7 @@ SOURCES = ("kernels", "fast_decode", "attention", "compile_ahead", "model", "wor
 # options that decide about kernels, beside the limits
 SHAPING = (
     "dtype", "kv_cache_dtype", "quantization", "enforce_eager", "takes_adapters", "max_loras", "max_lora_rank", "lora_experts",
+    "tensor_parallel_size",
 )  # fmt: skip
 END_SECONDS = 5.0
 
@@ -95,6 +96,13 @@ class Compilation:
         if self.last.places is not None and not self.last.failed:
             write_note(self._note, self.last.places)
         return self.last
+
+
+def compiles_ahead(config: EngineConfig, checkpoint: Checkpoint) -> bool:
+    """Whether the kernels are known here: of one of several ranks those with narrow weights or adapters are not."""
+    return config.tensor_parallel_size == 1 or not (
+        config.takes_adapters or config.quantization is not None or checkpoint.quantized_to()
+    )
 
 
 def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card: Card) -> Path:

@@ -118,23 +118,28 @@ def noted(work: Work) -> tuple[Any, list[Any]]:
 
     from headrace.attention.select import choose_cache_dtype
     from headrace.compile_ahead import no_device
+    from headrace.compile_ahead.played_ranks import with_part_of_vocabulary
     from headrace.compile_ahead.steps import Places, Played, Stage
     from headrace.compile_ahead.weights import META, weights_without_data
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
+    from headrace.model.shard import Shard
 
     torch.set_num_threads(1)
     no_device.install(work.card.capability, multiprocessors=work.card.multiprocessors)
     launches, original = no_device.note_launches()
     checkpoint = resolve_checkpoint(work.config)
-    model = model_config_from_hf(checkpoint.config)
+    ranks = work.config.tensor_parallel_size
+    model = Shard(0, ranks).config(model_config_from_hf(checkpoint.config))
     dtype = getattr(torch, dtype_name(work.config.dtype, model.dtype, bool(checkpoint.quantized_to())))
     cache_dtype = choose_cache_dtype(work.config.kv_cache_dtype, dtype, META)
     shown, weights = weights_without_data(checkpoint, model, dtype, work.config.quantization)
+    weights = weights if ranks == 1 else with_part_of_vocabulary(weights, model, ranks)
     config, adapters = work.config, None
     if config.takes_adapters:
         adapters = Places(config.max_loras, config.max_lora_rank, config.lora_experts)
-    Stage(Played(shown, weights, work.limits, cache_dtype, work.card.name, work.config.enforce_eager, adapters)).play()
+    eager = config.enforce_eager
+    Stage(Played(shown, weights, work.limits, cache_dtype, work.card.name, eager, adapters, ranks)).play()
     return original, sorted(launches, key=lambda found: not found.name.startswith(SLOW))
 
 

@@ -18,8 +18,9 @@ from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
 from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
 from headrace.cache.state_pool import StatePool
+from headrace.compile_ahead.played_ranks import PlayedGroup
 from headrace.compile_ahead.weights import META
-from headrace.fast_decode.forward import FastDecode, most_rows, usual_kinds
+from headrace.fast_decode.forward import FastDecode, FastDecoder, most_rows, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import max_tokens
@@ -30,6 +31,7 @@ from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
 from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, launch_expand
 from headrace.kernels.sample import add_mask_triton, sample_rows
+from headrace.kernels.sample_ranks import WORDS, sample_parts
 from headrace.kernels.tables import Float, Int, SlotTables
 from headrace.lora.pool import AdapterPool
 from headrace.model.attention import AttentionBackend
@@ -46,7 +48,7 @@ from headrace.scheduler.config import Limits
 from headrace.worker.batch_state import ALIGN
 from headrace.worker.captured import PAGES
 from headrace.worker.cuda_graphs import CONTEXTS, FEW_CONTEXTS, FEW_ROWS, context_buckets, graph_sizes
-from headrace.worker.memory_plan import captured_tokens
+from headrace.worker.memory_plan import captured_tokens, summed_rows
 from headrace.worker.prompt_graphs import can_capture, captured_batches, seq_sizes, token_sizes
 
 BLOCKS = 1 << 12  # of a cache without data
@@ -76,6 +78,7 @@ class Played:
     card: str  # as tables of tiles name it
     eager: bool = False  # nothing is captured
     adapters: Places | None = None  # None: it takes none
+    ranks: int = 1  # of which it is one: `model` and `weights` are its part
 
 
 class Stage:
@@ -96,11 +99,15 @@ class Stage:
             )  # fmt: skip
             self.expert_slots = slots if of_experts else None
             make = self.adapters.make(weights, _linear)
-        self.decoder = Decoder(
-            model, weights, self.attention, max_model_len=limits.max_model_len, decode_rows=limits.max_decode_rows, make=make
-        )
-        self.decoder.adapters = self.adapters
+        rows = summed_rows(model, limits)
+        self.group = None if played.ranks == 1 else PlayedGroup(played.ranks, rows, model.hidden_size, self.dtype)
         self.fast = None if played.eager else self._fast_path(played)
+        options: dict[str, Any] = {"max_model_len": limits.max_model_len, "decode_rows": limits.max_decode_rows, "make": make}
+        if self.fast is None or self.group is None:
+            self.decoder = Decoder(model, weights, self.attention, **options, group=self.group)
+        else:  # the fused path's kernel also adds up what the others' layers give
+            self.decoder = FastDecoder(model, weights, self.attention, self.fast, **options, group=self.group)
+        self.decoder.adapters = self.adapters
         slots = limits.max_num_seqs + 1
         self.tables = SlotTables(
             empty(slots, limits.max_model_len + 1), empty(slots, -(-limits.max_model_len // limits.block_size)),
@@ -115,13 +122,14 @@ class Stage:
 
     def _fast_path(self, played: Played) -> FastDecode | None:
         model, limits = played.model, played.limits
-        if not FastDecode.supports(model, self.dtype):
+        if not FastDecode.supports(model, self.dtype, alone=self.group is None):
             return None
         kinds = usual_kinds(played.weights)
         tiles = load_tiles(model, played.card, kinds) if self.dtype == torch.bfloat16 else None
         rows = min(limits.max_decode_rows, most_rows(model) if tiles is None else max(tiles))
         return FastDecode(
-            model, played.weights, rows, META, tiles, max_model_len=limits.max_model_len, logits_dtype=self.dtype
+            model, played.weights, rows, META, tiles, max_model_len=limits.max_model_len, logits_dtype=self.dtype,
+            group=self.group,
         )  # fmt: skip
 
     def play(self) -> None:
@@ -200,7 +208,8 @@ class Stage:
         most = of_seqs[-1]
         inbox, outbox, turn = empty(PAGES, NUMBERS, 2 * most), empty(PAGES, 3, 2 * most), empty(1)
         ends, all_rows = Rows.empty(2 * most, META), TokenRows.empty(sizes[-1], most, META)
-        logits, each_alone = empty(most, self.model.vocab_size, dtype=self.dtype), empty(most + 1)
+        columns = self.model.vocab_size if self.decoder.vocab is None else self.decoder.vocab.rows
+        logits, each_alone = empty(most, columns, dtype=self.dtype), empty(most + 1)
         for size in sizes:
             for seqs in dict.fromkeys(min(size + 8, n) for n in of_seqs):
                 rows, these = all_rows.part(size, seqs), ends.part(0, 2 * seqs)
@@ -251,6 +260,13 @@ class Stage:
                     greedy_eps=GREEDY_EPS, all_greedy=all_greedy, any_filter=any_filter,
                 )  # fmt: skip
             add_mask_triton(empty(4, vocab, dtype=dtype), empty(2, -(-vocab // 32)), empty(2, dtype=torch.int64))
+        if self.group is not None and (words := self.group.push_space(4, WORDS, torch.float32)) is not None:
+            part = empty(4, self.group.shard.vocab_rows(vocab), dtype=self.dtype)
+            for all_greedy in (True, False):
+                sample_parts(
+                    part, 0, words, floats[0], longs[0], longs[1], shorts[0], purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
+                    all_greedy=all_greedy,
+                )  # fmt: skip
         rows = Rows.empty(ALIGN, META)
         for verify in (False, True):
             launch_publish(empty(ALIGN), empty(ALIGN).bool(), rows, self.tables, empty(3, ALIGN), None, verify)

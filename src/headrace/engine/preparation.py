@@ -54,9 +54,7 @@ class Preparation:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, limits: Limits, device: torch.device):
         self._wanted, self._alone = device.type == "cuda", config.tensor_parallel_size == 1
-        # ranks' parts of the model have kernels of their own, which are compiled when they are captured
-        pool = self._wanted and self._alone and is_installed("triton")
-        self._compilation = begin(config, checkpoint, limits) if pool else None
+        self._compilation = begin(config, checkpoint, limits) if self._wanted and is_installed("triton") else None
 
     def close(self) -> None:
         if self._compilation is not None:
@@ -88,11 +86,14 @@ class Preparation:
         logger.info("kernels after %.2f s, steps captured and tried after %.2f s", compiled - began, done - compiled)
 
 
-def begin(config: EngineConfig, checkpoint: Checkpoint, limits: Limits) -> Compilation:
-    """For the card that this process has."""
-    from headrace.compile_ahead.ahead import Compilation
+def begin(config: EngineConfig, checkpoint: Checkpoint, limits: Limits) -> Compilation | None:
+    """For the card that this process has, and of several ranks for the others', which wait for it in their first step. None:
+    what is needed is compiled when it is."""
+    from headrace.compile_ahead.ahead import Compilation, compiles_ahead
     from headrace.compile_ahead.cards import Card
 
+    if not compiles_ahead(config, checkpoint):
+        return None
     device = torch.cuda.current_device()
     found = torch.cuda.get_device_properties(device)
     capability = 10 * found.major + found.minor
