@@ -115,6 +115,8 @@ def _push_sum_kernel(
     EMPTY: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr,
     RECEIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # at once, as products do: the next one's weights stream while parts are on their way
+        gdc_launch_dependents()
     c = tl.arange(0, BLOCK)
     ok = c < WIDTH
     KIND: tl.constexpr = out_ptr.dtype.element_ty
@@ -125,7 +127,6 @@ def _push_sum_kernel(
         norm = tl.load(norm_ptr + c, mask=ok, other=0.0).to(tl.float32) + offset
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     if SEND:
         for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
             place = (tl.load(turns_ptr + row) * SIZE + rank) * rank_stride + row * row_stride + c
