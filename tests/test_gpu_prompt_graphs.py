@@ -32,16 +32,16 @@ def model(tmp_path_factory):
 
 
 def count_replays(core: EngineCore) -> Counter[Tail]:
-    """Captured steps with prompts, by what follows the forward."""
+    """Captured steps with prompts, by what was to follow the forward."""
     prompts, seen = core.runner.prompts, Counter()
     assert prompts is not None
-    replay = prompts.replay
+    key_of = prompts.key_of
 
-    def counted(plan, key):
-        seen[key.tail] += 1
-        return replay(plan, key)
+    def counted(plan, tail):
+        seen[tail] += 1
+        return key_of(plan, tail)
 
-    prompts.replay = counted
+    prompts.key_of = counted
     return seen
 
 
