@@ -204,6 +204,8 @@ def on_a_card(rank: int, args: argparse.Namespace, store: str, results: multipro
         rows_found = []
         for hidden in args.hidden:
             for rows in args.rows:
+                if here.group.sees_all and here.group.push_space(rows, hidden, BF16) is None:
+                    continue  # more than is pushed: NCCL's
                 good = here.slowest(float(not here.check(rows, hidden))) == 0.0
                 times = here.time(rows, hidden)
                 sent = (args.ranks - 1) * rows * hidden * BF16.itemsize

@@ -1,6 +1,7 @@
 """Where the time of offline-random goes: its steps by kind and size, each beside its limit, and the slowest of them.
 
-    python benchmarks/offline_steps.py --config benchmarks/shapes/qwen3-0.6b.json [--repeat 2] [--out FILE.json]
+    python benchmarks/offline_steps.py --config benchmarks/shapes/qwen3-0.6b.json [--repeat 2] [--tensor-parallel-size N]
+                                       [--out FILE.json]
 
 A step lasts from the end of the one before it to its own end, as the host sees it. `idle` is how much of that passed before
 its launch: the device had nothing to do. The second repeat shows what the first one paid for being the first.
@@ -75,13 +76,18 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2304, "device": args.device}
+    cards = args.tensor_parallel_size
+    options = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2304, "device": args.device,
+        "tensor_parallel_size": cards,
+    }  # fmt: skip
     runs = []
     with LLM(shape_directory(args.config), **options) as llm:
         assert llm.engine is not None
-        limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(llm.engine.device, llm.engine.dtype))
+        limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(llm.engine.device, llm.engine.dtype, cards))
         bench, watch = Bench(llm, limits), Watch(llm.engine.core, limits)
         for _ in range(args.repeat):
             watch.steps.clear()

@@ -241,17 +241,20 @@ def test_bfloat16_scores_are_as_near_as_one_cards(tmp_path: Path) -> None:
     assert two < 1.5 * one
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("captured, count", [(True, 240), (False, 240), (True, 1)], ids=["decodes", "eager", "prompts"])
-def test_a_killed_rank_ends_the_engine_at_once(captured: bool, count: int, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_engine_at_once(captured: bool, count: int, size: int, tmp_path: Path) -> None:
     """In the middle of a step, whatever kernel waits for it; and the next engine in the process works."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} cards")
     model = str(write_tiny("qwen3", tmp_path / "model", **HEADS))
     options = {"dtype": "float32", "enforce_eager": not captured, "enable_prefix_caching": False, **OPTIONS}
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
     prompt = {"prompt_token_ids": PROMPTS[0]}
-    llm = LLM(model, tensor_parallel_size=2, **options)
+    llm = LLM(model, tensor_parallel_size=size, **options)
     llm.generate(prompt, params, use_tqdm=False)
     assert llm.engine is not None and llm.engine.ranks is not None
-    (other,) = llm.engine.ranks.pids
+    others = llm.engine.ranks.pids
     began, failed = threading.Event(), []
 
     def generate() -> None:
@@ -265,11 +268,11 @@ def test_a_killed_rank_ends_the_engine_at_once(captured: bool, count: int, tmp_p
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
     began.wait()
-    os.kill(other, signal.SIGKILL)
-    thread.join(60)
+    os.kill(others[-1], signal.SIGKILL)
+    thread.join(5)
     assert not thread.is_alive()
-    assert "rank 1" in failed[0]
+    assert f"rank {size - 1}" in failed[0]
     llm.close()
-    with LLM(model, tensor_parallel_size=2, **options) as again:
+    with LLM(model, tensor_parallel_size=size, **options) as again:
         (output,) = again.generate(prompt, params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == count

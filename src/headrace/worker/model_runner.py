@@ -76,8 +76,7 @@ class ModelRunner:
             if graphs is not None:
                 graphs.leave_planned()
 
-    def forward(self, plan: StepPlan, whole: bool = True) -> Pending:
-        """`whole`: leave the logits to `sample`; else a captured step may sample itself."""
+    def forward(self, plan: StepPlan, whole: bool = True) -> Pending:  # whole: else a captured step may sample itself
         decodes, prompts = self.graphs, self.prompts
         if decodes is not None and plan.is_decode and plan.num_tokens <= decodes.sizes[-1]:  # there every row is a sequence
             return self.replay(plan, decodes.key_of(plan, Tail.LOGITS if whole else self.sampler.tail(plan)))
