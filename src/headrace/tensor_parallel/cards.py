@@ -48,7 +48,7 @@ class CardGroup(ProcessGroup):
         # the first collective, which also makes NCCL take its memory before ours is planned
         self.sees_all = bool(self.gather(torch.tensor([sees], device=device)).all())
         self._sum_by_nccl(torch.zeros(shard.size, device=device))
-        weakref.finalize(self, self.backend.abort)  # else it complains at its end
+        self._end = weakref.finalize(self, self.backend.abort)  # else it complains at its end
 
     def prepare(self, rows: int, width: int, dtype: torch.dtype) -> None:
         """See Group. The memory stays at its place as long as the group: captured graphs have its address."""
@@ -99,8 +99,12 @@ class CardGroup(ProcessGroup):
         return space
 
     def abort(self) -> None:
+        """See ProcessGroup; returns at once. NCCL lets go its own kernels first, and then waits until no captured graph has one
+        any more: as long as there is an engine. So it is left to a thread that nobody waits for, and not done a second time at
+        the interpreter's end, where it would wait behind that thread for ever."""
+        self._end.detach()
         threading.Thread(target=_release, args=(weakref.ref(self),), daemon=True).start()
-        super().abort()  # afterwards: it may wait for the device, and that for a kernel of ours
+        threading.Thread(target=self.backend.abort, daemon=True).start()
 
     def release(self, stream: torch.cuda.Stream) -> None:
         """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more."""

@@ -1,0 +1,61 @@
+"""What a group of cards does at a death, without cards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headrace.model.shard import Shard
+from headrace.tensor_parallel import cards, groups
+
+
+class Backend:
+    """Says nothing to anybody; its end waits, as NCCL's does for captured graphs."""
+
+    def __init__(self) -> None:
+        self.told, self.may_end, self.ends = threading.Event(), threading.Event(), 0
+
+    def abort(self) -> None:
+        self.ends += 1
+        self.told.set()
+        assert self.may_end.wait(60)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
+    def _allgather_base(self, parts: torch.Tensor, part: torch.Tensor) -> SimpleNamespace:
+        parts.view(-1, len(part)).copy_(part)
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def backend(monkeypatch) -> Iterator[Backend]:
+    backend = Backend()
+    monkeypatch.setattr(groups, "_gloo", lambda store, shard: backend)
+    monkeypatch.setattr(cards, "NCCL_SETTINGS", {})
+    monkeypatch.setattr(cards, "_release", lambda group: None)  # needs streams
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
+    yield backend
+    backend.may_end.set()
+
+
+def test_nobody_waits_for_a_backend_whose_end_waits(backend: Backend) -> None:
+    """Neither who says that a rank has died, nor the interpreter at its end."""
+    group = cards.CardGroup(Shard(0, 2), torch.device("cpu"), store=None)
+    assert group.sees_all and group._end.alive
+    group.abort()
+    assert backend.told.wait(60) and not backend.may_end.is_set()
+    assert not group._end.alive
+    del group
+    assert backend.ends == 1
+
+
+def test_a_group_that_is_dropped_ends_its_backend(backend: Backend) -> None:
+    backend.may_end.set()
+    group = cards.CardGroup(Shard(0, 2), torch.device("cpu"), store=None)
+    del group
+    assert backend.ends == 1
