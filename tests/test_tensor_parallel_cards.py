@@ -59,3 +59,10 @@ def test_a_group_that_is_dropped_ends_its_backend(backend: Backend) -> None:
     group = cards.CardGroup(Shard(0, 2), torch.device("cpu"), store=None)
     del group
     assert backend.ends == 1
+
+
+@pytest.mark.parametrize("piece", [1, 6, 48, 1000])
+def test_pieces_cover_every_byte_and_no_other(piece: int) -> None:
+    memory = torch.full((40,), -1, dtype=torch.int16)
+    cards.fill_by_copies(memory[8:32].view(2, 3, 4), torch.zeros(piece, dtype=torch.uint8))
+    assert memory.nonzero().flatten().tolist() == [*range(8), *range(32, 40)]

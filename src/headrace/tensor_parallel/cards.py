@@ -30,6 +30,7 @@ from headrace.tensor_parallel.groups import ProcessGroup
 logger = logging.getLogger(__name__)
 PUSH_BYTES = 32 << 20  # that a card sends at most in one sum: of more than two cards, with more, two steps move less
 RELEASE_SECONDS = 60.0  # for which kernels that wait for a dead rank are let go, also those that are still to come
+ZEROS_BYTES = 4 << 20  # on the host: all places of a space are as many as tens of these
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # the switch would add up in an order of its own
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # that a rank has died is seen by others
@@ -44,6 +45,7 @@ class CardGroup(ProcessGroup):
             os.environ.setdefault(name, value)
         super().__init__(shard, device, store)
         self._spaces: list[PushSpace] = []
+        self._zeros = torch.empty(0, dtype=torch.uint8)  # for `release`, when it may be too late to ask for memory
         sees = all(torch.cuda.can_device_access_peer(device, other) for other in range(shard.size) if other != device.index)
         # the first collective, which also makes NCCL take its memory before ours is planned
         self.sees_all = bool(self.gather(torch.tensor([sees], device=device)).all())
@@ -55,6 +57,7 @@ class CardGroup(ProcessGroup):
         if not self.sees_all:
             logger.warning("the cards do not see each other's memory: every sum goes through NCCL, decode steps are slow")
             return
+        self._zeros = torch.zeros(ZEROS_BYTES, dtype=torch.uint8, pin_memory=True)
         others = self.shard.size - 1
         largest = min(rows, PUSH_BYTES // (others * width * dtype.itemsize))
         self._spaces = [self._meet(largest, width, dtype), self._meet(min(rows, max_rows(self.device)), WORDS, torch.float32)]
@@ -107,11 +110,18 @@ class CardGroup(ProcessGroup):
         threading.Thread(target=self.backend.abort, daemon=True).start()
 
     def release(self, stream: torch.cuda.Stream) -> None:
-        """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more."""
+        """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more. Copies from the
+        host bring it, which no multiprocessor does: those that wait may leave a kernel no room on any of them."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for space in self._spaces:
-                space.slots.zero_()
+                fill_by_copies(space.slots, self._zeros)
             stream.synchronize()
+
+
+def fill_by_copies(target: Tensor, piece: Tensor) -> None:
+    """Copies of `piece` [bytes] uint8 one behind the other over all of a contiguous `target`, the last one cut off."""
+    for part in target.view(-1).view(torch.uint8).split(len(piece)):
+        part.copy_(piece[: len(part)], non_blocking=True)
 
 
 def _release(group: weakref.ref[CardGroup]) -> None:
