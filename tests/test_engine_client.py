@@ -479,14 +479,28 @@ async def test_a_mistake_in_the_options_is_not_tried_again(supply, permanent):
     await client.close()
 
 
+OF_RANKS = """
+import time
+from types import SimpleNamespace
+
+def build(config):
+    def prepare(tell):
+        ranks.handler(SimpleNamespace(why="rank 1 is gone", killed=False))
+        time.sleep(60)  # for the rank that is gone
+
+    ranks = SimpleNamespace()
+    ranks.on_death = lambda handler: setattr(ranks, "handler", handler)
+    return SimpleNamespace(ranks=ranks, prepare=prepare)
+"""
 BUILDERS = {  # what the module of the builder holds: the last words, the exit code
     "def build(config): raise RuntimeError('no such card')": (Fatal("RuntimeError: no such card", False), 3),
     "from headrace.errors import HeadraceError\ndef build(config): raise HeadraceError('no such card')": (Fatal("no such card", True), 2),
     "raise SystemExit(5)": (None, 5),
+    OF_RANKS: (Fatal("rank 1 is gone", False), 3),
 }
 
 
-@pytest.mark.parametrize("builder", BUILDERS, ids=["a failure", "a mistake", "an exit"])
+@pytest.mark.parametrize("builder", BUILDERS, ids=["a failure", "a mistake", "an exit", "a rank's death"])
 async def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch, builder):
     (tmp_path / "one_builder.py").write_text(builder)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), str(tmp_path)]))

@@ -309,11 +309,11 @@ def serve(
         config = config or take_place(inbox.recv())
         begun.set()
         engine = build(config)
+        if engine.ranks is not None:  # what is captured and answered before the first request waits for them, too
+            engine.ranks.on_death(end_with_ranks)
         engine.prepare(lambda *progress: send(Progress(*progress)))
         gc.freeze()  # or a collection would look through all of it, for 0.1 s in the middle of a step
         gc.enable()
-        if engine.ranks is not None:
-            engine.ranks.on_death(end_with_ranks)
         resolved = engine.config
         ready = Ready(
             max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
