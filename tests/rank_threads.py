@@ -15,6 +15,7 @@ from torch import Tensor
 from headrace.config import EngineConfig
 from headrace.engine.build import Worker, build_worker, structured_output
 from headrace.engine.core import EngineCore
+from headrace.errors import EngineDeadError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.shard import Shard
@@ -119,18 +120,27 @@ class ThreadRanks:
 
     def __init__(self, inboxes: list[Inbox]):
         self._inboxes, self.told = inboxes, list[ToRank]()
+        self.death: BaseException | None = None  # why they have ended
 
     def tell(self, message: ToRank) -> None:
+        self.check()
         self.told.append(message)
         frame = encode(message)
         for inbox in self._inboxes:
             inbox.frames.put(frame)
 
     def check(self) -> None:
-        pass
+        if self.death is not None:
+            raise EngineDeadError(str(self.death))
 
     def give_up(self, error: BaseException) -> BaseException:
+        self.end()
+        self.death = error
         return error
+
+    def end(self) -> None:
+        if self.death is None:
+            self.tell(End())
 
 
 @contextmanager
@@ -174,7 +184,7 @@ def ranked_core(model: str, size: int, change: Callable[[Worker], object] | None
     except threading.BrokenBarrierError:
         raise errors[0] if errors else AssertionError("rank 0 waited for the others in vain") from None
     finally:
-        ranks.tell(End())
+        ranks.end()
         for thread in threads:
             thread.join(60)
     assert not errors, errors

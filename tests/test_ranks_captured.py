@@ -6,19 +6,25 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafting import give_graphs, sample_on_host
 from engine_driver import assert_all_same, complete, make_core, requests_of_all_kinds, run
+from headrace.config import EngineConfig
+from headrace.engine import preparation
 from headrace.engine.build import Worker
 from headrace.engine.messages import EngineRequest
 from headrace.engine.preparation import answer_own
+from headrace.errors import EngineDeadError
+from headrace.model.checkpoint import resolve_checkpoint
 from headrace.sampling.params import SamplingParams
 from headrace.tensor_parallel.leading_runner import decodes, prompts
 from headrace.tensor_parallel.messages import Capture, Compute, Place, Replay, ToRank, from_wire
 from headrace.tensor_parallel.obey import capture, decode_key, prompt_key
 from headrace.worker import prompt_graphs
+from headrace.worker.captured import WAY_OUT
 from headrace.worker.cuda_graphs import Key
 from headrace.worker.prompt_graphs import PromptKey
 from headrace.worker.sampling import Tail
@@ -108,6 +114,31 @@ def test_plain_requests_sample_within_the_step(model, monkeypatch) -> None:
     ranked.all_same()
     assert {key.tail for key in ranked.replayed[0]} == {Tail.GREEDY, Tail.RANDOM, Tail.FILTERED}
     assert 0 < before < decoded == sum(isinstance(message, Replay) for message in told)
+
+
+def test_a_capture_that_fails_on_the_first_rank_ends_all(model, monkeypatch) -> None:
+    """The second of those before the first request: nothing is passed over, and the reason says what to do about it."""
+    ranked = Ranked(40, monkeypatch)
+    monkeypatch.setattr(preparation, "begin", lambda *of: None)
+    with ranked_core(model, 2, ranked) as core:
+        runner, limits = core.runner, core.scheduler.limits
+        first, capture = ranked.prompts[0], ranked.prompts[0]._capture
+        first._capture = lambda key: capture(key) if not first._graphs else broken()
+        config = EngineConfig(model=model, device="cuda", tensor_parallel_size=2)
+        before = preparation.Preparation(config, resolve_checkpoint(config), limits, torch.device("cuda"))
+        with pytest.raises(RuntimeError, match="no memory for a graph") as found:
+            before.finish(runner, limits, VOCAB)
+        assert found.value.__notes__ == [WAY_OUT]
+        assert runner.prompts is first
+        with pytest.raises(EngineDeadError, match="no memory for a graph"):
+            first.prepare()
+    assert len(first._graphs) == 1
+    told = [prompt_key(message.step) for message in runner._ranks.told if isinstance(message, Capture)]
+    assert list(ranked.prompts[1]._graphs) == told and len(told) == 2, "the other had done what it was told, and has ended"
+
+
+def broken() -> None:
+    raise RuntimeError("no memory for a graph")
 
 
 STEPS = st.one_of(

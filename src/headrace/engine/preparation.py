@@ -5,7 +5,8 @@
     Engine.prepare                            | waits for it | captures what may come | answers requests of its own |
 
 So no request waits for a compiler or for whatever a library does at its first use. Who only has results to lose by it (a pool
-that fails, an answer that does not come) is reported and passed over: the rest is then done when it is needed.
+that fails, an answer that does not come) is reported and passed over: the rest is then done when it is needed. Of several ranks
+that holds for the pool alone: a step that one has captured or answered and another has not ends all of them.
 """
 
 from __future__ import annotations

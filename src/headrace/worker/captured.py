@@ -33,6 +33,7 @@ PAGES = 64  # a power of two (see prepare.py); so many steps may be under way, t
 HALF = PAGES // 2
 COVERING = {Tail.GREEDY: 0, Tail.RANDOM: 1, Tail.FILTERED: 2}  # a sampler does what those before it do, with the same ids
 MISSES, SETTLED_SECONDS = 1000, 60.0
+WAY_OUT = "this step could not be captured; with --enforce-eager nothing is"
 
 
 @dataclass(slots=True)
@@ -196,7 +197,11 @@ class StepGraphs(ABC, Generic[K]):
     def capture(self, key: K) -> Captured:
         while len(self._graphs) >= self.max_graphs:
             del self._graphs[next(iter(self._graphs))]  # one that still runs is freed when it is done
-        return self._capture(key)
+        try:
+            return self._capture(key)
+        except Exception as e:
+            e.add_note(WAY_OUT)
+            raise
 
     def _capture(self, key: K) -> Captured:
         began, before = time.perf_counter(), self._driver_bytes()
