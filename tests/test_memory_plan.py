@@ -20,6 +20,7 @@ from headrace.model.shard import Shard
 from headrace.worker import memory_plan
 from headrace.worker.memory_plan import (
     GIB,
+    KERNEL_BYTES,
     MAX_GRAPHS,
     MAX_PROMPT_GRAPHS,
     captured_tokens,
@@ -149,6 +150,9 @@ def test_a_card_keeps_room_for_graphs_and_a_draft_model(model, card):
     ranks = plan(model, CARD, torch.bfloat16, ranks=2)
     of_others = 2 * 256 * model.vocab_size + 2 * 2048 * 3 * model.hidden_size
     assert ranks.graphs == captured.graphs + 2 * of_others, "logits and parts of sums"
+    four = plan(model, CARD, torch.bfloat16, ranks=4)
+    sums = 2 * (4 + 4) * (model.num_layers + 1) * (MAX_GRAPHS + MAX_PROMPT_GRAPHS)
+    assert four.graphs == ranks.graphs + sums * KERNEL_BYTES, "a sum of more than two is more kernels"
     drafting = plan(model, CARD, torch.bfloat16, weights=5 * GIB, draft=model, speculative_max_rows=64)
     assert drafting.graphs == captured.graphs + graph_bytes(model, 64, 2, MAX_GRAPHS // 2)
     wide = plan(model, CARD, torch.bfloat16, speculative_max_rows=1024)

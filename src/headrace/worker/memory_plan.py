@@ -32,6 +32,7 @@ LAUNCHES_WORTH = 3 * 10**11  # operations that an H200 does while a layer is lau
 # of the driver, for a kernel in a graph; measured on an H200: 120 graphs of 28 layers took 0.7 MiB each, of 36 layers less
 KERNEL_BYTES = 4096  # (`--log-level debug` shows what each capture took)
 LAYER_KERNELS, EXPERTS_KERNELS, DELTA_KERNELS = 10, 8, 5  # of one layer of a captured step, at most; more where it has either
+SUM_KERNELS = 4  # of more than two ranks, beside one for each: padded, exchanged, rounded, gathered
 SNAPSHOT_SHARE = 4  # the part of what is left for the prefix cache that snapshots of states may take: one in so many
 DRAFT_GRAPH_ROWS = 64  # requests that a captured step of a draft model serves at most
 
@@ -75,14 +76,16 @@ def summed_rows(model: ModelConfig, limits: Limits) -> int:
     return max(limits.max_decode_rows, -(-min(captured_tokens(model), limits.max_num_batched_tokens) // 512) * 512)
 
 
-def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: int | None = None) -> int:
+def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: int | None = None, ranks: int = 1) -> int:
     """Of `count` captured steps of up to `rows` rows, `sampled` (None: all) of which have logits: they share one buffer of
     these, and memory for what they compute.
 
-    That is counted twice: what a size has left there may be too small for the next one.
+    That is counted twice: what a size has left there may be too small for the next one. Of more than two
+    `ranks` a sum may be too large for what all cards see, and is then several kernels (CardGroup); a layer has two.
     """
-    rare = EXPERTS_KERNELS * (model.experts is not None) + DELTA_KERNELS * (model.delta is not None)
-    kernels = (LAYER_KERNELS + rare) * (model.num_layers + 1)
+    more = EXPERTS_KERNELS * (model.experts is not None) + DELTA_KERNELS * (model.delta is not None)
+    more += 2 * (ranks + SUM_KERNELS) * (ranks > 2)
+    kernels = (LAYER_KERNELS + more) * (model.num_layers + 1)
     return count * kernels * KERNEL_BYTES + (2 * rows * row_elements(model) + (sampled or rows) * model.vocab_size) * item
 
 
@@ -114,11 +117,11 @@ def terms_of_limits(
         "reserve": GIB // 2 if on_card else 0,
     }
     if on_card and not config.enforce_eager:
-        terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS)
+        terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS, ranks=ranks)
         most = min(captured_tokens(model), limits.max_num_batched_tokens)
         # of several ranks others' parts of a sum, and others' logits, which are put in order
         sampled = rows if ranks == 1 else 3 * rows
-        terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, sampled)
+        terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, sampled, ranks)
         terms["graphs"] += 0 if ranks == 1 else 2 * most * 3 * model.hidden_size * item
         if draft is not None:
             terms["graphs"] += graph_bytes(draft, min(rows, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
