@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from headrace.kernels import sample
 from headrace.kernels.all_reduce import empty_mark
+from headrace.kernels.prepare import Rows
 from headrace.kernels.sample_ranks import WORDS, sample_parts
 from headrace.model.shard import Shard
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.sampling.sampler import choose
+from headrace.worker import captured_sampling
+from headrace.worker.captured_sampling import sample_step
+from headrace.worker.sampling import Tail
 from push_ranks import push_spaces
 from sampling_reference import Row
 from test_sampling_sampler import inputs_of
@@ -76,3 +82,16 @@ def test_broken_rows_fail_alone(greedy: bool) -> None:
     logits[0, 7], logits[1, 299], logits[2], logits[3, 200] = NAN, NAN, -INF, INF
     check(logits, [Row(temperature=0.0 if greedy else 1.0, seed=3)] * 5, spaces, greedy)
     check(torch.randn(5, 300), [Row(temperature=0.0 if greedy else 1.0, seed=4)] * 5, spaces, greedy)
+
+
+@pytest.mark.parametrize(("rows", "tail", "parts"), [(3, Tail.RANDOM, True), (4, Tail.GREEDY, False), (3, Tail.FILTERED, False)])
+def test_whole_rows_where_words_do_not_do(rows: int, tail: Tail, parts: bool, monkeypatch) -> None:
+    """Filters, and more rows than wait at once on this card, though a space of hidden states in float32 has room for them."""
+    monkeypatch.setattr(captured_sampling, "max_rows", lambda device: 3)
+    for name in ("sample_parts", "sample_rows"):
+        monkeypatch.setattr(captured_sampling, name, lambda logits, *rest, name=name, **options: (name, logits.shape[1]))
+    (space, _) = push_spaces(2, 8, 64, torch.float32)
+    group = SimpleNamespace(push_space=lambda *shape: space if space.takes(*shape) else None)
+    part = SimpleNamespace(group=group, ids=range(10), whole=lambda logits: logits.repeat(1, 2))
+    found = sample_step(torch.zeros(rows, 10), Rows.empty(rows, torch.device("cpu")), tail, part)
+    assert found == (("sample_parts", 10) if parts else ("sample_rows", 20))

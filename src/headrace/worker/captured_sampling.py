@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace.kernels.prepare import Rows
 from headrace.kernels.sample import sample_rows
-from headrace.kernels.sample_ranks import WORDS, sample_parts
+from headrace.kernels.sample_ranks import WORDS, max_rows, sample_parts
 from headrace.model.ranks import VocabPart
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
@@ -18,7 +18,9 @@ def sample_step(logits: Tensor, rows: Rows, tail: Tail, part: VocabPart | None) 
     """logits [R, V], or a rank's [R, part.rows] -> (ids [R] int32, failed [R] bool), the same on every rank."""
     draw = rows.seed, rows.output_index, rows.sample_index
     if part is not None:
-        space = part.group.push_space(len(logits), WORDS, torch.float32)
+        # in float32 the space of hidden states takes words, too, and more rows than can wait at once on a small card
+        fits = len(logits) <= max_rows(logits.device)
+        space = part.group.push_space(len(logits), WORDS, torch.float32) if fits else None
         if space is not None and tail is not Tail.FILTERED:
             return sample_parts(
                 logits, part.ids.start, space, rows.temperature, *draw, purpose=PURPOSE_SAMPLE, greedy_eps=GREEDY_EPS,
