@@ -19,7 +19,8 @@ from headrace import LLM, SamplingParams
 from headrace.beam_search import BeamSearchParams
 from headrace.cli import main
 from headrace.config import EngineConfig
-from headrace.engine.build import choose_device, resolve
+from headrace.engine.build import Engine, choose_device, resolve
+from headrace.engine.preparation import Preparation
 from headrace.errors import CapacityError, EngineDeadError, HeadraceError, ParameterError
 from headrace.native.runner import DoneStep
 from headrace.worker.model_runner import StepHandle
@@ -479,6 +480,22 @@ def test_the_first_word_of_a_completion_keeps_its_space(model, tmp_path):
         for sequence in llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=4))[0].sequences:
             shown = sequence.token_ids[:-1] if sequence.finish_reason == "stop" else sequence.token_ids
             assert "hello" + sequence.text == llm.tokenizer.decode(ids + shown)
+
+
+@pytest.mark.parametrize(("of", "name", "error"), [(Preparation, "finish", KeyboardInterrupt), (Engine, "load_adapters", ValueError)])
+def test_an_engine_that_does_not_get_ready_is_closed(model, monkeypatch, of, name, error):
+    """Nothing of it waits for the collector: not its compiling process, not its ranks."""
+
+    def fails(*args):
+        raise error
+
+    closed, close_engine, close_preparation = [], Engine.close, Preparation.close
+    monkeypatch.setattr(of, name, fails)
+    monkeypatch.setattr(Engine, "close", lambda self: (closed.append("engine"), close_engine(self)))
+    monkeypatch.setattr(Preparation, "close", lambda self: (closed.append("preparation"), close_preparation(self)))
+    with pytest.raises(error):
+        LLM(model, **OPTIONS)
+    assert closed == ["preparation", "engine"]
 
 
 def test_a_stop_string_that_is_a_special_token(llm):

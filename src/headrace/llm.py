@@ -83,8 +83,7 @@ class LLM:
         except TypeError as e:
             raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
         self.engine: Engine | None = build_engine(config, progress=progress)
-        self.engine.prepare()
-        self._adapters = self.engine.load_adapters()
+        self._adapters = self.engine.begin()
         self.config = self.engine.config
         self.tokenizer = self.engine.tokenizer
         checkpoint = self.engine.checkpoint

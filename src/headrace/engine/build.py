@@ -83,7 +83,8 @@ class Engine:
         """Before the first request; until then, that would wait for what is done here. Once."""
         preparation, self.preparation = self.preparation, None
         if preparation is not None:
-            preparation.finish(self.core.runner, self.core.scheduler.limits, self.model.vocab_size, tell)
+            with contextlib.closing(preparation):
+                preparation.finish(self.core.runner, self.core.scheduler.limits, self.model.vocab_size, tell)
 
     def load_adapters(self) -> dict[str, Version]:
         """Those that the options name, by name."""
@@ -92,6 +93,15 @@ class Engine:
             assert self.core.adapters is not None
             self.core.adapters.load(version)
         return found
+
+    def begin(self) -> dict[str, Version]:
+        """`prepare`, then `load_adapters`. If either fails the engine is closed."""
+        try:
+            self.prepare()
+            return self.load_adapters()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Drop every tensor and give the memory back."""
