@@ -113,7 +113,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan, key: PromptKey | None = None) -> Pending:  # key: of the captured step that does it
-        if key is not None and self.prompts is not None:
+        if key is not None:
+            assert self.prompts is not None
             return self._pending(plan, self.prompts.replay(plan, key))
         if plan.num_drafts:
             write_drafts(plan, self.state, self.drafter)
