@@ -238,6 +238,9 @@ def test_of_ranks_with_narrow_weights_or_adapters_nothing_is_compiled_ahead(tmp_
     assert compiles_ahead(shape, checkpoint) and note_path(shape, checkpoint, limits, card) != note_path(alone, checkpoint, limits, card)
     for narrow in ({"quantization": "fp8"}, {"lora_dir": "adapters"}):
         assert compiles_ahead(replace(alone, **narrow), checkpoint) and not compiles_ahead(replace(shape, **narrow), checkpoint)
+    in_file = replace(checkpoint, format="safetensors", config=checkpoint.config | {"quantization_config": {"quant_method": "fp8"}})
+    assert not compiles_ahead(shape, in_file)
+    assert all(compiles_ahead(replace(shape, quantization="none"), of) for of in (checkpoint, in_file)), "floats"
 
 
 def test_what_is_noted_counts_while_it_is_there(tmp_path, monkeypatch) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from headrace.compile_ahead.cards import Card
 from headrace.compile_ahead.process import News, Work
 from headrace.config import EngineConfig, cache_dir, environment_of_child
-from headrace.model.checkpoint import Checkpoint
+from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.scheduler.config import Limits
 
 logger = logging.getLogger(__name__)
@@ -100,9 +100,8 @@ class Compilation:
 
 def compiles_ahead(config: EngineConfig, checkpoint: Checkpoint) -> bool:
     """Whether the kernels are known here: of one of several ranks those with narrow weights or adapters are not."""
-    return config.tensor_parallel_size == 1 or not (
-        config.takes_adapters or config.quantization is not None or checkpoint.quantized_to()
-    )
+    narrow = config.quantization in MADE or (config.quantization != "none" and checkpoint.quantized_to())
+    return config.tensor_parallel_size == 1 or not (config.takes_adapters or narrow)
 
 
 def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card: Card) -> Path:
