@@ -4,7 +4,7 @@ Requests come and go, so that steps have any number of prompts, decodes and rows
 divisible by, must not make another form of a kernel: that would be compiled in the middle of serving. Some of the steps are those
 that a card captures with prompts. Prints JSON: "forms":
 kernel -> for each of its constants and types how many there are; "unforeseen": kernels in forms that compiling ahead, from the
-model's shape alone, does not know of.
+model's shape alone, does not know of; "of_ranks": kernels that compiling ahead knows of for one of two ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import headrace.engine.forwards as forwards
 from engine_driver import complete, make_core
 from headrace.attention.triton_backend import TritonAttention
 from headrace.compile_ahead import no_device
+from headrace.compile_ahead.played_ranks import with_part_of_vocabulary
 from headrace.compile_ahead.steps import Places, Played, Stage
 from headrace.compile_ahead.weights import weights_without_data
 from headrace.config import EngineConfig
@@ -32,6 +33,7 @@ from headrace.engine.messages import EngineRequest
 from headrace.kernels import launch
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
+from headrace.model.shard import Shard
 from headrace.sampling import sampler
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.config import Limits
@@ -92,7 +94,7 @@ def main(directory: str) -> None:
     for (name, _, _), count in forms.items():
         found.setdefault(name, []).append(count)
     missed = sorted(unforeseen(core, path)) + unforeseen_of_adapters(Path(directory) / "experts")
-    print(json.dumps({"forms": found, "unforeseen": missed}))
+    print(json.dumps({"forms": found, "unforeseen": missed, "of_ranks": sorted(of_ranks(path))}))
 
 
 def unforeseen(core: EngineCore, path: str) -> list[str]:
@@ -130,6 +132,17 @@ def unforeseen_of_adapters(directory: Path) -> list[str]:
     for tokens in range(1, 600, 7):
         stage.forward([tokens], [tokens], adapted=True)
     return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
+
+
+def of_ranks(path: str) -> set[str]:
+    """What is played of one of two."""
+    checkpoint = resolve_checkpoint(EngineConfig(model=path, load_format="dummy"))
+    part = Shard(0, 2).config(model_config_from_hf(checkpoint.config))
+    model, weights = weights_without_data(checkpoint, part, torch.bfloat16, None)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128, block_size=64, num_blocks=100)
+    launches, _ = no_device.note_launches()
+    Stage(Played(model, with_part_of_vocabulary(weights, part, 2), limits, torch.bfloat16, "no card", ranks=2)).play()
+    return {launch.name for launch in launches}
 
 
 if __name__ == "__main__":

@@ -109,9 +109,11 @@ def test_launching_again_hands_over_the_same(tmp_path):
 
 
 def test_a_changing_load_compiles_each_kernel_once(tmp_path):
-    """Whatever a step is made of: no kernel has two forms for the same constants, and each form is known ahead."""
+    """Whatever a step is made of: no kernel has two forms for the same constants, and each form is known ahead. What only ranks
+    launch is known, too."""
     found = json.loads(run("compile_engine.py", str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache")))
     assert not found["unforeseen"]
     forms = found["forms"]
     assert {"_pick", "_filter_all", "_prepare_rows", "_expand_rows", "_split_attention", "_varlen_attention"} <= set(forms)
     assert {count for counts in forms.values() for count in counts} == {1}, forms
+    assert {"_push_sum_kernel", "_choose"} <= set(found["of_ranks"])
