@@ -20,7 +20,7 @@ from headrace.engine.preparation import answer_own
 from headrace.errors import EngineDeadError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.sampling.params import SamplingParams
-from headrace.tensor_parallel.leading_runner import decodes, prompts
+from headrace.tensor_parallel.leading_runner import named_decodes, named_prompts
 from headrace.tensor_parallel.messages import Capture, Compute, Place, Replay, ToRank, from_wire
 from headrace.tensor_parallel.obey import capture, decode_key, prompt_key
 from headrace.worker import prompt_graphs
@@ -90,7 +90,7 @@ def test_requests_of_all_kinds(model, size, options, every, monkeypatch) -> None
     told = core.runner._ranks.told
     steps = [message.step for message in told if isinstance(message, Compute)]
     assert ranked.prompts[0].replays[Tail.LOGITS] > 5 and None in steps, "and some cannot be captured"
-    assert [prompts(key) for key in ranked.replayed[0]] == [step for step in steps if step is not None]
+    assert [named_prompts(key) for key in ranked.replayed[0]] == [step for step in steps if step is not None]
     assert sum(isinstance(message, Place) for message in told) == len(steps)
     assert len({prompt_key(message.step) for message in told if isinstance(message, Capture)}) > 1
 
@@ -150,7 +150,7 @@ STEPS = st.one_of(
 @given(STEPS)
 def test_every_step_travels(key: Key | PromptKey) -> None:
     """By name, to the rank's own graphs of its kind."""
-    step = decodes(key) if isinstance(key, Key) else prompts(key)
+    step = named_decodes(key) if isinstance(key, Key) else named_prompts(key)
     arrived = msgspec.msgpack.Decoder(ToRank, dec_hook=from_wire).decode(encode(Capture(step))).step
     assert (decode_key(arrived) if isinstance(key, Key) else prompt_key(arrived)) == key
     captured: list[tuple[str, Key | PromptKey]] = []

@@ -49,6 +49,4 @@ def _space(size: int, rows: int, width: int, dtype: torch.dtype) -> PushSpace:
 def with_part_of_vocabulary(weights: DecoderWeights, model: ModelConfig, size: int) -> DecoderWeights:
     """`weights` of a rank's layers, with as many rows of embedding and head as it has."""
     rows = Shard(0, size).vocab_rows(model.vocab_size)
-    head = weights.lm_head
-    part = head if head.kind != "float" else Weight(head.data[:rows])
-    return replace(weights, embedding=weights.embedding[:rows], lm_head=part)
+    return replace(weights, embedding=weights.embedding[:rows], lm_head=Weight(weights.lm_head.data[:rows]))

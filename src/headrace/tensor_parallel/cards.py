@@ -28,7 +28,9 @@ from headrace.tensor_parallel.card_memory import CardMemory
 from headrace.tensor_parallel.groups import ProcessGroup
 
 logger = logging.getLogger(__name__)
-PUSH_BYTES = 32 << 20  # that a card sends at most in one sum: of more than two cards, with more, two steps move less
+# That a card sends at most in one sum, where its whole part goes to each of the others. Of larger parts each card adds up a
+# share for all (see above), which is less to send if there are more than two.
+PUSH_BYTES = 32 << 20
 RELEASE_SECONDS = 60.0  # for which kernels that wait for a dead rank are let go, also those that are still to come
 ZEROS_BYTES = 4 << 20  # on the host: all places of a space are as many as tens of these
 NCCL_SETTINGS = {

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 Done = TypeVar("Done")
 
 
-def decodes(key: Key) -> Decodes:
+def named_decodes(key: Key) -> Decodes:
     return Decodes(key.rows, key.context, key.tail.value, key.related, key.adapted)
 
 
-def prompts(key: PromptKey) -> Prompts:
+def named_prompts(key: PromptKey) -> Prompts:
     return Prompts(key.tokens, key.seqs, key.decodes, key.context, key.tail.value)
 
 
@@ -59,10 +59,10 @@ def together(ranks: Ranks, message: ToRank, act: Callable[[], Done]) -> Done:
 
 
 def capture_together(
-    ranks: Ranks, step: Callable[[Any], Decodes | Prompts], key: Any, capture: Callable[[Any], Captured]
+    ranks: Ranks, named: Callable[[Any], Decodes | Prompts], key: Any, capture: Callable[[Any], Captured]
 ) -> None:  # fmt: skip
     """What is captured ahead is captured by all."""
-    together(ranks, Capture(step(key)), lambda: capture(key))
+    together(ranks, Capture(named(key)), lambda: capture(key))
 
 
 class CheckedHandle(StepHandle):
@@ -86,9 +86,9 @@ class LeadingRunner(ModelRunner):
         super().__init__(runner.decoder, runner.kv, runner.state, runner.graphs, runner.drafter, runner.prompts)
         self._ranks = ranks
         if self.graphs is not None:
-            self.graphs.lead = partial(capture_together, ranks, decodes)
+            self.graphs.lead = partial(capture_together, ranks, named_decodes)
         if self.prompts is not None:
-            self.prompts.lead = partial(capture_together, ranks, prompts)
+            self.prompts.lead = partial(capture_together, ranks, named_prompts)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         handle = super().launch(plan)
@@ -98,11 +98,11 @@ class LeadingRunner(ModelRunner):
         self._together(Place(plan), lambda: super(LeadingRunner, self).place(plan))
 
     def compute(self, plan: StepPlan, key: PromptKey | None = None) -> Pending:
-        step = None if key is None else prompts(key)
+        step = None if key is None else named_prompts(key)
         return self._together(Compute(step), lambda: super(LeadingRunner, self).compute(plan, key))
 
     def replay(self, plan: StepPlan, key: Key) -> Pending:
-        return self._together(Replay(plan, decodes(key)), lambda: super(LeadingRunner, self).replay(plan, key))
+        return self._together(Replay(plan, named_decodes(key)), lambda: super(LeadingRunner, self).replay(plan, key))
 
     def sample(
         self, pending: Pending, masks: GrammarMasks | None = None, users: Sequence[UserProcessor] = (), edited: bool = False
