@@ -60,6 +60,11 @@ HEADRACE_INLINE float largest(const float* values) {
 
 // The low bytes of 32 integers, as eight words that are `stride` bytes apart.
 HEADRACE_INLINE void scatter_words(int8_t* out, size_t stride, IntVec low, IntVec high) {
+  if (stride == 4) {  // one row
+    store_int8(out, low);
+    store_int8(out + 16, high);
+    return;
+  }
   alignas(LINE) int8_t words[GROUP];
   store_int8(words, low);
   store_int8(words + 16, high);

@@ -21,7 +21,7 @@ struct Tile {
   int strips;
 };
 
-inline constexpr int MAX_TILE_STRIPS = 4;
+inline constexpr int MAX_TILE_STRIPS = 2;
 inline constexpr int MAX_TILE_VECTORS = 16;  // rows x strips
 
 // `panel_rows`: one of PANEL_ROWS, or AMX_ROWS.

@@ -87,7 +87,7 @@ HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typenam
       if (FIRST && line < BYTES) {
         fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + line);
       }
-      if (FIRST && BYTES > 8 * LINE && line == 0) {
+      if (FIRST && BYTES > 8 * LINE && step == WORDS - 1) {  // in the order of the addresses: else a fifth of the rate is lost
         fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + 8 * LINE);
       }
       const __m512i weights = W::template word<PART>(strips[n], at, i);
