@@ -46,3 +46,9 @@ def test_all_threads_are_back_when_the_stranger_has_left(machine):
     threads = steps(machine, "leaves")
     assert threads[100:300].count("1") > 180
     assert threads[-1000:] == "2" * 1000
+
+
+def test_more_rows_have_all_threads_at_once_where_one_row_had_fewer(machine):
+    threads = steps(machine, "streams")
+    assert threads[100:1000].count("1") > 800
+    assert threads[1030:1130].count("2") > 60

@@ -4,6 +4,7 @@
 // while. `stranger`: another process wants one all the time; a step of two threads then mostly loses 4 ms, which is more than the
 // second thread wins, and so do those of one thread until the stranger has been moved. `leaves`: he is there for the first 300
 // steps only. `server`: each step of two threads loses 1.2 ms to one who uses a core for a moment, less than the thread wins.
+// `streams`: it loses 2.5 ms, more than the thread wins of one row and less than of eight, which there are from step 1000 on.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -26,10 +27,11 @@ int main(int, char** arguments) {
     alone = threads == 1 ? alone + 1 : 0;
     std::printf("%d", threads);
     const bool stranger = is("stranger") || (is("leaves") && step < 300);
-    const int rows = is("server") ? 4 + step / 100 % 5 : 1;
+    const int rows = is("server") ? 4 + step / 100 % 5 : is("streams") && step >= 1000 ? 8 : 1;
     double stalled = 0;
     if (stranger && (threads == 2 ? chance() < 0.8 : alone < 4)) stalled = 4;
     if (threads == 2 && is("server")) stalled = 1.2;
+    if (threads == 2 && is("streams")) stalled = 2.5;
     if (threads == 2 && is("quiet") && step % 100 == 7) stalled = 8;
     const double took = (rows + 4) / 5.0 * 4 / threads * (0.97 + 0.06 * chance()) + stalled;
     now += duration(took + 0.2);
