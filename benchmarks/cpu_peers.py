@@ -140,6 +140,9 @@ class Llama(Contender):
         return run([str(Path(self.folder) / tool), *arguments], HUGE_PAGES)
 
 
+STANDBY_SECONDS = 15.0  # until the process that waits to take over has started, beside which streams are slower
+
+
 @dataclass
 class Server(Contender):
     """The same engine behind its HTTP server, with our own client on the same machine."""
@@ -155,6 +158,7 @@ class Server(Contender):
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_ready(url)
+            time.sleep(STANDBY_SECONDS)
             return {f"http {batch}": served_rate(url, batch, args.output) for batch in args.batches}
         finally:
             server.terminate()
