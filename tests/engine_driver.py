@@ -56,6 +56,13 @@ def complete(params: SamplingParams, **changes) -> SamplingParams:
     return msgspec.structs.replace(params.resolved({}), **changes)
 
 
+def plain_requests(count: int, max_tokens: int) -> list[EngineRequest]:
+    """Two greedy ones, two that draw, two that draw from filtered rows, and so on; prompts of 3, 9, 15 tokens and more."""
+    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}]
+    params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, **kinds[i // 2 % 3]) for i in range(count)]
+    return [EngineRequest(f"{i}", [5 + i, 6, 7] * (1 + 2 * i), complete(params[i]), i) for i in range(count)]
+
+
 def make_requests(seed: int, count: int, vocab: int) -> list[EngineRequest]:
     """Requests with all kinds of parameters; some share prefixes, some lengths lie at block edges."""
     rng = random.Random(seed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agreement import BF16_TOLERANCE, compare, with_rows
-from engine_driver import assert_all_same, complete, make_core, make_requests, requests_of_all_kinds, run
+from engine_driver import assert_all_same, complete, make_core, make_requests, plain_requests, requests_of_all_kinds, run
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.sampling.params import SamplingParams
@@ -72,11 +72,7 @@ def test_other_layers_in_float32(family, tmp_path):
 @pytest.mark.parametrize("prepared", [False, True], ids=["exact", "padded"])
 def test_plain_requests_sample_within_the_step(model, prepared):
     """Also where a larger step stands in."""
-    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}]
-    requests = [
-        EngineRequest(f"{i}", [5 + i, 6, 7] * (1 + 2 * i), complete(SamplingParams(max_tokens=9, ignore_eos=True, **kinds[i // 2 % 3])), i)
-        for i in range(9)
-    ]  # fmt: skip
+    requests = plain_requests(9, max_tokens=9)
     want = run(make_core(model), requests)
     core = make_core(model, device="cuda")
     if prepared:

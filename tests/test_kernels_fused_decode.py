@@ -75,6 +75,14 @@ def test_glu(tile, rows, columns, width, kind):
     close(out, glu_reference(x, w, sumsq, 1e-5, kind), 1e-5)
 
 
+def split_space(tile, rows: int, columns: int) -> SplitSpace:
+    """Where the splits of a residual product meet, full of what nobody may read."""
+    tiles = -(-columns // tile.block_n) * tile.row_tiles(rows)
+    space = SplitSpace(tile.partial_elements(rows, columns), tiles, torch.device(DEVICE))
+    space.partials.fill_(NAN)
+    return space
+
+
 def check_residual(tile, rows: int, columns: int, width: int, bias: Tensor | None) -> None:
     x, w = random(rows, width), Weight(random(columns, width, seed=1))
     norm, total = random(columns, seed=3), random(rows, columns, seed=4)
@@ -82,10 +90,7 @@ def check_residual(tile, rows: int, columns: int, width: int, bias: Tensor | Non
     tiles = -(-columns // tile.block_n)
     normed = torch.full((rows, columns), NAN, device=DEVICE)
     sumsq = torch.full((rows, tiles), NAN, device=DEVICE)
-    space = None
-    if not isinstance(tile, GemvTile):
-        space = SplitSpace(tile.partial_elements(rows, columns), tiles * tile.row_tiles(rows), torch.device(DEVICE))
-        space.partials.fill_(NAN)
+    space = None if isinstance(tile, GemvTile) else split_space(tile, rows, columns)
     products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3, bias=bias)
     assert space is None or not space.tickets.any()
     close(total, expected[0], 1e-5)

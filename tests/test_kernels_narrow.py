@@ -14,10 +14,9 @@ from headrace.kernels import quantize_rows as quantizing
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
 from headrace.kernels.quantize_rows import quantize_gated, quantize_rows, quantize_rows_reference
-from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import FORMS, narrow
-from test_kernels_fused_decode import DEVICE, NAN, close, random
+from test_kernels_fused_decode import DEVICE, NAN, close, random, split_space
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
 
@@ -74,10 +73,7 @@ def test_joining_the_residual(form: str, tile, rows: int) -> None:
     expected = residual_reference(x, w, total, norm, 0.5, 0.3, None)
     tiles = -(-columns // tile.block_n)
     normed, sumsq = (torch.full((rows, n), NAN, device=DEVICE) for n in (columns, tiles))
-    space = None
-    if not isinstance(tile, GemvTile):
-        space = SplitSpace(tile.partial_elements(rows, columns), tiles * tile.row_tiles(rows), torch.device(DEVICE))
-        space.partials.fill_(NAN)
+    space = None if isinstance(tile, GemvTile) else split_space(tile, rows, columns)
     products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3)
     assert space is None or not space.tickets.any()
     close(total, expected[0], TOLERANCE)

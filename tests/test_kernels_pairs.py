@@ -14,22 +14,13 @@ from headrace.fast_decode import forward, products, tiles
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.pair_gemm import PairTile, all_suit
 from headrace.kernels.pairs import PAIR_TEXT
-from headrace.kernels.split import SplitSpace
 from headrace.model.weight import dequantized
 from narrow_cases import narrow
-from test_kernels_fused_decode import DEVICE, NAN, close, random
+from test_kernels_fused_decode import DEVICE, NAN, close, random, split_space
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
 BF16 = torch.bfloat16
 TOLERANCE = 2e-5 if DEVICE == "cpu" else 1e-3  # tensor cores add up FP8 products with about 14 bits
-
-
-def space_of(tile: PairTile, rows: int, columns: int) -> SplitSpace | None:
-    if tile.splits == 1:
-        return None
-    space = SplitSpace(tile.partial_elements(rows, columns), -(-columns // tile.block_n), torch.device(DEVICE))
-    space.partials.fill_(NAN)
-    return space
 
 
 @pytest.mark.parametrize(("tile", "rows"), [(PairTile(16, 3, 1, 4, 2), 2), (PairTile(32, 1, 2, 4, 2, touch=1), 16)], ids=str)
@@ -62,7 +53,7 @@ def test_joining_the_residual(splits: int) -> None:
     norm, total = random(columns, seed=3), random(rows, columns, seed=4)
     expected = residual_reference(x, w, total, norm, 0.5, 0.3, None)
     normed, sumsq = (torch.full((rows, n), NAN, device=DEVICE) for n in (columns, 2))
-    space = space_of(tile, rows, columns)
+    space = split_space(tile, rows, columns) if tile.splits > 1 else None
     products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3)
     assert space is None or not space.tickets.any()
     close(total, expected[0], TOLERANCE)

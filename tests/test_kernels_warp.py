@@ -9,10 +9,9 @@ from headrace.fast_decode import products, warp_gemm
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.warp_gemm import WarpTile, takes
 from headrace.kernels import narrow as narrow_kernels
-from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import narrow
-from test_kernels_fused_decode import DEVICE, NAN, close, random
+from test_kernels_fused_decode import DEVICE, NAN, close, random, split_space
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
 BF16 = torch.bfloat16
@@ -32,14 +31,6 @@ def instructions(monkeypatch) -> None:
         ptx_interpreter.install(monkeypatch)
         for module in (narrow_kernels, warp_gemm):
             monkeypatch.setattr(module, "assembly", lambda x: 80)
-
-
-def space_of(tile: WarpTile, rows: int, columns: int) -> SplitSpace | None:
-    if tile.splits == 1:
-        return None
-    space = SplitSpace(tile.partial_elements(rows, columns), -(-columns // tile.block_n), torch.device(DEVICE))
-    space.partials.fill_(NAN)
-    return space
 
 
 TILES = [(WarpTile(16, 2, 2, 1), 1), (WarpTile(32, 2, 1, 2), 9), (WarpTile(32, 1, 1, 2, 2), 5)]
@@ -77,7 +68,7 @@ def test_joining_the_residual(form: str, tile: WarpTile, rows: int) -> None:
     norm, total = random(columns, seed=3), random(rows, columns, seed=4)
     expected = residual_reference(x, w, total, norm, 0.5, 0.3, None)
     normed, sumsq = (torch.full((rows, n), NAN, device=DEVICE) for n in (columns, -(-columns // tile.block_n)))
-    space = space_of(tile, rows, columns)
+    space = split_space(tile, rows, columns) if tile.splits > 1 else None
     products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3)
     assert space is None or not space.tickets.any()
     close(total, expected[0], TOLERANCE)
@@ -128,6 +119,6 @@ def test_forms_that_it_does_not_take_go_another_way(form: str, rows: int, monkey
     normed, sumsq = (torch.full((rows, n), NAN, device=DEVICE) for n in (columns, -(-columns // tile.block_n)))
     if DEVICE == "cpu":  # these have instructions that nothing runs here
         monkeypatch.setattr(narrow_kernels, "assembly", lambda x: 0)
-    products.residual(x, w, total, normed, sumsq, norm, tile, space_of(tile, rows, columns), norm_offset=0.5, scale=0.3)
+    products.residual(x, w, total, normed, sumsq, norm, tile, split_space(tile, rows, columns) if tile.splits > 1 else None, norm_offset=0.5, scale=0.3)
     close(total, expected[0], TOLERANCE)
     close(sumsq.sum(1, keepdim=True), expected[2], TOLERANCE)

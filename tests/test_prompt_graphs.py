@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_driver import BLOCK, assert_all_same, make_core, requests_of_all_kinds, run
+from engine_driver import BLOCK, assert_all_same, make_core, plain_requests, requests_of_all_kinds, run
 from headrace.attention.triton_backend import FEW_TOKENS, TritonAttention
 from headrace.engine.preparation import Preparation
 from headrace.kernels.prepare import rows_on_host
@@ -210,15 +210,8 @@ def test_an_engine_says_the_same(tiny, options, monkeypatch) -> None:
 def test_an_engine_samples_within_the_step(tiny, monkeypatch) -> None:
     """Plain requests, greedy and not, and with drafts behind which the host does not know where a sequence begins."""
     from drafting import Guesser, drafting_core
-    from engine_driver import complete
-    from headrace.engine.messages import EngineRequest
-    from headrace.sampling.params import SamplingParams
 
-    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}]
-    requests = [
-        EngineRequest(f"{i}", [5 + i, 6, 7] * (1 + 2 * i), complete(SamplingParams(max_tokens=9, ignore_eos=True, **kinds[i // 2 % 3])), i)
-        for i in range(9)
-    ]  # fmt: skip
+    requests = plain_requests(9, max_tokens=9)
     want = run(make_core(tiny, enforce_eager=True), requests)
     arrivals = [2 * i for i in range(9)]
     for core in (

@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafting import give_graphs, sample_on_host
-from engine_driver import assert_all_same, complete, make_core, requests_of_all_kinds, run
+from engine_driver import assert_all_same, make_core, plain_requests, requests_of_all_kinds, run
 from headrace.config import EngineConfig
 from headrace.engine import preparation
 from headrace.engine.build import Worker
-from headrace.engine.messages import EngineRequest
 from headrace.engine.preparation import answer_own
 from headrace.errors import EngineDeadError
 from headrace.model.checkpoint import resolve_checkpoint
-from headrace.sampling.params import SamplingParams
 from headrace.tensor_parallel.leading_runner import named_decodes, named_prompts
 from headrace.tensor_parallel.messages import Capture, Compute, Place, Replay, ToRank, from_wire
 from headrace.tensor_parallel.obey import capture, decode_key, prompt_key
@@ -97,11 +95,7 @@ def test_requests_of_all_kinds(model, size, options, every, monkeypatch) -> None
 
 def test_plain_requests_sample_within_the_step(model, monkeypatch) -> None:
     """Prompts and decodes both; an engine's own first requests leave nothing behind."""
-    kinds = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}]
-    requests = [
-        EngineRequest(f"{i}", [5 + i, 6, 7] * (1 + 2 * i), complete(SamplingParams(max_tokens=6, ignore_eos=True, **kinds[i // 2 % 3])), i)
-        for i in range(7)
-    ]  # fmt: skip
+    requests = plain_requests(7, max_tokens=6)
     arrivals = [2 * i for i in range(7)]
     want = run(make_core(model, enforce_eager=True), requests)
     ranked = Ranked(40, monkeypatch, decodes=True)
