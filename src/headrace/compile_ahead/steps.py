@@ -203,13 +203,12 @@ class Stage:
 
     def captured_prompts(self) -> None:
         limits = self.limits
-        sizes = token_sizes(min(limits.max_num_batched_tokens, captured_tokens(self.model)))
+        sizes = token_sizes(captured_tokens(self.model, limits.max_num_batched_tokens))
         of_seqs = seq_sizes(limits.max_num_seqs)
         most = of_seqs[-1]
         inbox, outbox, turn = empty(PAGES, NUMBERS, 2 * most), empty(PAGES, 3, 2 * most), empty(1)
         ends, all_rows = Rows.empty(2 * most, META), TokenRows.empty(sizes[-1], most, META)
-        columns = self.model.vocab_size if self.decoder.vocab is None else self.decoder.vocab.rows
-        logits, each_alone = empty(most, columns, dtype=self.dtype), empty(most + 1)
+        logits, each_alone = empty(most, self.decoder.logit_columns, dtype=self.dtype), empty(most + 1)
         for size in sizes:
             for seqs in dict.fromkeys(min(size + 8, n) for n in of_seqs):
                 rows, these = all_rows.part(size, seqs), ends.part(0, 2 * seqs)

@@ -78,8 +78,8 @@ class Decoder:
         self.hidden_state_hook: HiddenStateHook | None = None
         self.adapters: Any = None  # an AdapterPool: it is told whose the rows are, before the layers
         self.choose: Choose | None = None
-        columns = config.vocab_size if self.vocab is None else self.vocab.rows
-        self._decoded = torch.empty((decode_rows, columns), dtype=self.embedding.dtype, device=device)
+        self.logit_columns = config.vocab_size if self.vocab is None else self.vocab.rows
+        self._decoded = torch.empty((decode_rows, self.logit_columns), dtype=self.embedding.dtype, device=device)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, wanted: WantedRows | None = None) -> Tensor:
         """Hidden states [T, H] after the final norm, in the model's dtype; writes the rows' keys and values to `kv`.

@@ -62,18 +62,18 @@ class MemoryPlan:
 TERMS = ("weights", "workspaces", "activations", "logits", "state", "recurrent", "graphs", "reserve")
 
 
-def captured_tokens(model: ModelConfig) -> int:
-    """Of a step with prompts, at most: a power of two, up to which launches take about as long as the device does."""
+def captured_tokens(model: ModelConfig, most: int = MOST_TOKENS) -> int:
+    """Of a step with prompts, which has at most `most`: a power of two up to which launches take as long as the device."""
     experts = model.experts
     inner = model.intermediate_size if experts is None else experts.chosen * experts.inner + experts.shared_inner
     layer = model.hidden_size * (2 * model.q_size + 2 * model.kv_size + 3 * inner)
     balance = LAUNCHES_WORTH // (2 * layer)
-    return max(LEAST_TOKENS, min(MOST_TOKENS, 1 << max(0, balance.bit_length() - 1)))
+    return min(most, max(LEAST_TOKENS, min(MOST_TOKENS, 1 << max(0, balance.bit_length() - 1))))
 
 
 def summed_rows(model: ModelConfig, limits: Limits) -> int:
     """That captured steps have at most, and whose parts of several ranks are added up within them."""
-    return max(limits.max_decode_rows, -(-min(captured_tokens(model), limits.max_num_batched_tokens) // 512) * 512)
+    return max(limits.max_decode_rows, -(-captured_tokens(model, limits.max_num_batched_tokens) // 512) * 512)
 
 
 def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: int | None = None, ranks: int = 1) -> int:
@@ -118,7 +118,7 @@ def terms_of_limits(
     }
     if on_card and not config.enforce_eager:
         terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS, ranks=ranks)
-        most = min(captured_tokens(model), limits.max_num_batched_tokens)
+        most = captured_tokens(model, limits.max_num_batched_tokens)
         # of several ranks others' parts of a sum, and others' logits, which are put in order
         sampled = rows if ranks == 1 else 3 * rows
         terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, sampled, ranks)

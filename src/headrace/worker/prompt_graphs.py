@@ -87,7 +87,7 @@ def prompt_graphs(
     if not can_capture(forward):
         return None
     assert isinstance(forward, Decoder)
-    most = min(max_tokens, captured_tokens(forward.config))
+    most = captured_tokens(forward.config, max_tokens)
     return PromptGraphs(forward, kv, state, max_num_seqs, max_model_len, most, pool=pool)
 
 
@@ -108,8 +108,7 @@ class PromptGraphs(StepGraphs[PromptKey]):
         super().__init__(state, Mailbox(2 * seqs, device, NUMBERS), max_graphs, pool)
         self._ends, self._rows = Rows.empty(2 * seqs, device), TokenRows.empty(self.sizes[-1], seqs, device)
         self._each_alone = torch.arange(seqs + 1, dtype=torch.int32, device=device)
-        columns = decoder.vocab_size if decoder.vocab is None else decoder.vocab.rows
-        self._logits = torch.empty((seqs, columns), dtype=decoder.dtype, device=device)
+        self._logits = torch.empty((seqs, decoder.logit_columns), dtype=decoder.dtype, device=device)
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether a captured step does for this one, whose requests have their slots."""
