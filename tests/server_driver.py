@@ -230,7 +230,9 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        if error is not None:  # beside the failure, which alone seldom says why
+            print(self.log()[-8000:])
         self.http.close()
         children = self.children()
         self.kill()

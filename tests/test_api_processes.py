@@ -64,23 +64,44 @@ def owner(server: ServerProcess, connection: socket.socket) -> int:
     return 0
 
 
+def connected(server: ServerProcess, pid: int) -> http.client.HTTPConnection:
+    """A connection which process `pid` answers."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connections = []
+    while True:
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        connection.connect()
+        if until(lambda c=connection: owner(server, c.sock), 10) == pid:
+            break
+        connections.append(connection)
+    for other in connections:
+        other.close()
+    return connection
+
+
+def both_ready(server: ServerProcess) -> list[int]:
+    """The two processes, once each knows that the engine is ready: one hears it a moment before the other."""
+    pids = until(lambda: len(found := http_processes(server)) == 2 and found, 90)
+
+    def is_ready(pid: int) -> bool:
+        connection = connected(server, pid)
+        connection.request("GET", "/ready")
+        answer = connection.getresponse()
+        connection.close()
+        return answer.status == 200
+
+    for pid in pids:
+        until(lambda pid=pid: is_ready(pid), 90)
+    return pids
+
+
 class Stream(threading.Thread):
     """One stream on a connection of its own, which process `pid` answers; its `text` grows."""
 
     def __init__(self, server: ServerProcess, pid: int, **more):
         super().__init__(daemon=True)
         self.text, self.error, self.status = "", None, 0
-        host, port = server.url.removeprefix("http://").split(":")
-        connections = []
-        while True:
-            connection = http.client.HTTPConnection(host, int(port), timeout=60)
-            connection.connect()
-            if until(lambda c=connection: owner(server, c.sock), 10) == pid:
-                break
-            connections.append(connection)
-        for other in connections:
-            other.close()
-        self.connection, self.body = connection, {**LONG, **more}
+        self.connection, self.body = connected(server, pid), {**LONG, **more}
         self.start()
 
     def run(self) -> None:
@@ -95,7 +116,7 @@ class Stream(threading.Thread):
 
     def begun(self) -> Stream:
         until(lambda: self.text or self.error, 30)
-        assert self.text
+        assert self.text and self.status == 200, self.text
         return self
 
     def tokens(self) -> str:
@@ -116,8 +137,7 @@ def counters(server: ServerProcess) -> dict[str, float]:
 def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
     trace = tmp_path / "trace.json"
     with start(model, tmp_path, "--trace", str(trace), "--log-level", "info", builder=BRAKED) as server:
-        server.wait_ready()
-        one, two = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        one, two = both_ready(server)
         wanted = Stream(server, one)
         wanted.join(60)
         before = counters(server)
@@ -152,10 +172,9 @@ def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
 
 
 def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, tmp_path):
-    options = ["--max-num-seqs", "1", "--max-queued-requests", "1", "--heartbeat-timeout", "3"]
+    options = ["--max-num-seqs", "1", "--max-queued-requests", "1", "--heartbeat-timeout", "4"]
     with start(model, tmp_path, *options) as server:
-        server.wait_ready()
-        one, two = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        one, two = both_ready(server)
         streams = [Stream(server, one, max_tokens=ENDLESS).begun(), Stream(server, two, max_tokens=ENDLESS)]
         until(lambda: metrics(server)["headrace:num_requests_waiting"] == 1, 30)
         for pid in (one, two):  # one runs, one waits, wherever they came in: that is all
@@ -163,7 +182,7 @@ def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, t
             late.join(20)
             assert late.status == 429 and "queue_full" in late.text
         server.process.send_signal(signal.SIGSTOP)  # the server's own process: the others say so, and nobody is replaced for it
-        until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 503, 20)
+        until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 503, 30)
         until(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503, 20)  # another process may answer, which sees it a moment later
         server.process.send_signal(signal.SIGCONT)
         until(lambda: httpx.get(f"{server.url}/health", timeout=60).status_code == 200, 20)
@@ -187,8 +206,7 @@ def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, t
 @pytest.mark.parametrize("signals", [1, 2])
 def test_signals_drain_all_processes(model, tmp_path, signals):
     with start(model, tmp_path) as server:
-        server.wait_ready()
-        children = until(lambda: len(found := http_processes(server)) == 2 and found, 20)
+        children = both_ready(server)
         core = next(p for p in server.children() if p not in children)
         if signals == 2:
             streams = [Stream(server, pid, n=2, max_tokens=ENDLESS).begun() for pid in children]

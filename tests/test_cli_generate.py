@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -105,10 +104,9 @@ def test_figures_and_json(generate):
     assert figures["temperature"] == "0" and "top_p" not in figures
 
 
-def test_the_models_own_sampling_is_told(tiny, tmp_path, capsys, monkeypatch, caplog):
+def test_the_models_own_sampling_is_told(tmp_path, capsys, monkeypatch, caplog):
     """With the figures, and in the log; what is asked for comes before it, and a temperature of 1 is told too."""
-    model = tmp_path / "model"
-    shutil.copytree(tiny, model)
+    model = write_tiny("llama", tmp_path / "model")
     words = ["--device", "cpu", "--max-model-len", "128", "--model", str(model), "--max-tokens", "2", "--show-stats"]
     with caplog.at_level("INFO"):
         assert main(["generate", *words, "--prompt", "a"]) == 0

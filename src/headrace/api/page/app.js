@@ -1,6 +1,6 @@
 // Puts the page together: the bar, the chat, the engine; asks for the API key where the server wants one.
 
-import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
+import { html, render, useEffect, useLayoutEffect, useState } from "./vendor/htm-preact.js";
 import { apiKey, askJson, setApiKey } from "./api.js";
 import { mountChat } from "./chat.js";
 import { mount, showRequest } from "./engine.js";
@@ -139,7 +139,8 @@ function App({ chat }) {
     return () => feed.close();
   }, [several ? model : model !== null, key.asking]);
 
-  useEffect(() => chat.update(model, loading), [model, loading]);
+  // before the next thing that the user does: a message goes to the model that the bar shows
+  useLayoutEffect(() => chat.update(model, loading), [model, loading]);
   const given = (text) => { setApiKey(text); bus.dispatchEvent(new Event("load")); };
   return html`
     <${Bar} ...${{ models, model, status, pick: setModel, needsKey: key.needed }} />
