@@ -35,6 +35,13 @@ def f(a: str) -> bool:
 """
 
 
+SLOW = """() => {
+  const later = window.setTimeout;
+  window.setTimeout = (call, ms = 0) => later(call, ms + 300);
+  window.requestAnimationFrame = (call) => later(() => call(performance.now()), 300);
+}"""
+
+
 @dataclass
 class Chat:
     """The page of a server over a fake engine, and what a user does there."""
@@ -354,6 +361,7 @@ async def test_the_picker_chooses_among_several_models_and_the_engine_is_that_on
             seen = Chat(page, here, world.clients[0])
             status = page.locator(".status")
             await expect(status).to_contain_text("not loaded")
+            await page.evaluate(SLOW)  # the message is sent before a busy browser has drawn what was picked
             for name in ("b", "a"):
                 await page.get_by_label("Model", exact=True).select_option(name)
                 await expect(await seen.ask(f"hello {name}")).to_contain_text(f"I am {name}.")
