@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine_driver import Result, complete, make_core, run, take
@@ -13,9 +14,9 @@ from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
-from headrace.structured_output import manager, trial
+from headrace.structured_output import llguidance_backend, manager, trial
 from headrace.structured_output.manager import StructuredOutput
-from structured_driver import EOS, backend, encode
+from structured_driver import EOS, backend, compiled, encode
 from test_structured_generation import check, constrained
 from tiny_models import VOCAB, write_tiny
 
@@ -138,6 +139,28 @@ def test_the_error_says_what_the_limit_was(core, monkeypatch):
     while core.has_work:
         errors += [news.error for news in core.step() if news.error]
     assert len(errors) == 1 and "max is 40" in errors[0]
+
+
+def test_a_grammar_whose_masks_take_ever_longer_fails_its_request_alone(core, monkeypatch):
+    """Everybody waits for a step's masks. How many ways an ambiguous grammar has to an output grows with the output."""
+    monkeypatch.setattr(llguidance_backend, "FREE_SECONDS", 0.02)
+    monkeypatch.setattr(llguidance_backend, "TOKEN_SECONDS", 5e-4)
+    wish = {"grammar": 'root ::= s\ns ::= s s | s s s | "a" | ""'}
+    core.add(constrained("slow", wish, max_tokens=240, logit_bias={EOS: -50.0}))
+    core.add(constrained("flat", {"regex": "b{150}"}, max_tokens=240))
+    news = [each for _ in range(400) if core.has_work for each in core.step()]
+    assert {each.id: each.finish_reason for each in news if each.finish_reason} == {"slow": "error", "flat": "stop"}
+    assert sum(len(each.token_ids) for each in news if each.id == "slow") > 1
+    assert "s to find what may come next" in next(each.error for each in news if each.error)
+
+
+def test_no_answer_in_json_meets_the_limit_of_time():
+    matcher, row = compiled(json_object=True), np.zeros(-(-VOCAB // 32), np.int32)
+    ids = encode(json.dumps({f"k{i}": [i, {"the": "mill"}, None] for i in range(30)}))
+    for token in ids:
+        matcher.fill(row)
+        assert matcher.accept([token])
+    assert not matcher.failed and matcher._seconds < 0.1 * (llguidance_backend.FREE_SECONDS + llguidance_backend.TOKEN_SECONDS * len(ids))
 
 
 def test_requests_are_bounded_before_they_are_compiled():

@@ -18,6 +18,8 @@ from headrace.structured_output.vocabulary import GrammarVocabulary
 MAX_DIGITS = 64  # in a row, in a number of JSON
 WALK = 24  # tokens of a trial
 MASK_SECONDS = 0.25  # processor time of one mask in a trial: every request of the batch waits for it
+# Of an output, in all and for each of its tokens: an ambiguous grammar is quick at first, and the slower the longer its text.
+FREE_SECONDS, TOKEN_SECONDS = 1.0, 0.005
 PARALLEL_ROWS = 4  # fewer masks are filled by the caller's thread: waking others costs more
 
 
@@ -40,26 +42,32 @@ class Digits(NamedTuple):
 class Matcher:
     """Where one output stands in its grammar. Not shared between outputs.
 
-    A matcher that ran into a limit of the parser, or was given tokens that do not fit, is in error and stays so: its masks
-    allow nothing, and `error` says why.
+    A matcher that ran into a limit of the parser, has taken too long, or was given tokens that do not fit, is in error and
+    stays so: its masks allow nothing, and `error` says why. Its time is that of the thread which asks it.
     """
 
-    __slots__ = ("_digits", "_ids", "_matcher", "_run")
+    __slots__ = ("_count", "_digits", "_ids", "_matcher", "_run", "_seconds")
 
     def __init__(self, matcher: LLMatcher, digits: Digits | None):
         self._matcher, self._digits = matcher, digits
         self._ids: list[int] = []
         self._run = 0  # digits in a row at the end of the output
+        self._seconds, self._count = 0.0, 0  # of the processor; tokens
 
     def fork(self) -> Matcher:
         """A copy for another output."""
         copy = Matcher(self._matcher.deep_copy(), self._digits)
         copy._ids, copy._run = list(self._ids), self._run
+        copy._seconds, copy._count = self._seconds, self._count
         return copy
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Move on; False if the grammar does not allow these, or a limit was met (the matcher is then in error)."""
-        if not self._matcher.consume_tokens(list(token_ids)):
+        began = time.thread_time()
+        fits = self._matcher.consume_tokens(list(token_ids))
+        self._seconds += time.thread_time() - began
+        self._count += len(token_ids)
+        if not fits:
             return False
         if self._digits is not None:
             self._ids += token_ids
@@ -84,23 +92,31 @@ class Matcher:
     @property
     def ended(self) -> bool:
         """Only the end token may follow (not so in error, where nothing may)."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        return self._matcher.is_stopped() and not self.failed
 
     @property
     def complete(self) -> bool:
         """The output so far is one of the grammar's: it may end here."""
-        return self._matcher.is_accepting() and not self._matcher.is_error()
+        return self._matcher.is_accepting() and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        return self._seconds > FREE_SECONDS + TOKEN_SECONDS * self._count or self._matcher.is_error()
 
     @property
     def error(self) -> str | None:
         """What went wrong."""
-        if not self._matcher.is_error():
+        if not self.failed:
             return None
+        if not self._matcher.is_error():
+            return f"it took {self._seconds:.1f} s to find what may come next in {self._count} tokens: it is too ambiguous"
         return in_words((self._matcher.get_error().strip().splitlines() or [""])[0], "") or "the parser failed"
 
     def fill(self, row: np.ndarray) -> None:
         """Write the mask of the next token to row [ceil(V / 32)] int32: bit set means allowed."""
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.size * row.itemsize)
+        self._seconds += time.thread_time() - began
         self.finish(row)
 
     def finish(self, row: np.ndarray) -> None:
@@ -109,7 +125,7 @@ class Matcher:
             rest = row & ~self._digits.words
             if rest.any():
                 row[:] = rest
-        if self._matcher.is_error():
+        if self.failed:
             row[:] = 0
 
     def _extended(self, run: int, token_ids: Sequence[int]) -> int:
