@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from answers import error_of, joined, parse_events
+from answers import error_of, joined, parse_events, parse_metrics
 from fake_engine import FakeEngine
 from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
@@ -47,6 +47,8 @@ async def test_a_client_that_leaves_ends_its_request(path, stream, begun):
         await soon(lambda: not engine.active)
         await server.idle()
         assert len(engine.aborted) == (n or {"n": 1})["n"]
+        page = (await server.client.get("/metrics")).text
+        assert parse_metrics(page)[f'headrace:http_responses_total{{path="{path}",status="{200 if stream and begun else 499}"}}'] == 1
 
 
 async def test_a_client_that_leaves_while_it_sends():
@@ -59,6 +61,8 @@ async def test_a_client_that_leaves_while_it_sends():
         await asyncio.sleep(0.05)
         assert (await server.client.post("/v1/completions", json=COMPLETION)).status_code == 200
         await server.idle()
+        page = (await server.client.get("/metrics")).text
+        assert parse_metrics(page)['headrace:http_responses_total{path="/v1/completions",status="499"}'] == 1 and 'status="500"' not in page
 
 
 async def test_a_stop_string_ends_the_engines_work():

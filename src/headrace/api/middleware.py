@@ -24,6 +24,7 @@ ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  #
 _SLASHES = re.compile("/{2,}")
 _ONE_MODEL = re.compile("/+v1/+models/(.*[^/].*)", re.DOTALL)
 PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: not a line of the log each
+CLIENT_GONE = 499  # is counted for who went before he got an answer, as nginx does
 MAX_TIMEOUT = 7 * 24 * 3600.0
 
 
@@ -45,7 +46,7 @@ class Gate:
         scope["path"] = plain_path(scope["path"])
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of equal names counts
         request_id = _request_id(headers.get(b"x-request-id"))
-        status = 500
+        status = CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -70,6 +71,9 @@ class Gate:
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
             await error.response(scope)(scope, receive, send_with_id)
+        except Exception:
+            status = 500 if status == CLIENT_GONE else status
+            raise
         finally:
             if key is not None:
                 self.ctx.limits.leave(key)
