@@ -246,6 +246,8 @@ def test_who_may_load_what(supply: Supply, adapters) -> None:
         assert await server.load("tiny", "all") == 400 and await server.load("", "all") == 400 and await server.load("\n", "all") == 400
         assert await server.load("ranks", "all", load_inplace=False) == 400
         assert await server.unload("a") == 400
+        at_once = [server.load("e", path, load_inplace=False) for path in ("all", "some")]
+        assert sorted(await asyncio.gather(*at_once)) == [200, 400] and await server.unload("e") == 200
         assert await server.load("a", "all") == await server.load("b", "some") == 200
         assert await server.load("c", "all") == 200  # of a content that is there
         shutil.copytree(Path(supply.config.lora_dir) / "all", Path(supply.config.lora_dir) / "fourth")

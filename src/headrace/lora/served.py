@@ -61,12 +61,12 @@ class ServedAdapters:
             raise ParameterError("lora_path", path, "nothing: the server was started without lora_dir")
         if not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise ParameterError("lora_name", name, f"1 to {MAX_NAME} printable characters")
-        if name in self.names and not replace:
-            raise ParameterError("lora_name", name, "a name that no adapter has, without load_inplace")
         where = inside(config.lora_dir, path)
         modules = modules_of(self._model, config.lora_experts)
         version = await asyncio.to_thread(examine, where, modules, config.max_lora_rank)
-        async with self._loading:
+        async with self._loading:  # two who ask at once for one name: the second finds it taken
+            if name in self.names and not replace:
+                raise ParameterError("lora_name", name, "a name that no adapter has, without load_inplace")
             if version.digest not in self.held:
                 await self._hold(name, version)
             elif version.digest in self._leaving:
