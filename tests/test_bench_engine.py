@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +107,14 @@ def test_latency_of_a_model(tmp_path, quick, capsys):
         assert r["unit"] == "ms" and r["value"] > 0 and r["percent_of_limit"] == pytest.approx(100 * r["limit"] / r["value"])
         assert (r["input_len"], r["output_len"], r["temperature"]) == (8, 4, 0)
     assert found["machine"] and found["model"] == model and found["torch"]
+
+
+def test_the_directory_of_a_shape_goes_with_its_process(shape, tmp_path):
+    code = "import sys; from headrace_bench.engine import shape_directory; print(shape_directory(sys.argv[1]))"
+    made = subprocess.run(
+        [sys.executable, "-c", code, shape], env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert Path(made.stdout.strip()).parent == tmp_path and not list(tmp_path.iterdir())
 
 
 def test_a_shape_that_is_no_json(tmp_path, capsys):

@@ -7,9 +7,11 @@ Each result is printed when it is there; with --out all are written as JSON with
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -234,13 +236,14 @@ def first_token(options: dict[str, Any]) -> None:
 
 
 def shape_directory(config: str) -> str:
-    """A checkpoint directory that holds only this config.json."""
+    """A checkpoint directory that holds only this config.json, and goes when this process ends."""
     shape = read_text("--config", config)
     try:
         json.loads(shape)
     except ValueError as e:
         raise ParameterError("--config", config, f"a JSON file ({e})") from None
     directory = tempfile.mkdtemp(prefix="headrace-shape-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (Path(directory) / "config.json").write_text(shape)
     return directory
 
