@@ -13,6 +13,7 @@ from answers import error_of, parse_events
 from fake_engine import FakeEngine
 from headrace.api.structured import Structure, renamed
 from headrace.config import EngineConfig
+from headrace.engine.messages import EngineOutput
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.metrics.prometheus import PrometheusMetrics
 from headrace.model.formats.tokenizer_file import TokenizerExtras
@@ -281,6 +282,19 @@ def test_failure_before_the_first_token(path, failure, status, stream):
         assert int(response.headers["retry-after"]) >= 1
     assert not api.engine.active
     assert api.app.state.api.limits.active == 0 and api.app.state.api.limits.unstarted_tokens == 0
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_an_output_that_cannot_follow_its_grammar_is_the_requests_fault(path, monkeypatch):
+    """Also when the engine finds out late: a 400 that names the field."""
+    monkeypatch.setattr(FakeEngine, "generate", _blames)
+    for stream in (False, True):
+        response = Api().post(path, {**BODIES[path], "stream": stream})
+        assert response.status_code == 400 and error_of(response)["message"].startswith("structured_outputs: no text"), response.text
+
+
+async def _blames(self, request_id, *_, **__):
+    yield EngineOutput(request_id, finish_reason="error", error="no text can satisfy it", stop_reason="structured_outputs")
 
 
 def test_failure_before_the_first_character_has_a_status():

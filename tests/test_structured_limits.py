@@ -39,6 +39,7 @@ WRONG: list[dict[str, Any]] = [
     {"grammar": "start: nothing"},
     {"grammar": "\x00{]"},
     {"grammar": 'root ::= "a'},
+    {"grammar": 'start: "<call>' + "what is forced " * 6 + '" %json {"$ref": "#"}'},
     {"json": {"type": "frob"}},
     {"json": {"$ref": "#"}},
     {"structural_tag": {"structures": []}},
@@ -137,13 +138,13 @@ def test_the_error_says_what_the_limit_was(core, monkeypatch):
     core.add(constrained("deep", {"grammar": 'start: s\ns: s s s | "b" | s s'}, logit_bias={EOS: -50.0}))
     errors = []
     while core.has_work:
-        errors += [news.error for news in core.step() if news.error]
-    assert len(errors) == 1 and "max is 40" in errors[0]
+        errors += [(news.error, news.stop_reason) for news in core.step() if news.error]
+    assert len(errors) == 1 and "max is 40" in errors[0][0] and errors[0][1] == "structured_outputs"
 
 
 def test_a_grammar_whose_masks_take_ever_longer_fails_its_request_alone(core, monkeypatch):
     """Everybody waits for a step's masks. How many ways an ambiguous grammar has to an output grows with the output."""
-    monkeypatch.setattr(llguidance_backend, "FREE_SECONDS", 0.02)
+    monkeypatch.setattr(llguidance_backend, "FREE_SECONDS", 0.1)
     monkeypatch.setattr(llguidance_backend, "TOKEN_SECONDS", 5e-4)
     wish = {"grammar": 'root ::= s\ns ::= s s | s s s | "a" | ""'}
     core.add(constrained("slow", wish, max_tokens=240, logit_bias={EOS: -50.0}))

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.api.context import ApiContext, new_id, response_id
-from headrace.api.errors import ApiError, ClientGone, as_api_error
+from headrace.api.errors import ApiError, ClientGone, as_api_error, invalid
 from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.limits import Ticket
 from headrace.api.logprobs import LogprobFormat
@@ -192,6 +192,8 @@ async def run_sample(
 def sample_failure(news: Delta | EngineOutput) -> ApiError:
     if news.finish_reason == "abort":
         return ApiError(503, "The request was aborted by the server.", code="aborted", headers={"retry-after": "1"})
+    if isinstance(field := news.stop_reason, str):
+        return invalid(field, news.error or "it cannot be had.")
     return ApiError(500, news.error or "The engine failed on this request.", code="engine_error")
 
 

@@ -16,7 +16,7 @@ from headrace.structured_output.reasons import in_words, refused
 from headrace.structured_output.vocabulary import GrammarVocabulary
 
 MAX_DIGITS = 64  # in a row, in a number of JSON
-WALK = 24  # tokens of a trial
+WALK = 24  # tokens of a trial, beside those that are forced
 MASK_SECONDS = 0.25  # processor time of one mask in a trial: every request of the batch waits for it
 # Of an output, in all and for each of its tokens: an ambiguous grammar is quick at first, and the slower the longer its text.
 FREE_SECONDS, TOKEN_SECONDS = 1.0, 0.005
@@ -184,6 +184,7 @@ class LLGuidance:
         matcher = self.compile(spec)
         row = np.zeros(-(-self.spec.vocab_size // 32), np.int32)
         for step in range(WALK):
+            matcher.accept(matcher.forced())
             began = time.thread_time()
             matcher.fill(row)
             seconds = time.thread_time() - began
