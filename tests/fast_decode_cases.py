@@ -165,10 +165,22 @@ def moved(thing, device: torch.device, dtype: torch.dtype | None = None):
         return thing.to(device, dtype if thing.is_floating_point() and thing.dtype != fp8.DTYPE else None)
     if isinstance(thing, list | tuple):
         return type(thing)(moved(item, device, dtype) for item in thing)
+    if isinstance(thing, dict):
+        return {name: moved(item, device, dtype) for name, item in thing.items()}
     if isinstance(thing, KVCache):
         thing = copy.copy(thing)
         thing.k, thing.v, thing.scales = (moved(part, device, dtype) for part in (thing.k, thing.v, thing.scales))
+        thing.states = moved(thing.states, device, dtype)
+        return thing
+    if isinstance(thing, StatePool):
+        thing = copy.copy(thing)
+        thing.inputs, thing.states = moved(thing.inputs, device, dtype), thing.states.to(device, copy=True)
         return thing
     if is_dataclass(thing):
         return replace(thing, **{f.name: moved(getattr(thing, f.name), device, dtype) for f in fields(thing)})
     return thing
+
+
+def states_of(kv: KVCache) -> tuple[Tensor, ...]:
+    """What layers without keys and values remember."""
+    return (kv.states.inputs, kv.states.states) if isinstance(kv.states, StatePool) else ()

@@ -11,10 +11,8 @@ import triton
 from torch import Tensor
 
 import gpu_decode
-from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights, with_narrow
+from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights, states_of, with_narrow
 from headrace.attention.torch_backend import TorchAttention
-from headrace.cache.kv_cache import KVCache
-from headrace.cache.state_pool import StatePool
 from headrace.fast_decode import forward as fast_decode
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.epilogues import runs_triton
@@ -98,10 +96,6 @@ def test_equals_the_decoder(name: str, table: str) -> None:
         assert_close(ours, theirs)
     for ours, theirs in zip(states_of(kv), states_of(kv_expected), strict=True):
         assert_close(ours, theirs)
-
-
-def states_of(kv: KVCache) -> tuple[Tensor, ...]:
-    return (kv.states.inputs, kv.states.states) if isinstance(kv.states, StatePool) else ()
 
 
 def test_a_delta_net_whose_gates_are_a_product_of_their_own(monkeypatch) -> None:
