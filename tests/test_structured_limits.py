@@ -142,6 +142,21 @@ def test_the_error_says_what_the_limit_was(core, monkeypatch):
     assert len(errors) == 1 and "max is 40" in errors[0][0] and errors[0][1] == "structured_outputs"
 
 
+def test_limits_that_leave_no_token_name_the_field(core):
+    """Not the model's NaN, of which a server's operator is to hear."""
+    a, b = encode("a")[0], encode("b")[0]
+    wishes: list[tuple[str, int, dict[str, Any]]] = [
+        ("allowed_token_ids", 0, {"structured_outputs": StructuredOutputsParams(regex="a+"), "allowed_token_ids": [b]}),
+        ("bad_words", 2, {"allowed_token_ids": [a], "bad_word_ids": [[a, a, a], [b]]}),
+        ("bad_words", 1, {"structured_outputs": StructuredOutputsParams(regex="a{9}"), "bad_word_ids": [[a, t] for t in range(3, VOCAB)], "min_tokens": 9}),
+    ]
+    for field, tokens, wish in wishes:
+        core.add(EngineRequest("bad", [a, a], complete(SamplingParams(max_tokens=9, **wish), eos_token_ids=[EOS]), 1))
+        news = [each for _ in range(30) if core.has_work for each in core.step()]
+        assert (news[-1].finish_reason, news[-1].stop_reason) == ("error", field), news
+        assert sum(len(each.token_ids) for each in news) == tokens and field in news[-1].error
+
+
 def test_a_grammar_whose_masks_take_ever_longer_fails_its_request_alone(core, monkeypatch):
     """Everybody waits for a step's masks. How many ways an ambiguous grammar has to an output grows with the output."""
     monkeypatch.setattr(llguidance_backend, "FREE_SECONDS", 0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from headrace.engine.failures import why_failed
 from headrace.engine.messages import EngineOutput, Outputs, RequestTimes
 from headrace.engine.prompt_results import PromptResults
 from headrace.errors import HeadraceError, ParameterError
@@ -48,18 +49,9 @@ class OutputBuilder:
             queue = (request.first_scheduled or now) - request.arrival
             out.times = RequestTimes(queue, first - request.arrival, now - request.arrival)
             if request.finish_reason == "error":
-                (out.error, out.stop_reason), out.exception = self._why_failed(request), request.exception
+                (out.error, out.stop_reason), out.exception = why_failed(request, self._structured), request.exception
                 logger.error("request %s failed after %d tokens: %s", request.id, len(request.output_ids), out.error)
         return out
-
-    def _why_failed(self, request: Request) -> tuple[str, str | None]:
-        why = None if self._structured is None else self._structured.error(request.id)
-        if why is not None:
-            return f"the output cannot follow its grammar any further: {why}", "structured_outputs"
-        if request.exception is not None:
-            return f"a logits processor failed: {request.exception!r}", None
-        limits = request.params.structured_outputs or request.params.allowed_token_ids or request.params.bad_word_ids
-        return "the model produced NaN logits for this request" + (", or its limits left no token" if limits else ""), None
 
 
 def refused(request_id: str, error: HeadraceError) -> EngineOutput:

@@ -140,6 +140,14 @@ class StructuredOutput:
         matcher = self._matchers.get(request_id)
         return None if matcher is None else matcher.error
 
+    def allowed(self, request_id: str) -> set[int] | None:
+        """What may follow after its settled ids; None if it has no grammar."""
+        if (matcher := self._matchers.get(request_id)) is None:
+            return None
+        mask = np.zeros(self._words, np.int32)
+        matcher.fill(mask)
+        return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
     def masks(self, rows: Sequence[tuple[int, str, Sequence[int]]]) -> GrammarMasks:
         """For (row, request id, drafts).
 
