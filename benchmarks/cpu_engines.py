@@ -91,8 +91,28 @@ def openvino(spec: dict[str, Any]) -> Run:
     return run
 
 
+def vllm(spec: dict[str, Any]) -> Run:
+    os.environ |= {"VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB, more than is asked of it
+    from vllm import LLM, SamplingParams
+
+    longest = max([INPUT + spec["output"], *spec["prefills"]]) + 8
+    engine = LLM(
+        spec["model"], max_model_len=longest, max_num_seqs=max([1, *spec["batches"]]), skip_tokenizer_init=True,
+        enable_prefix_caching=False, **spec["options"],
+    )  # fmt: skip
+
+    def run(batch: int, inputs: int, outputs: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": ids} for ids in prompts(batch, inputs)]
+        began = time.perf_counter()
+        engine.generate(asked, params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    return run
+
+
 ENGINES: dict[str, Callable[[dict[str, Any]], Run]] = {
-    "headrace": headrace, "transformers": transformers, "openvino": openvino,
+    "headrace": headrace, "transformers": transformers, "openvino": openvino, "vllm": vllm,
 }  # fmt: skip
 
 

