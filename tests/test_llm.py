@@ -124,6 +124,8 @@ def test_end_tokens(llm, model):
     later = SamplingParams(max_tokens=12, min_tokens=9, stop_token_ids=[stop], **GREEDY)
     output = llm.generate([prompt], later, use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) >= 9 and stop not in output.token_ids[:8]
+    by_text = SamplingParams(max_tokens=12, min_tokens=9, stop=list(free.text[:1]), **GREEDY)
+    assert len(llm.generate([prompt], by_text, use_tqdm=False)[0].outputs[0].token_ids) >= 9
     eos = SamplingParams(max_tokens=50, temperature=0.0, logit_bias={2: 100.0})
     output = llm.generate([prompt], eos, use_tqdm=False)[0].outputs[0]
     assert output.token_ids == [2] and output.finish_reason == "stop" and output.stop_reason is None and output.text == ""

@@ -352,6 +352,21 @@ def test_stop_strings_cut_where_the_offline_definition_cuts(case, stops, include
     assert taken == count
 
 
+@settings(max_examples=150, deadline=None)
+@given(tokenizer_and_ids(), st.lists(st.text(st.sampled_from("ab theé"), min_size=1, max_size=3), max_size=3),
+       st.booleans(), st.integers(1, 8), st.data())  # fmt: skip
+def test_no_stop_string_is_looked_for_in_the_first_tokens(case, stops, include, least, data):
+    """min_tokens holds off stop strings as it does stop ids."""
+    tokenizer, ids = case
+    early = TextStream(tokenizer, skip_special_tokens=True).push(ids[:least]).text
+    late = tokenizer.decode(ids, skip_special_tokens=True)[len(early) :]
+    hit = naive_stop(late, stops)
+    stream = TextStream(tokenizer, stops, include, True, min_tokens=least)
+    text = "".join(stream.push(part).text for part in split(data.draw, ids)) + stream.finish()
+    assert text == early + (late if hit is None else late[: hit[0] if include else hit[0] - len(hit[1])])
+    assert stream.stop_hit == (hit[1] if hit else None)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from("ab é😀\n"), max_size=20), st.text(st.sampled_from("ab é😀"), min_size=1, max_size=3))
 def test_no_more_ids_are_taken_than_the_stop_string_needs(text, stop):

@@ -40,7 +40,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesOurs, kw_only=True, omit_def
     logit_bias: dict[int, float] | None = None  # token id -> [-100, 100]
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    min_tokens: int = 0
+    min_tokens: int = 0  # before which no end token, stop id or stop string counts
     max_tokens: int | None = AtMost(16)  # None: up to the context
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

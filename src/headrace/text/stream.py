@@ -54,11 +54,10 @@ class SampleStream:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.times: RequestTimes | None = None
         stops = params.stop if isinstance(params.stop, list) else []
-        self._text = (
-            TextStream(tokenizer, stops, params.include_stop_str_in_output, params.skip_special_tokens, prompt_ids)
-            if params.detokenize and tokenizer is not None
-            else None
-        )
+        self._text: TextStream | None = None
+        if params.detokenize and tokenizer is not None:
+            shown = params.include_stop_str_in_output, params.skip_special_tokens
+            self._text = TextStream(tokenizer, stops, *shown, prompt_ids, params.min_tokens)
 
     def push(self, news: EngineOutput) -> Delta:
         """The news as a delta; after the sample is done, empty ones."""
@@ -119,10 +118,11 @@ class TextStream:
     the one that ends first, and of those that end together the longest. With `include_stop` the text ends with the stop
     string, else just before it. No delta holds a part of a character or of a stop string that a later one would complete.
     Special tokens that are dropped from the text still complete the stop strings that hold them: to the scanner each is
-    one surrogate, which no decoded text contains. Work is linear in the number of ids.
+    one surrogate, which no decoded text contains. In what the first `min_tokens` ids add none is looked for, as in vLLM.
+    Work is linear in the number of ids.
     """
 
-    __slots__ = ("_detokenizer", "_include_stop", "_marks", "_scanner", "_written", "stop_hit")
+    __slots__ = ("_detokenizer", "_include_stop", "_marks", "_scanner", "_unsearched", "_written", "stop_hit")
 
     def __init__(
         self,
@@ -131,7 +131,9 @@ class TextStream:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ):
+        self._unsearched = min_tokens
         self._detokenizer = detokenizer(tokenizer, skip_special_tokens, prompt_ids)
         specials = tokenizer.special_texts if stop and skip_special_tokens else {}
         held = sorted((text for text in specials if any(text in s for s in stop)), key=len, reverse=True)
@@ -153,7 +155,10 @@ class TextStream:
         parts: list[str] = []
         for i, token_id in enumerate(ids):
             piece = self._marks.get(token_id) or self._detokenizer.push(token_id)
-            if piece and self._scan(piece, parts):
+            if self._unsearched > 0:
+                self._unsearched -= 1
+                parts.append(self._shown(piece))
+            elif piece and self._scan(piece, parts):
                 return TextDelta("".join(parts), self.stop_hit, i + 1)
         return TextDelta("".join(parts), None, len(ids))
 
