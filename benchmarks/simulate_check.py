@@ -3,10 +3,14 @@
     python benchmarks/simulate_check.py [--json FILE]                                        the embedded model on the CPU
     python benchmarks/simulate_check.py --config benchmarks/shapes/qwen3-0.6b.json --load-format dummy [--json FILE]   on a GPU
 
-Starts `headrace serve --trace`, loads it with `headrace bench serve` at some concurrencies (the calibration), fits the cost of
-a step to the trace and the time outside of the engine to the requests that ran alone. Then it sends other requests at other
-times, at shares of the highest throughput that was seen, and simulates exactly these arrivals several times, each with other
-steps that are slow. What is foretold is the median; how far these runs differ is what chance does. Wanted: within 10 %.
+Starts `headrace serve --trace`, loads it with `headrace bench serve` at some concurrencies and rates (the calibration), fits
+the cost of a step to the trace and the time outside of the engine to the requests that ran alone. Then it sends other requests
+at other times, at shares of the highest throughput that was seen, and simulates exactly these arrivals several times, each with
+other steps that are slow. What is foretold is the median; how far these runs differ is what chance does. Wanted: within 10 %.
+
+The engine's process has a core of the CPU for itself, as it has a card, and the front and the client have the others. With
+--shared each takes what it gets, which is not foretold: it depends on how many streams the others write and read.
+simulate_engine.py asks the engine alone, without HTTP.
 
 With --recorded nothing runs: the roofline's answers are printed beside what `headrace bench` measured on an H100. The shares of
 the limit are taken from the `batch` rows, for they are the model; nothing is taken from `offline-random`.
@@ -44,7 +48,7 @@ from headrace_bench.simulation.trace_fit import fit_trace
 
 HERE = Path(__file__).parent
 HEADRACE = [sys.executable, "-m", "headrace.cli"]
-KEYS = [f"{p}_{name}_ms" for name in ("ttft", "tpot") for p in ("median", "p90", "p99")]
+KEYS = [f"{p}_{name}_ms" for name in ("ttft", "tpot", "itl") for p in ("median", "p90", "p99")]
 KEYS += ["output_throughput", "request_throughput"]
 WANTED = 0.10
 PACED = """
@@ -94,6 +98,18 @@ class Server:
         line = next(line for line in page.splitlines() if line.startswith("headrace:cache_config_info{"))
         return {name: int(re.search(rf'{name}="(\d+)"', line)[1]) for name in ("block_size", "num_gpu_blocks")}  # type: ignore[index]
 
+    def keep_apart(self) -> None:
+        """The last of the machine's cores is the engine's, the others are for the front, and for this process and its own."""
+        cores = os.sched_getaffinity(0)
+        last, waiting = {max(cores)}, [self.process.pid]
+        while waiting:
+            directory = Path("/proc") / str(waiting.pop())
+            is_engine = b"headrace.engine.process" in (directory / "cmdline").read_bytes()
+            for task in (directory / "task").iterdir():
+                os.sched_setaffinity(int(task.name), last if is_engine else cores - last)
+                waiting += map(int, (task / "children").read_text().split())
+        os.sched_setaffinity(0, cores - last)
+
     def end(self) -> None:
         self.process.terminate()
         try:
@@ -125,12 +141,13 @@ def main() -> None:
     parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto", help="dummy with --config")
     parser.add_argument("--recorded", action="store_true", help="beside the runs on an H100 in results/, and nothing else")
     parser.add_argument("--paced", action="store_true", help="a model that only sleeps")
-    parser.add_argument("--input-len", type=int, default=None, help="prompt tokens, +- half (128; of a shape 512)")
+    parser.add_argument("--input-len", type=int, default=None, help="prompt tokens, +- half (64; of a shape 512)")
     parser.add_argument("--output-len", type=int, default=None, help="likewise (64; of a shape 128)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], help="of the calibration")
-    parser.add_argument("--calibration", type=int, default=4, help="requests of a calibration run, times its concurrency")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.7], help="of the highest throughput, to be foretold")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32], help="of the calibration, the first 1")
+    parser.add_argument("--recorded-shares", type=float, nargs="+", default=[0.55, 0.85], help="and of the highest throughput")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.7, 0.9], help="of it, to be foretold")
     parser.add_argument("--requests", type=int, default=150, help="of each of these runs")
+    parser.add_argument("--shared", action="store_true", help="the engine has no core of a CPU for itself")
     parser.add_argument("--draws", type=int, default=9, help="simulations of each")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
@@ -138,7 +155,7 @@ def main() -> None:
         parser.error("--config FILE and --load-format dummy go together")
     if args.recorded:
         return recorded()
-    args.input_len = args.input_len or (512 if args.config else 128)
+    args.input_len = args.input_len or (512 if args.config else 64)
     args.output_len = args.output_len or (128 if args.config else 64)
     began, load = time.perf_counter(), os.getloadavg()
     directory = Path(tempfile.mkdtemp(prefix="headrace-check-"))
@@ -153,15 +170,23 @@ def main() -> None:
 
 def check(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     options = served_shape(args.config, directory) if args.config else []
+    apart = not (args.config or args.paced or args.shared)
+    options += ["--threads", "1"] if apart else []
     server = Server(PACED_START if args.paced else [*HEADRACE, "serve"], options, directory)
     try:
         server.wait(120)
         cache = server.cache()
+        if apart:
+            server.keep_apart()
         bench(server, args, directory, "--max-concurrency", "8", "--num-prompts", "16", seed=99)  # what is lazy is done
         calibrated = bench(
             server, args, directory, "--max-concurrency", *map(str, args.concurrency),
-            counts=[max(20, args.calibration * c) for c in args.concurrency], seed=1,
+            counts=[max(20, 3 * c) for c in args.concurrency], seed=1,
         )  # fmt: skip
+        best = max(run["request_throughput"] for run in calibrated)
+        for number, share in enumerate(args.recorded_shares):
+            rate = f"{share * best:.4g}"
+            bench(server, args, directory, "--request-rate", rate, "--num-prompts", str(args.requests), seed=1000 + number)
         time.sleep(1.5)  # the trace is flushed every second
         trace = directory / "calibration.json"
         shutil.copy(server.trace, trace)
@@ -169,7 +194,6 @@ def check(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any
         fixed += ["--block-size", str(cache["block_size"])]
         alone = simulated(fixed, args, directory, "--front-ms", "0", "--max-concurrency", "1", "--num-prompts", "10", seed=1)
         front = max(0.0, calibrated[0]["median_ttft_ms"] - alone["median_ttft_ms"])
-        best = max(run["request_throughput"] for run in calibrated)
         print(f"outside of the engine {front:.2f} ms; at most {best:.2f} requests/s", flush=True)
         rows = []
         for number, share in enumerate(args.shares):

