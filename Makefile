@@ -86,13 +86,15 @@ tests: $(VENV)/.test
 
 # Most of the time goes to compiling kernels on the CPU, so workers share the card; a test at a time, and engines, which take longest,
 # come first. GPU_WORKERS times a few GB of host memory and 60 GB of the card are used at most; 1 needs 20 GB of the card.
-# Ranks wait for each other, so tests of several cards follow one by one; on a single card they are skipped.
+# Ranks wait for each other, so tests of several cards follow one by one; on a single card they are skipped. A kernel that hangs takes
+# its test's process with it, which no signal would.
 GPU_WORKERS ?= 10
 GPU_TESTS := $(shell grep -l 'mark[.]gpu' tests/test_*.py)
+GPU_OPTIONS := --timeout-method thread --durations 15
 OF_RANKS := tests/test_gpu_tensor_parallel.py
 test-gpu: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1 --durations 15 $(filter-out $(OF_RANKS),$(GPU_TESTS))
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations 15 $(OF_RANKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1 $(GPU_OPTIONS) $(filter-out $(OF_RANKS),$(GPU_TESTS))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(GPU_OPTIONS) $(OF_RANKS)
 
 bench-gpu: $(VENV)/.run
 	for shape in qwen3-0.6b qwen3-8b; do \
