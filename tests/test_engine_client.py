@@ -414,6 +414,7 @@ async def test_counters_are_sums_over_all_steps(supply, monkeypatch):
     add(core, "good")
     for name in ("bad", "worse"):
         add(core, name, logits_processors=[lambda ids, logits: logits * float("nan")])
+    add(core, "left without a token", allowed_token_ids=[5], bad_word_ids=[[5, 5]])  # by its own limits
     while core.has_work:
         loop.turn()
     stats, steps = said[-1].stats, [step for news in said for step in news.steps or []]

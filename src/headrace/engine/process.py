@@ -150,8 +150,9 @@ class CoreLoop:
         self.step_began = 0.0
         self._stats_due = True
         self._count()
-        # a failure that came out of a step has times; a refusal has none
-        self.stats.nan_failures += sum(o.finish_reason == "error" and o.times is not None for o in outputs.news)
+        # a failure that came out of a step has times, a refusal has none; a stop_reason is what of the request is to blame
+        failures = [o for o in outputs.news if o.finish_reason == "error" and o.times is not None and o.stop_reason is None]
+        self.stats.nan_failures += len(failures)
         if self.steps is not None and (times.num_seqs or times.wait):
             now = self.core.scheduler
             self.steps.append(
