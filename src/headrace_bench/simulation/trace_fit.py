@@ -5,10 +5,10 @@
 and, without prefill, times a level for that very number of sequences: rows are computed in tiles, or padded to what was
 captured, and one more costs nothing or a third more. No coefficient is negative. What is fitted is the time from one turn of
 the loop to the next, while there is work; so all that the loop does is in it. Each step is then as long as the fit says times
-a ratio (measured to fitted). Of the steps of a kind (decodes of about as many sequences, or about as much prefill) mean and
-spread of the ratio are those of the recorded ones: what the fit is wrong about for all of them is put right. How far a step is
-off within this spread follows the recorded steps one after the other, whatever their kinds: a machine that is slow is so for a
-while, and queues feel that more than as many slow steps here and there.
+a ratio (measured to fitted). Those of steps of a kind (decodes of about as many sequences, or about as much prefill) are the
+recorded ones: what the fit is wrong about for all of them is put right. Which of them a step has follows the recorded steps one
+after the other, whatever their kinds: a machine that is slow is so for a while, and queues feel that more than as many slow
+steps here and there.
 """
 
 from __future__ import annotations
@@ -146,18 +146,20 @@ def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray) -> dic
 
 
 def ratios_of_kinds(ratios: np.ndarray, kinds: np.ndarray, first: int) -> list[np.ndarray]:
-    """For each kind the ratios of steps one after the other, as if all recorded ones from `first` on had been of that kind."""
-    logs, counts = np.log(ratios), np.bincount(kinds, minlength=NUM_KINDS)
-    off = np.zeros(len(logs))  # in standard deviations of its kind; of too few nothing is known
+    """For each kind some of its own recorded ratios, one for each recorded step from `first` on: that which is as far up among
+    those of the kind as the step's was among those of its own. What makes a short step ten times as long does not do so with a
+    long one.
+    """
+    counts = np.bincount(kinds, minlength=NUM_KINDS)
+    rank = np.full(len(ratios), 0.5)  # among its kind, in (0, 1); of too few nothing is known
     for known in np.flatnonzero(counts >= FEWEST_OF_KIND):
-        own = kinds == known
-        off[own] = (logs[own] - logs[own].mean()) / (logs[own].std() or 1.0)
-    off = np.roll(off, -first)[:MOST]
+        own = np.flatnonzero(kinds == known)
+        rank[own[np.argsort(ratios[own], kind="stable")]] = (np.arange(len(own)) + 0.5) / len(own)
+    rank = np.roll(rank, -first)[:MOST]
     found = []
     for kind in range(NUM_KINDS):
-        of_kind = ratios[kinds == _nearest(kind, counts)]
-        spread = np.exp(off * np.log(of_kind).std()) if len(of_kind) else np.ones(1)
-        found.append(spread * (of_kind.mean() / spread.mean() if len(of_kind) else 1.0))
+        of_kind = np.sort(ratios[kinds == _nearest(kind, counts)])
+        found.append(of_kind[(rank * len(of_kind)).astype(int)] if len(of_kind) else np.ones(1))
     return found
 
 
