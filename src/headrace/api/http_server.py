@@ -1,12 +1,22 @@
-"""The HTTP server under the application: uvicorn, with the options that all processes that serve share."""
+"""The HTTP server under the application: uvicorn, with the options that all processes that serve share, and bounds on heads.
+
+uvicorn waits for ever for a request that has begun, however slowly it comes and however long its head is. Bodies, and heads
+that are whole, have their bounds in the application.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ssl
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+
+HEAD_SECONDS = 60.0  # for the head of a request to come
+HEAD_BYTES = 1 << 20  # of one that is not whole yet
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> uvicorn.Server:
@@ -16,6 +26,47 @@ def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> u
     )
     options.load()
     options.ssl = tls
+    options.http_protocol_class = type("HttpProtocol", (BoundedHeads, options.http_protocol_class), {})
     server = uvicorn.Server(options)
     server.capture_signals = contextlib.nullcontext  # type: ignore
     return server
+
+
+class BoundedHeads(asyncio.Protocol):
+    """Before one of uvicorn's protocols; knows its `loop`, `transport`, and `cycle`: the request at hand, or the last."""
+
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    cycle: Any
+    _late: asyncio.TimerHandle | None = None  # while there is no request, or one has come in part
+    _bytes = 0  # of that part
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._late = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._rest()
+            return
+        self._late = self._late or self.loop.call_later(HEAD_SECONDS, self._give_up)
+        if self.cycle is None or not self.cycle.more_body:  # else it is a body that nobody wants any more
+            self._bytes += len(data)
+        if self._bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(TOO_LARGE)
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._rest()
+
+    def _rest(self) -> None:
+        self._bytes = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        self._late = None
+        self.transport.close()

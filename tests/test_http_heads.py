@@ -1,0 +1,87 @@
+"""Heads of requests that do not come to an end: bounded in time and in bytes, on fresh connections and on used ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from fake_engine import FakeEngine
+from headrace.api import http_server as module
+from headrace.api.app import create_app
+from headrace.api.config import ServerConfig
+from server_driver import soon
+
+WHOLE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 34\r\n\r\n" + b'{"prompt": "hi", "max_tokens":  3}'
+PART = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-a: "
+
+
+@contextlib.asynccontextmanager
+async def listening(monkeypatch, engine: FakeEngine, **bounds):
+    for name, value in bounds.items():
+        monkeypatch.setattr(module, name, value)
+    server = module.http_server(create_app(engine, ServerConfig()), "critical", None)
+    server.config.port, server.config.timeout_graceful_shutdown = 0, 1
+    task = asyncio.create_task(server._serve())
+    await soon(lambda: server.started)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+    await reader.readexactly(size)
+    return head
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("part", [b"", PART])
+async def test_a_head_that_does_not_come_closes_the_connection(monkeypatch, used, part):
+    if used and not part:
+        return  # uvicorn's own: a connection that is kept
+    async with listening(monkeypatch, FakeEngine(), HEAD_SECONDS=0.3) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        if used:
+            writer.write(WHOLE)
+            assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+        writer.write(part)
+        dripping = asyncio.create_task(drip(writer, bool(part)))  # a byte now and then changes nothing
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        dripping.cancel()
+        writer.close()
+
+
+async def drip(writer: asyncio.StreamWriter, really: bool) -> None:
+    with contextlib.suppress(OSError):
+        while really:
+            writer.write(b"x")
+            await asyncio.sleep(0.02)
+
+
+async def test_a_head_without_an_end_is_cut(monkeypatch):
+    async with listening(monkeypatch, FakeEngine(), HEAD_BYTES=100_000) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PART + b"x" * 300_000)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 431")
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()
+        writer.close()
+
+
+async def test_answers_and_bodies_take_as_long_as_they_take(monkeypatch):
+    async with listening(monkeypatch, FakeEngine(delay=0.3), HEAD_SECONDS=1.0, HEAD_BYTES=200) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(WHOLE[:70])
+        await asyncio.sleep(1.1)
+        writer.write(WHOLE[70:])
+        assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+        writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 4000\r\n\r\n")
+        assert (await answer(reader)).startswith(b"HTTP/1.1 404")
+        writer.write(b"x" * 4000 + WHOLE)
+        assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+        writer.close()
