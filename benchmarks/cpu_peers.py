@@ -8,7 +8,8 @@ tenants of a machine change its bandwidth by the hour. All run with --threads th
 others that are named), greedily, on random prompts without end tokens. `decode N`: tokens per second of N sequences after the
 first token, from 128 tokens on; `prefill N`: prompt tokens per second of one prompt, its token sampled; `context N`: decode of
 one sequence after N tokens; `busy`: decode 1 beside a process that wants a core, as a share of the quiet rate; `start`: seconds
-from the start of a process to its first token; `rss`: its peak resident memory; `http N`: decode N through the server.
+from the start of a process to its first token; `rss`: its peak resident memory; `http N`: decode N through the server, and
+with it the microseconds of CPU time that a token takes in the process that speaks HTTP (`front`) and in the client.
 vLLM reads no GGUF of this kind: it gets a bfloat16 checkpoint of the same model.
 llama.cpp gets what makes it fastest: huge pages for its memory (GLIBC_TUNABLES) and no memory map. See cpu_table.py.
 """
@@ -161,7 +162,10 @@ class Server(Contender):
         try:
             wait_ready(url)
             time.sleep(STANDBY_SECONDS)
-            return {f"http {batch}": served_rate(url, batch, args.output) for batch in args.batches}
+            figures: Figures = {}
+            for batch in args.batches:
+                figures |= served(server.pid, url, batch, args.output)
+            return figures
         finally:
             server.terminate()
             server.wait()
@@ -179,14 +183,16 @@ def wait_ready(url: str, seconds: float = 300.0) -> None:
     raise TimeoutError(f"no server at {url} after {seconds:g} s")
 
 
-def served_rate(url: str, batch: int, output: int) -> float:
-    """Tokens per second of requests sent at once, while all of them decode: the prompts of some come into the first tokens of
-    others, as they do not offline."""
+def served(pid: int, url: str, batch: int, output: int) -> Figures:
+    """Of requests sent at once: tokens per second while all of them decode (the prompts of some come into the first tokens of
+    others, as they do not offline), and CPU time for each token of the whole run."""
     with tempfile.TemporaryDirectory() as directory:
         target = str(Path(directory) / "result.json")
         load = ["--num-prompts", str(batch), "--num-warmups", "1", "--random-input-len", str(INPUT)]
         command = [sys.executable, "-m", "headrace.cli", "bench", "serve", "--base-url", url, *load]
+        before = cpu_seconds(pid)
         run([*command, "--random-output-len", str(output), "--save-detailed", "--save-result", target])
+        front = cpu_seconds(pid) - before
         found = json.loads(Path(target).read_text())
     result = found[0] if isinstance(found, list) else found
     came = [
@@ -194,7 +200,15 @@ def served_rate(url: str, batch: int, output: int) -> float:
         for start, first, gaps in zip(result["start_times"], result["ttfts"], result["itls"], strict=True)
     ]
     begin, end = max(times[0] for times in came), min(times[-1] for times in came)
-    return sum(begin < at <= end for times in came for at in times) / (end - begin)
+    rate = sum(begin < at <= end for times in came for at in times) / (end - begin)
+    client = result["client_cpu"] * result["duration"] / (batch * output)
+    each = {"front": front / ((batch + 1) * output), "client": client}  # the server had the warm-up's tokens, too
+    return {f"http {batch}": rate} | {f"http {batch} {who}": 1e6 * seconds for who, seconds in each.items()}
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has had, without its children: C's clock_getcpuclockid, which Python has for threads only."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
