@@ -128,7 +128,7 @@ def test_lines_for_several_models_are_each_answered_by_their_own(run, monkeypatc
 BAD = {
     b"{\n": "not JSON", b"null\n": "Expected `object`", b'{"custom_id": 5}\n': "custom_id", b"\xff\xfe{}\n": "not JSON", b"[" * 9000 + b"\n": "",
     json.dumps(line("a") | {"custom_id": ""}).encode() + b"\n": "custom_id is empty", json.dumps(line("a", stream=True)).encode() + b"\n": "body.stream",
-    json.dumps(line("a") | {"method": "GET"}).encode() + b"\n": "method", json.dumps(line("a") | {"url": "/v1/models"}).encode() + b"\n": "/v1/models",
+    json.dumps(line("a") | {"method": "GET"}).encode() + b"\n": "method: got 'GET', allowed: POST", json.dumps(line("a") | {"url": "/v1/models"}).encode() + b"\n": "/v1/models",
     json.dumps(line("a") | {"body": [1]}).encode() + b"\n": "object", b'{"custom_id": "a", "method": "POST", "url": "/v1/completions"}\n': "body",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
@@ -36,7 +36,7 @@ class BatchLine(msgspec.Struct):
     """A line of the input, its body unread."""
 
     custom_id: str
-    method: Literal["POST"]
+    method: str
     url: str
     body: msgspec.Raw
 
@@ -111,6 +111,8 @@ def parse(number: int, line: bytes | None) -> BatchLine:
         raise BadLine(_custom_id(line), "invalid_line", f"{place}: {why}") from None
     if not found.custom_id:
         raise BadLine(None, "invalid_line", f"{place}: custom_id is empty")
+    if found.method != "POST":
+        raise BadLine(found.custom_id, "invalid_line", f"{place}: method: got {found.method[:200]!r}, allowed: POST")
     if found.url not in URLS:
         raise BadLine(found.custom_id, "invalid_url", f"{place}: url: got {found.url[:200]!r}, allowed: {', '.join(URLS)}")
     if body.stream:
