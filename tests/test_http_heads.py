@@ -1,4 +1,5 @@
-"""Heads of requests that do not come to an end: bounded in time and in bytes, on fresh connections and on used ones."""
+"""Heads of requests that do not come to an end: bounded in time and in bytes, on fresh connections and on used ones. And clients
+that leave with several requests under way."""
 
 from __future__ import annotations
 
@@ -85,3 +86,15 @@ async def test_answers_and_bodies_take_as_long_as_they_take(monkeypatch):
         writer.write(b"x" * 4000 + WHOLE)
         assert (await answer(reader)).startswith(b"HTTP/1.1 200")
         writer.close()
+
+
+async def test_who_leaves_with_requests_behind_each_other_ends_the_first(monkeypatch):
+    engine = FakeEngine(script=lambda ids, params: "lorem ipsum " * 400, delay=0.01)
+    async with listening(monkeypatch, engine) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "hi", "max_tokens": 2000}'
+        writer.write((b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body) * 2)
+        await soon(lambda: len(engine.active) == 1 and engine.yielded > 3)
+        writer.transport.abort()
+        await soon(lambda: not engine.active)
+        assert len(engine.aborted) == 1

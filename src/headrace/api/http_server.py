@@ -1,7 +1,8 @@
 """The HTTP server under the application: uvicorn, with the options that all processes that serve share, and bounds on heads.
 
 uvicorn waits for ever for a request that has begun, however slowly it comes and however long its head is. Bodies, and heads
-that are whole, have their bounds in the application.
+that are whole, have their bounds in the application. Nor does it tell a request that its client has left when that has sent
+another behind it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class BoundedHeads(asyncio.Protocol):
     cycle: Any
     _late: asyncio.TimerHandle | None = None  # while there is no request, or one has come in part
     _bytes = 0  # of that part
+    _running: Any = None  # the request that is being answered; `cycle` may be one behind it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -57,7 +59,14 @@ class BoundedHeads(asyncio.Protocol):
             self.transport.write(TOO_LARGE)
             self.transport.close()
 
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[misc]
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._running is not None and self._running is not self.cycle:  # uvicorn tells the last one only
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
         self._rest()
 
