@@ -218,6 +218,14 @@ async def lines_of(file: BinaryIO) -> AsyncIterator[bytes | None]:
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any](AHEAD)
     held, room = 0, threading.Condition()  # bytes that nobody has taken yet
 
+    def put(found: Any) -> None:
+        putting = queue.put(found)
+        try:
+            asyncio.run_coroutine_threadsafe(putting, loop).result()
+        except RuntimeError:
+            putting.close()  # or Python complains that nobody has awaited it
+            raise
+
     def read() -> None:
         nonlocal held
         with contextlib.suppress(RuntimeError):  # the loop has gone
@@ -228,10 +236,10 @@ async def lines_of(file: BinaryIO) -> AsyncIterator[bytes | None]:
                         while held >= AHEAD_BYTES:
                             room.wait()
                         held += len(line or b"")
-                    asyncio.run_coroutine_threadsafe(queue.put((line,)), loop).result()
+                    put((line,))
             except (OSError, ValueError) as e:
                 last = HeadraceError(f"the input cannot be read any further ({e})")
-            asyncio.run_coroutine_threadsafe(queue.put(last), loop).result()
+            put(last)
 
     threading.Thread(target=read, name="batch input", daemon=True).start()
     while isinstance(found := await queue.get(), tuple):
