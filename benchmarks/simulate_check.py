@@ -101,6 +101,8 @@ class Server:
     def keep_apart(self) -> None:
         """The last of the machine's cores is the engine's, the others are for the front, and for this process and its own."""
         cores = os.sched_getaffinity(0)
+        if len(cores) < 2:
+            raise SystemExit("one core for the engine and one for all else are not there: --shared")
         last, waiting = {max(cores)}, [self.process.pid]
         while waiting:
             directory = Path("/proc") / str(waiting.pop())

@@ -6,14 +6,18 @@
 The core's real loop runs in this process, its messages encoded and decoded as between two. No HTTP, no client, no text: those
 have another check, simulate_check.py. On a CPU it keeps to one core, and is alone there as it is on a card. Some loads are
 recorded, as by `headrace serve --trace`, and the cost of a step is fitted to that; then other requests come at other rates,
-shares of the highest throughput that was seen. Of each such run two things are asked, with the same arrivals:
+shares of the highest throughput that was seen. Of each such run three things are asked, with the same arrivals:
 
 - replayed: each step takes what it took. What is off is the simulator's own: its loop, its scheduler, its arrivals.
-- foretold: a step costs what was fitted. What is off besides is the cost; "steps took" says how far, all of a run together. The
-  figure is the median of several simulations, each with other steps that are slow; "by chance" is how far these are apart.
+- refitted: a step costs what is fitted to this very run. What is off besides is what a fit does not see of steps.
+- foretold: a step costs what was fitted to the recorded runs. What is off besides is what has changed since, as of the machine.
+
+The two last ones are medians of several simulations, each with other steps that are slow; "by chance" is how far those of the
+last are apart.
 
 With --cpu-time the loop's clock is the CPU time of this process, and it does not wait for requests that are still to come: a
-machine that others use, too, is then as one that nobody does, but for what they do to its caches.
+machine that others use, too, is then as one that nobody does, but for what they do to its caches. With --paced the steps sleep,
+20 ms and more for more rows, while the host goes on: a device that is the same on any machine.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from headrace.engine.wire import Add, FromCore, News, Shutdown, to_wire
 from headrace.metrics.trace import TraceFile
 from headrace.native import runner as runner_module
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.plan import StepPlan
 from headrace_bench.engine import shape_directory
 from headrace_bench.load import Load, arrival_times
 from headrace_bench.report import distribution
@@ -214,21 +219,24 @@ class Check:
         again = replayed(client.steps, client.looked, client.told, list(client.starts.values()), self.blocking)
         setup = Setup(self.engine.core.scheduler.limits, again, overlap=not self.blocking, leaps=False)
         same = summary(simulate(setup, traffic), PERCENTILES, {})
-        costs = [fit_trace(str(trace), number) for number in range(self.args.draws)]
-        found = [summary(simulate(replace(setup, cost=cost, leaps=True), traffic), PERCENTILES, {}) for cost in costs]
-        steps = pairs(read_steps(str(self.traced("checked.json", client.steps))), self.blocking)
+        checked, setup = self.traced("checked.json", client.steps), replace(setup, leaps=True)
+        costs = {path: [fit_trace(str(path), number) for number in range(self.args.draws)] for path in (trace, checked)}
+        foretold, refitted = (
+            [summary(simulate(replace(setup, cost=cost), traffic), PERCENTILES, {}) for cost in costs[path]] for path in costs
+        )
+        steps, first = pairs(read_steps(str(checked)), self.blocking), costs[trace][0]
         row: dict[str, Any] = {
             "share": share, "request_rate": rate, "requests": count, "steps": len(shapes_of(client.steps)),
             "replayed_steps": len(again.shapes), "alike": again.alike(client.steps), "device_busy": same["device_busy"],
-            "steps_took": took(costs[0], [s for s in steps if s.tokens == s.seqs]),
-            "prefills_took": took(costs[0], [s for s in steps if s.tokens > s.seqs]), "figures": {},
+            "steps_took": took(first, [s for s in steps if s.tokens == s.seqs]),
+            "prefills_took": took(first, [s for s in steps if s.tokens > s.seqs]), "figures": {},
         }  # fmt: skip
         real = client.figures()
         for key in KEYS:
-            draws = sorted(f[key] for f in found)
+            draws = sorted(f[key] for f in foretold)
             row["figures"][key] = {
-                "real": real[key], "replayed": same[key], "foretold": statistics.median(draws), "low": draws[0],
-                "high": draws[-1],
+                "real": real[key], "replayed": same[key], "refitted": statistics.median(f[key] for f in refitted),
+                "foretold": statistics.median(draws), "low": draws[0], "high": draws[-1],
             }  # fmt: skip
         return row
 
@@ -248,10 +256,10 @@ def shown(row: dict[str, Any]) -> float:
     print(f"-- {row['share']:.0%} of the highest throughput, {row['request_rate']:.2f} requests/s, {row['requests']} of them;")
     print(f"   {row['steps']} steps, the replayed run has the first {row['alike']}; device busy {row['device_busy']:.0%};")
     print(f"   times of what was foretold: {shares}")
-    print(f"{'':20}{'real':>10}{'replayed':>11}{'':9}{'foretold':>11}{'':9}  by chance")
+    print(f"{'':20}{'real':>10}{'replayed':>11}{'':9}{'refitted':>11}{'':9}{'foretold':>11}{'':9}  by chance")
     worst = 0.0
     for key, f in row["figures"].items():
-        off = {name: f[name] / f["real"] - 1 for name in ("replayed", "foretold")}
+        off = {name: f[name] / f["real"] - 1 for name in ("replayed", "refitted", "foretold")}
         worst = max(worst, abs(off["foretold"]))
         mark = "  !" if abs(off["foretold"]) > WANTED else ""
         columns = "".join(f"{f[name]:11.2f}{off[name]:+9.1%}" for name in off)
@@ -265,6 +273,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="as of `headrace serve`")
     parser.add_argument("--cpu", type=int, help="the core that the engine keeps to (default: the last one)")
     parser.add_argument("--cpu-time", action="store_true", help="the clock is this process's CPU time")
+    parser.add_argument(
+        "--paced", action="store_true", help="a model that only sleeps, as on a device that overlaps with the host"
+    )
     parser.add_argument("--input-len", type=int, help="prompt tokens, +- half (64; of a shape 512)")
     parser.add_argument("--output-len", type=int, help="likewise (64; of a shape 128)")
     parser.add_argument("--concurrency", type=int, nargs="+", help="recorded (8 32; of a shape 16 64 128)")
@@ -280,7 +291,8 @@ def main() -> None:
     began, load = time.perf_counter(), os.getloadavg()
     clock = prepared(args)
     options: dict[str, Any] = {"model": shape_directory(args.config), "load_format": "dummy"} if args.config else {}
-    engine = build_engine(EngineConfig(**options, device=args.device, threads=args.threads, skip_tokenizer_init=True))
+    config = EngineConfig(**options, device=args.device, threads=args.threads, skip_tokenizer_init=not args.paced)
+    engine = (build_paced if args.paced else build_engine)(config)
     engine.begin()
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     try:
@@ -292,11 +304,26 @@ def main() -> None:
             for number, share in enumerate(args.shares):
                 rows.append(check.row(trace, share, share * best, 10 + number))
                 rows[-1]["worst"] = shown(rows[-1])
+                if args.json:
+                    write(args, {"best_request_throughput": best, "rows": rows}, load)
     finally:
         engine.close()
     print(f"took {time.perf_counter() - began:.0f} s")
-    if args.json:
-        write(args, {"best_request_throughput": best, "rows": rows}, load)
+
+
+def build_paced(config: EngineConfig) -> Engine:
+    """The real scheduler and core over a model that recites; overlapped, as on a card."""
+    from fake_model import build_fake
+
+    engine = build_fake(config)
+    runner, launch = engine.core.runner, engine.core.runner.launch
+
+    def paced(plan: StepPlan) -> Any:
+        runner._seconds = 0.02 + 0.001 * len(plan) + 1e-4 * (plan.num_tokens - len(plan))  # type: ignore[attr-defined]
+        return launch(plan)
+
+    runner.launch = paced  # type: ignore[method-assign]
+    return engine
 
 
 def prepared(args: argparse.Namespace) -> Any:
@@ -321,7 +348,8 @@ def write(args: argparse.Namespace, found: dict[str, Any], load: tuple[float, ..
     document = {
         "benchmark": "simulate_engine", "machine": card, "load_average": load, "clock": "CPU time" if args.cpu_time else "real",
         "torch": torch.__version__, "python": platform.python_version(), "commit": commit.stdout.strip() or None,
-        "model": args.config or "embedded SmolLM2-135M-Instruct", "input_len": args.input_len, "output_len": args.output_len,
+        "model": "one that sleeps" if args.paced else args.config or "embedded SmolLM2-135M-Instruct",
+        "input_len": args.input_len, "output_len": args.output_len,
         "range_ratio": 0.5, "concurrency": args.concurrency, "recorded": args.recorded, **found,
     }  # fmt: skip
     Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
