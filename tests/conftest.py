@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton_interpreter
 
     triton_interpreter.mend()
+
+settings.register_profile("untimed", deadline=None)  # another process may have the core meanwhile
+settings.load_profile("untimed")
 
 gc.disable()  # until all files are imported: it would look through what they are again and again
 

@@ -98,8 +98,8 @@ def pytest_main(*args: str, plugins: list | None = None) -> int:
 
     # the first example that fails is enough, and none is carried from one mutant to the next
     settings.register_profile("mutation", deadline=None, phases=[Phase.explicit, Phase.generate], database=None)
-    settings.load_profile("mutation")
-    return int(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *args], plugins=plugins))
+    always = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile", "mutation"]
+    return int(pytest.main([*always, *args], plugins=plugins))
 
 
 def import_libraries() -> None:

@@ -44,6 +44,7 @@ LOOK_SECONDS = 0.25  # between looks at the signs of life
 START_SECONDS = 120.0  # a process that starts may be silent for so long
 MAX_FAILED_STARTS = 3  # in a row
 RESTART_WINDOW = 60.0
+WORDS_SECONDS = 1.0  # for the last words of one that has ended by itself
 CUT_SECONDS = 0.5  # to end after a Cut
 
 
@@ -76,8 +77,9 @@ class ApiProcess:
                 await asyncio.wait(signs, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done():
                     code = exited.result()
-                    if code > 0:
-                        await asyncio.sleep(0.05)  # its last words
+                    words = time.monotonic() + (WORDS_SECONDS if code > 0 else 0.0)
+                    while self.fatal is None and time.monotonic() < words:
+                        await asyncio.sleep(0.02)
                     return self.fatal or (f"signal {-code}" if code < 0 else f"exit code {code}")
                 if self.pipe.broken.done():
                     return f"a message that was not understood ({self.pipe.broken.exception()!r})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable
 from signal import SIGKILL
 from typing import Protocol
@@ -22,6 +23,7 @@ from headrace.engine.core_link import CoreLink
 from headrace.engine.news_pipe import QueueOutbox
 from headrace.engine.wire import Shutdown
 
+WORDS_SECONDS = 1.0  # for the last words of a process that has ended by itself
 HOST_SECONDS = 0.25  # for the host to say how the process ended, when the connection is lost
 KILL_SECONDS = 5.0  # for the host to end it
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -109,16 +111,23 @@ class RemoteCore(CoreLink):
     @property
     def killed(self) -> bool:
         """A host that is gone and a cut connection are nobody's request's fault either."""
-        code = self._ended.result() if self._ended.done() and not self._ended.cancelled() else None
-        return self.exited and code in (None, -SIGKILL)
+        return self.exited and self._code in (None, -SIGKILL)
+
+    @property
+    def _code(self) -> int | None:
+        """The exit code, as far as it is known."""
+        return self._ended.result() if self._ended.done() and not self._ended.cancelled() else None
 
     async def wait(self) -> str:
         """Until it has ended or cannot be reached any more; returns why."""
         await asyncio.wait({self._ended, self._lost}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({self._ended}, timeout=HOST_SECONDS)
-        await asyncio.wait({self._lost}, timeout=0.05)  # until then its last words may come
-        self._read()
-        return f"{self._why()}, on {self._where}"
+        words = time.monotonic() + (WORDS_SECONDS if (self._code or 0) > 0 else 0.0)
+        while True:
+            await asyncio.sleep(0.05)
+            self._read()
+            if self.fatal is not None or time.monotonic() > words:
+                return f"{self._why()}, on {self._where}"
 
     def _why(self) -> str:
         if self.fatal is not None:
