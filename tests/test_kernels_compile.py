@@ -15,11 +15,13 @@ pytest.importorskip("triton")
 
 from headrace.compile_ahead.cards import SHARED_MEMORY
 
+pytestmark = pytest.mark.timeout(800)  # compilers beside other work
+
 
 def run(script: str, *args: str, **env: str) -> str:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | env
     command = [sys.executable, str(Path(__file__).with_name(script)), *args]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=700)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
