@@ -18,7 +18,7 @@ struct AttentionScratch {
     const size_t dim = round_up(shape.head_dim, LANES);
     head.resize(dim);
     turned.resize(dim);
-    packed.resize(dim * queries);
+    packed.resize(QUERY * queries);
     scores.resize(queries * SCORES);
     part_values.resize(queries * dim);
     merged_values.resize(queries * dim);
@@ -27,7 +27,7 @@ struct AttentionScratch {
     merged.resize(queries);
   }
   std::vector<float> head, turned;  // [dim], room for whole vectors
-  std::vector<float> packed;        // [dim][queries]
+  std::vector<float> packed;        // [queries][QUERY]
   std::vector<float> scores;
   std::vector<float> part_values, merged_values;  // [queries][dim]
   std::vector<float> tops, sums;
@@ -121,24 +121,18 @@ struct LayerAttention {
   template <CacheFormat F>
   void pack_queries(AttentionPlan::Block block, int kv_head, AttentionScratch& scratch) const {
     const int group = shape.group();
-    const int count = block.rows * group;
-    const int dim = shape.head_dim;
-    const int words = PAIRED<F> ? dim / 2 : dim;  // of a query
-    float* made = scratch.part_values.data();     // [queries][words]; nobody needs it yet
-    for (int q = 0; q < count; q++) {
+    for (int q = 0; q < block.rows * group; q++) {
       const Query& query = queries[block.first + q / group];
       make_head(qkv + query.row * qkv_stride, shape.num_heads, kv_head * group + q % group, q_norm, query.position, scratch);
-      float* x = scratch.turned.data();
-      for (int d = 0; d < dim; d++) x[d] *= scale;
-      if constexpr (PAIRED<F>) {
-        for (int d = 0; d < dim; d += LANES) store_bf16(reinterpret_cast<uint16_t*>(made + q * words) + d, load(x + d));
-      } else {
-        std::memcpy(made + q * words, x, dim * sizeof(float));
+      float* out = scratch.packed.data() + q * QUERY;
+      for (int d = 0; d < shape.head_dim; d += LANES) {
+        const Vec x = mul(load(scratch.turned.data() + d), set1(scale));
+        if constexpr (PAIRED<F>) {
+          store_bf16(reinterpret_cast<uint16_t*>(out) + d, x);
+        } else {
+          store(out + d, x);
+        }
       }
-    }
-    float* out = scratch.packed.data();
-    for (int i = 0; i < words; i++) {  // in the order of the lines that it writes: many stores far apart wait for each other
-      for (int q = 0; q < count; q++) std::memcpy(out++, made + q * words + i, sizeof(float));
     }
   }
 

@@ -58,14 +58,14 @@ float softmax_part(const PartPages& pages, Span span, Head head, float* scores, 
   return reduce_add(sum);
 }
 
-// Attention of rows x group queries over one part. queries: [dim][rows * group]; scores: [rows * group][SCORES] of scratch;
+// Attention of rows x group queries over one part. queries: [rows * group][QUERY]; scores: [rows * group][SCORES] of scratch;
 // out: [rows * group][dim], tops and sums: [rows * group], left as they are where a row sees nothing of the part.
 template <CacheFormat F>
 void attend_part(const PartPages& pages, const Span* spans, int rows, int group, Head head, const float* queries, float* scores,
                  float* out, float* tops, float* sums) {
   const int count = rows * group;
   each_tile(count, [&]<int Q>(int first) {
-    score_pages<F, Q>(pages, queries + first, count, head.dim, scores + first * SCORES);
+    score_pages<F, Q>(pages, queries + first * QUERY, head.dim, scores + first * SCORES);
   });
   Span common = spans[0];
   for (int row = 0; row < rows; row++) {

@@ -21,7 +21,7 @@ inline constexpr int PART_PAGES = PART / PAGE;
 #if defined(__AVX512F__)
 inline constexpr int TILE_QUERIES = 12;
 constexpr int value_vectors(int queries) { return queries <= 3 ? 8 : queries <= 6 ? 4 : 2; }
-constexpr int key_pages(int queries) { return queries <= 2 ? 4 : queries <= 6 ? 2 : 1; }
+constexpr int key_pages(int queries) { return queries <= 2 ? 4 : 2; }
 #else
 inline constexpr int TILE_QUERIES = 6;
 constexpr int value_vectors(int queries) { return queries <= 1 ? 4 : queries <= 3 ? 2 : 1; }
@@ -30,6 +30,7 @@ constexpr int key_pages(int queries) { return queries <= 1 ? 4 : queries <= 3 ? 
 inline constexpr int MAX_KEY_PAGES = 4;
 inline constexpr int PAGES_AHEAD = 4;  // are fetched while one is read
 inline constexpr int SCORES = PART + (MAX_KEY_PAGES - 1) * PAGE;  // of a query: a tile may look at pages past the last
+inline constexpr int QUERY = MAX_DIM + PAGE;  // from a query to the next, known to the compiler; no power of two, which caches dislike
 
 #if defined(__AVX512BF16__)
 inline constexpr bool BF16_DOTS = true;
@@ -58,10 +59,9 @@ struct Span {
   bool empty() const { return first >= last; }
 };
 
-// scores[q * SCORES + 16 p ..] = queries . keys of P pages. queries: [dim][stride], or [dim / 2][stride] pairs.
+// scores[q * SCORES + 16 p ..] = queries . keys of P pages. queries: [Q][QUERY], dim values or dim / 2 pairs of each.
 template <CacheFormat F, int Q, int P>
-void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const float* queries, int stride, int dim,
-                float* scores) {
+void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const float* queries, int dim, float* scores) {
   Vec sums[P][Q];
   HEADRACE_UNROLL for (int p = 0; p < P; p++) {
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) sums[p][q] = zero();
@@ -81,18 +81,18 @@ void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const f
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
       HEADRACE_UNROLL for (int p = 0; p < P; p++) {
         if constexpr (PAIRED<F>) {
-          sums[p][q] = dot_bf16_pairs(first[p], queries[q], sums[p][q]);
+          sums[p][q] = dot_bf16_pairs(first[p], queries[q * QUERY], sums[p][q]);
         } else {
-          sums[p][q] = fma(first[p], set1(queries[q]), sums[p][q]);
+          sums[p][q] = fma(first[p], set1(queries[q * QUERY]), sums[p][q]);
         }
       }
     }
-    queries += stride;
+    queries++;
     if constexpr (PAIRED<F>) continue;
     HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
-      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(second[p], set1(queries[q]), sums[p][q]);
+      HEADRACE_UNROLL for (int p = 0; p < P; p++) sums[p][q] = fma(second[p], set1(queries[q * QUERY]), sums[p][q]);
     }
-    queries += stride;
+    queries++;
   }
   HEADRACE_UNROLL for (int q = 0; q < Q; q++) {
     HEADRACE_UNROLL for (int p = 0; p < P; p++) store(scores + q * SCORES + p * PAGE, sums[p][q]);
@@ -100,10 +100,10 @@ void score_tile(const uint8_t* const* pages, const uint8_t* const* next, const f
 }
 
 template <CacheFormat F, int Q>
-void score_pages(const PartPages& pages, const float* queries, int stride, int dim, float* scores) {
+void score_pages(const PartPages& pages, const float* queries, int dim, float* scores) {
   constexpr int P = key_pages(Q);
   for (int page = pages.first; page < pages.last; page += P) {
-    score_tile<F, Q, P>(pages.keys + page, pages.keys + page + PAGES_AHEAD, queries, stride, dim, scores + page * PAGE);
+    score_tile<F, Q, P>(pages.keys + page, pages.keys + page + PAGES_AHEAD, queries, dim, scores + page * PAGE);
   }
 }
 

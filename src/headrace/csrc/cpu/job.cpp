@@ -25,12 +25,12 @@ bool all_unrelated(const Step& step) {
 
 }  // namespace
 
-Job::Job(const Step& step, const std::vector<Layer>& layers, AttentionShape shape) : step(&step) {
+Job::Job(const Step& step, const std::vector<Layer>& layers, AttentionShape shape, int threads) : step(&step) {
   wanted = all_in_order(step) ? nullptr : step.wanted;
   num_outputs = wanted == nullptr ? step.num_rows : step.num_wanted;
   unrelated = all_unrelated(step);
   list_queries();
-  plan_attention(layers, shape);
+  plan_attention(layers, shape, threads);
 }
 
 void Job::list_queries() {
@@ -45,16 +45,16 @@ void Job::list_queries() {
   for (int i = 0; i < num_outputs; i++) wanted_queries.push_back(queries[wanted[i]]);
 }
 
-void Job::plan_attention(const std::vector<Layer>& layers, AttentionShape shape) {
+void Job::plan_attention(const std::vector<Layer>& layers, AttentionShape shape, int threads) {
   for (const Layer& layer : layers) {
     const auto same = [&](const AttentionPlan& plan) { return plan.window() == layer.window; };
     const auto found = std::find_if(plans.begin(), plans.end(), same);
     layer_plan.push_back(static_cast<int>(found - plans.begin()));
-    if (found == plans.end()) plans.emplace_back(queries, shape, layer.window);
+    if (found == plans.end()) plans.emplace_back(queries, shape, layer.window, threads);
   }
   if (wanted == nullptr) return;
   layer_plan.back() = static_cast<int>(plans.size());
-  plans.emplace_back(wanted_queries, shape, layers.back().window);
+  plans.emplace_back(wanted_queries, shape, layers.back().window, threads);
 }
 
 int64_t Job::num_partials() const {

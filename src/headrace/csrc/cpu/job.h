@@ -11,7 +11,7 @@ namespace headrace::cpu {
 
 struct Job {
   Job() = default;
-  Job(const Step& step, const std::vector<Layer>& layers, AttentionShape shape);
+  Job(const Step& step, const std::vector<Layer>& layers, AttentionShape shape, int threads);
 
   // Floats of attention's split parts.
   int64_t num_partials() const;
@@ -27,7 +27,7 @@ struct Job {
 
  private:
   void list_queries();
-  void plan_attention(const std::vector<Layer>& layers, AttentionShape shape);
+  void plan_attention(const std::vector<Layer>& layers, AttentionShape shape, int threads);
 };
 
 }  // namespace headrace::cpu

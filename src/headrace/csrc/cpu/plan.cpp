@@ -3,22 +3,25 @@
 
 namespace headrace::cpu {
 
-AttentionPlan::AttentionPlan(const std::vector<Query>& queries, AttentionShape shape, int window)
+AttentionPlan::AttentionPlan(const std::vector<Query>& queries, AttentionShape shape, int window, int threads)
     : shape_(shape), window_(window) {
-  place_partials(queries);
   make_blocks(queries);
+  place_partials(queries, threads);
   make_items(queries);
 }
 
-// Many rows are enough items by themselves, and their parts would be too many to keep.
-void AttentionPlan::place_partials(const std::vector<Query>& queries) {
+// Blocks of a long prompt are enough items by themselves: whole, their queries are packed once and nothing is merged later. And the
+// parts of very many rows would be too many to keep.
+void AttentionPlan::place_partials(const std::vector<Query>& queries, int threads) {
+  constexpr size_t ENOUGH = 16;  // items of a thread
   bases_.reserve(queries.size());
   for (const Query& query : queries) {
     bases_.push_back(num_partials_);
     const int parts = num_parts(query.position);
     if (parts > 1) num_partials_ += static_cast<int64_t>(shape_.num_heads) * parts * partial_size();
   }
-  if (num_partials_ > MAX_PARTIALS) {
+  const bool enough = blocks_.size() * shape_.num_kv_heads >= ENOUGH * threads && 2 * blocks_.size() <= queries.size();
+  if (enough || num_partials_ > MAX_PARTIALS) {
     split_ = false;
     num_partials_ = 0;
   }

@@ -39,7 +39,7 @@ class AttentionPlan {
     int part;  // ALL_PARTS: one after the other, merged as they come
   };
 
-  AttentionPlan(const std::vector<Query>& queries, AttentionShape shape, int window);
+  AttentionPlan(const std::vector<Query>& queries, AttentionShape shape, int window, int threads);
 
   int window() const { return window_; }
   const std::vector<Block>& blocks() const { return blocks_; }
@@ -62,7 +62,7 @@ class AttentionPlan {
  private:
   int lowest(int position) const { return window_ > 0 ? std::max(0, position - window_ + 1) : 0; }
   int partial_size() const { return shape_.head_dim + 2; }
-  void place_partials(const std::vector<Query>& queries);
+  void place_partials(const std::vector<Query>& queries, int threads);
   void make_blocks(const std::vector<Query>& queries);
   void make_items(const std::vector<Query>& queries);
 

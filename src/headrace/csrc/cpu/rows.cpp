@@ -91,13 +91,29 @@ HEADRACE_INLINE Quantized quantize(const float* values, float top) {
 
 // Of four inputs the even two, then the odd two, as int16; the fours `stride` bytes apart.
 HEADRACE_INLINE void scatter_pairs(int8_t* out, size_t stride, const Quantized& q) {
+  alignas(LINE) int64_t fours[8];
+#if defined(__AVX512F__)
+  const auto pairs = [](__m512i x) {  // in the low half of each four
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, x, _mm512_slli_epi32(_mm512_shuffle_epi32(x, _MM_PERM_DDDC), 16));
+  };
+  const __m512i places = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+  _mm512_store_si512(fours, _mm512_permutex2var_epi64(pairs(q.low), places, pairs(q.high)));
+#else
   alignas(LINE) int32_t ints[GROUP];
   std::memcpy(ints, &q.low, sizeof(q.low));
   std::memcpy(ints + 16, &q.high, sizeof(q.high));
   for (int i = 0; i < 8; i++) {
     const int32_t* four = ints + 4 * i;
     const int32_t words[2] = {(four[0] & 0xffff) | four[2] << 16, (four[1] & 0xffff) | four[3] << 16};
-    std::memcpy(out + i * stride, words, 8);
+    std::memcpy(fours + i, words, 8);
+  }
+#endif
+  if (stride == 8) {  // one row
+    std::memcpy(out, fours, sizeof(fours));
+    return;
+  }
+  HEADRACE_UNROLL for (int i = 0; i < 8; i++) {
+    std::memcpy(out + i * stride, fours + i, 8);
   }
 }
 
@@ -213,7 +229,7 @@ void Rows::put_ints(uint8_t* panel, int lane, int group, int count, const float*
     const Quantized q = quantize(values, two ? 32512.0f : 127.0f);
     if (!two) {
       scatter_words(out, word, q.low, q.high);
-    } else if constexpr (INT16_PAIRS) {
+    } else if (INT16_PAIRS && !amx) {
       scatter_pairs(pairs, 2 * word, q);
     } else {
       const IntVec low = high_byte(q.low);

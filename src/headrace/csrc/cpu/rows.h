@@ -12,8 +12,9 @@
 
 namespace headrace::cpu {
 
-// Where there is no dot product of bytes, an INT16 lies as int16: of four inputs the even two, then the odd two.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// On x86-64 an INT16 lies as int16: of four inputs the even two, then the odd two. Products of int16 take as many instructions as two
+// of bytes would, and leave nothing to put together; AMX has bytes alone.
+#if defined(__AVX2__)
 inline constexpr bool INT16_PAIRS = true;
 #else
 inline constexpr bool INT16_PAIRS = false;
@@ -63,8 +64,8 @@ struct Panel {
   int groups;                  // of 32 inputs
   const float* f32;            // [inputs][rows]
   const uint32_t* bf16;        // [inputs / 2][rows]: two inputs
-  const int8_t* ints;          // INT8: [inputs / 4][rows][4]. INT16: the high bytes, then the low ones, each like that;
-                               // with INT16_PAIRS [inputs / 4][rows][4] of int16, with AMX_ROWS [groups][rows][32]
+  const int8_t* ints;          // INT8: [inputs / 4][rows][4]. INT16: the high bytes, then the low ones, each like that (with
+                               // AMX_ROWS [groups][rows][32]); with INT16_PAIRS [inputs / 4][rows][4] of int16
   const float* scale;          // [groups][rows]
   const float* scaled_sum;     // [groups][rows]: scale * sum of the group's integers
   const int32_t* offset;       // [groups][rows]: -128 * sum of the group's integers

@@ -117,7 +117,7 @@ void NativeModel::make_rooms() {
 
 void NativeModel::prepare(const Step& step) {
   if (rooms_.empty()) make_rooms();
-  job_ = Job(step, weights_.layers(), shape_);
+  job_ = Job(step, weights_.layers(), shape_, pool_.threads());
   space_.grow(step.num_rows, job_.wanted == nullptr ? 0 : job_.num_outputs, job_.num_partials(),
               rows_bytes(weights_, config_.rounding, step.num_rows, job_.num_outputs));
 }

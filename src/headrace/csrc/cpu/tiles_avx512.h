@@ -1,5 +1,5 @@
-// Tiles on AVX-512 with VNNI: a strip is one register, and vpdpbusd adds four products of bytes to each lane. INT16 is two passes,
-// high bytes and low bytes, with a shift between them. Many rows of integers are AMX's, where it is: tiles_amx.h.
+// Tiles on AVX-512 with VNNI: a strip is one register, and each lane gets four products of bytes by vpdpbusd (INT8), two of int16 by
+// vpdpwssd (INT16). Many rows of integers are AMX's, where it is: tiles_amx.h.
 #pragma once
 
 #include <immintrin.h>
@@ -16,7 +16,7 @@
 
 namespace headrace::cpu {
 
-HEADRACE_INLINE __m512i four_inputs(const int8_t* p) {
+HEADRACE_INLINE __m512i four_bytes(const int8_t* p) {
   int word;
   std::memcpy(&word, p, 4);
   return _mm512_set1_epi32(word);
@@ -24,11 +24,10 @@ HEADRACE_INLINE __m512i four_inputs(const int8_t* p) {
 
 // -- integer products
 
-// One panel's pointers, which go along with the groups.
-template <int MR>
+// One panel's pointers, which go along with the groups; an input has BYTES.
+template <int MR, int BYTES>
 struct IntegerRows {
   const int8_t* ints;
-  size_t plane;
   const float* scale;
   const float* scaled_sum;
   const int32_t* offset;
@@ -36,14 +35,13 @@ struct IntegerRows {
 
   explicit IntegerRows(const Panel& panel)
       : ints(panel.ints),
-        plane(static_cast<size_t>(panel.groups) * GROUP * MR),
         scale(panel.scale),
         scaled_sum(panel.scaled_sum),
         offset(panel.offset),
         half_offset(panel.half_offset) {}
 
   HEADRACE_INLINE void next() {
-    ints += GROUP * MR;
+    ints += GROUP * MR * BYTES;
     scale += MR;
     scaled_sum += MR;
     offset += MR;
@@ -74,74 +72,53 @@ struct Again {
   }
 };
 
-// sums[plane] += the products with the bytes at ints + plane * apart. Fetches as much of the streams as it reads, if FIRST.
-template <class W, int PART, int HALF, bool FIRST, int MR, int NR, int PLANES>
-HEADRACE_INLINE void add_words(const uint8_t* const (&strips)[NR], const typename W::At& at, const int8_t* ints, size_t apart,
-                               __m512i (&sums)[PLANES][MR][NR]) {
+// The integer sums of a group, or of half of one. Fetches as much of the streams as it reads.
+template <class W, int PART, int HALF, int BYTES, int MR, int NR>
+HEADRACE_INLINE void sum_group(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR, BYTES>& rows,
+                               __m512i (&sum)[MR][NR]) {
+  constexpr int CHAINS = MR * NR < 8 ? BYTES : 1;  // with few sums each product would wait for the one before
+  __m512i sums[CHAINS][MR][NR];
+  start(sums[0], !W::OFFSET ? nullptr : W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR);
+  if constexpr (CHAINS == 2) start(sums[1], nullptr);
   constexpr int WORDS = 8 / W::HALVES;
-  constexpr int BYTES = W::BLOCK_BYTES / W::BLOCK;  // of a group
+  constexpr int GROUP_BYTES = W::BLOCK_BYTES / W::BLOCK;
   HEADRACE_UNROLL for (int step = 0; step < WORDS; step++) {
     const int i = W::NIBBLES_APART ? step / 2 + step % 2 * 4 : HALF * WORDS + step;
     const int line = (HALF * WORDS + step) * LINE;
+    __m512i weights[NR];
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-      if (FIRST && line < BYTES) {
-        fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + line);
+      const uint8_t* stream = strips[n] + at.stream() + PART * GROUP_BYTES;
+      if (line < GROUP_BYTES) fetch_ahead<NR>(stream + line);
+      if (GROUP_BYTES > 8 * LINE && step == WORDS - 1) {  // in the order of the addresses: else a fifth of the rate is lost
+        fetch_ahead<NR>(stream + 8 * LINE);
       }
-      if (FIRST && BYTES > 8 * LINE && step == WORDS - 1) {  // in the order of the addresses: else a fifth of the rate is lost
-        fetch_ahead<NR>(strips[n] + at.stream() + PART * BYTES + 8 * LINE);
+      weights[n] = W::template word<PART>(strips[n], at, i);
+    }
+    HEADRACE_UNROLL for (int odd = 0; odd < BYTES; odd++) {
+      __m512i pairs[NR];
+      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+        pairs[n] = odd ? _mm512_srli_epi16(weights[n], 8) : _mm512_and_si512(weights[n], _mm512_set1_epi16(0xff));
       }
-      const __m512i weights = W::template word<PART>(strips[n], at, i);
-      HEADRACE_UNROLL for (int plane = 0; plane < PLANES; plane++) {
-        HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-          const __m512i inputs = four_inputs(ints + plane * apart + (i * MR + m) * 4);
-          sums[plane][m][n] = _mm512_dpbusd_epi32(sums[plane][m][n], weights, inputs);
+      HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
+        const __m512i inputs = four_bytes(rows.ints + ((i * MR + m) * BYTES + odd) * 4);
+        HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
+          __m512i& chain = sums[odd % CHAINS][m][n];
+          chain = BYTES == 1 ? _mm512_dpbusd_epi32(chain, weights[n], inputs) : _mm512_dpwssd_epi32(chain, pairs[n], inputs);
         }
       }
     }
   }
-}
-
-// The integer sums of a group, or of half of one.
-template <class W, int PART, int HALF, int PLANES, int MR, int NR>
-HEADRACE_INLINE void sum_group(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR>& rows, __m512i (&sum)[MR][NR]) {
-  constexpr bool SIDE_BY_SIDE = PLANES == 2 && 3 * MR * NR <= 26;  // both planes' sums and the results fit the registers
-  const int32_t* offsets = !W::OFFSET ? nullptr : W::HALVES == 1 ? rows.offset : rows.half_offset + HALF * MR;
-  __m512i sums[SIDE_BY_SIDE ? 2 : 1][MR][NR];
-  start(sums[0], PLANES == 1 ? offsets : nullptr);
-  if constexpr (SIDE_BY_SIDE) {
-    start(sums[1], offsets);
-  }
-  add_words<W, PART, HALF, true>(strips, at, rows.ints, rows.plane, sums);
   HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-      sum[m][n] = PLANES == 1 ? sums[0][m][n] : _mm512_slli_epi32(sums[0][m][n], 8);
-      if constexpr (SIDE_BY_SIDE) {
-        sum[m][n] = _mm512_add_epi32(sum[m][n], sums[1][m][n]);
-      } else if constexpr (PLANES == 2 && W::OFFSET) {
-        sum[m][n] = _mm512_add_epi32(sum[m][n], _mm512_set1_epi32(offsets[m]));
-      }
-    }
-  }
-  if constexpr (PLANES == 2 && !SIDE_BY_SIDE) {
-    const Again<NR> again(strips);
-    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-        sums[0][m][n] = sum[m][n];
-      }
-    }
-    add_words<W, PART, HALF, false>(again.strips, at, rows.ints + rows.plane, 0, sums);
-    HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
-      HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
-        sum[m][n] = sums[0][m][n];
-      }
+      sum[m][n] = CHAINS == 1 ? sums[0][m][n] : _mm512_add_epi32(sums[0][m][n], sums[CHAINS - 1][m][n]);
     }
   }
 }
 
-template <class W, int PART, int HALF, int MR, int NR, int PLANES>
-HEADRACE_INLINE void add_half(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR>& rows, __m512 (&acc)[MR][NR]) {
+template <class W, int PART, int HALF, int MR, int NR, int BYTES>
+HEADRACE_INLINE void add_half(const uint8_t* const (&strips)[NR], const typename W::At& at, const IntegerRows<MR, BYTES>& rows, __m512 (&acc)[MR][NR]) {
   __m512i sum[MR][NR];
-  sum_group<W, PART, HALF, PLANES>(strips, at, rows, sum);
+  sum_group<W, PART, HALF>(strips, at, rows, sum);
   HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
     const __m512 scale = W::template scale<PART, HALF>(strips[n], at);
     HEADRACE_UNROLL for (int m = 0; m < MR; m++) {
@@ -151,11 +128,11 @@ HEADRACE_INLINE void add_half(const uint8_t* const (&strips)[NR], const typename
   }
 }
 
-template <class W, int PART, int MR, int NR, int PLANES>
-HEADRACE_INLINE void add_groups(const uint8_t* const (&strips)[NR], const typename W::At& at, IntegerRows<MR>& rows, __m512 (&acc)[MR][NR]) {
-  add_half<W, PART, 0, MR, NR, PLANES>(strips, at, rows, acc);
+template <class W, int PART, int MR, int NR, int BYTES>
+HEADRACE_INLINE void add_groups(const uint8_t* const (&strips)[NR], const typename W::At& at, IntegerRows<MR, BYTES>& rows, __m512 (&acc)[MR][NR]) {
+  add_half<W, PART, 0, MR, NR, BYTES>(strips, at, rows, acc);
   if constexpr (W::HALVES == 2) {
-    add_half<W, PART, 1, MR, NR, PLANES>(strips, at, rows, acc);
+    add_half<W, PART, 1, MR, NR, BYTES>(strips, at, rows, acc);
   }
   if constexpr (W::MINIMUM) {
     HEADRACE_UNROLL for (int n = 0; n < NR; n++) {
@@ -169,7 +146,7 @@ HEADRACE_INLINE void add_groups(const uint8_t* const (&strips)[NR], const typena
   rows.next();
   if constexpr (PART + 1 < W::BLOCK) {
     const Again<NR> again(strips);
-    add_groups<W, PART + 1, MR, NR, PLANES>(again.strips, at, rows, acc);
+    add_groups<W, PART + 1, MR, NR, BYTES>(again.strips, at, rows, acc);
   }
 }
 
@@ -191,7 +168,7 @@ HEADRACE_INLINE void clear(__m512 (&acc)[MR][NR]) {
   }
 }
 
-template <class W, int PLANES>
+template <class W, int BYTES>
 struct IntegerTile {
   template <int MR, int NR>
   static void run(const uint8_t* const* all, const Panel& panel, float* out) {
@@ -201,10 +178,10 @@ struct IntegerTile {
     }
     __m512 acc[MR][NR];
     clear(acc);
-    IntegerRows<MR> rows(panel);
+    IntegerRows<MR, BYTES> rows(panel);
     typename W::At at(panel.groups);
     for (int g = 0; g < panel.groups; g += W::BLOCK) {
-      add_groups<W, 0, MR, NR, PLANES>(strips, at, rows, acc);
+      add_groups<W, 0, MR, NR, BYTES>(strips, at, rows, acc);
       at.next();
     }
     store_tile(acc, out);
