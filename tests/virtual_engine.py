@@ -65,14 +65,17 @@ class Model:
     clock: Clock
     seconds: Callable[[StepPlan, int], float]
     host: float | None = None
+    prompt_host: float | None = None  # where prompts take another time to launch: the device begins with them before it is over
     steps: int = 0
     free: float = 0.0
 
     def launch(self, plan: StepPlan) -> Done:
         took, clock = self.seconds(plan, self.steps), self.clock
         self.steps += 1
-        clock.now += took if self.host is None else self.host
-        self.free = clock.now if self.host is None else max(self.free, clock.now) + took
+        begun = clock.now + (self.host or 0.0)
+        prompts = self.prompt_host is not None and plan.num_tokens > len(plan)
+        clock.now += took if self.host is None else self.prompt_host if prompts else self.host  # type: ignore[operator]
+        self.free = clock.now if self.host is None else max(max(self.free, begun) + took, clock.now)
         return Done(clock, self.free, StepResult([1] * int(plan.samples.sum()), plan.samples.astype(int).tolist()))
 
     def idle(self) -> bool:

@@ -130,7 +130,7 @@ class Core:
         launched, end = None, now
         if plan is not None:
             launched = self._launch(plan, now)
-            end = launched.finish if self._blocking else now + self.cost.host
+            end = launched.finish if self._blocking else now + self._host(plan)
         flight, self._flight = self._flight, launched
         if flight is not None:
             end = max(end, flight.finish)
@@ -163,8 +163,12 @@ class Core:
         self.busy += seconds
         if self._blocking:
             return Flight(plan, now + (self.cost.host + seconds), seconds)
-        self._free = max(now + self.cost.host, self._free) + seconds
+        self._free = max(max(now + self.cost.host, self._free) + seconds, now + self._host(plan))
         return Flight(plan, self._free, seconds)
+
+    def _host(self, plan: StepPlan) -> float:
+        """The device begins with the launch of prompts before that has ended, and is not done before it has."""
+        return self.cost.host if plan.num_tokens == len(plan) else max(self.cost.host, self.cost.prompt_host)
 
     def _work(self, plan: StepPlan) -> Work:
         count, used = plan.num_decodes, self.scheduler.kv_usage

@@ -24,6 +24,7 @@ class StepCost(Protocol):
     """Steps have numbers: a model with noise gives each its own, always the same."""
 
     host: float  # seconds of the loop for a step, beside the device's
+    prompt_host: float  # the same where it has prompts
     blocking: bool  # the launch is the computation
 
     def seconds(self, work: Work, step: int) -> float:
@@ -57,6 +58,7 @@ class Roofline:
     reduce_bytes: float = 0.0  # of one row in one of them
     reduce_times: tuple[tuple[float, float], ...] = ()  # (bytes, seconds), by bytes
     link: float = math.inf  # bytes per second of a large all-reduce
+    prompt_host: float = 0.0
     blocking: bool = False
     _by_rows: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -102,6 +104,7 @@ class Constant:
     per_token: float = 0.0
     host: float = 0.0
     blocking: bool = True
+    prompt_host: float = 0.0
 
     def seconds(self, work: Work, step: int) -> float:
         return self.base + self.per_token * work.tokens

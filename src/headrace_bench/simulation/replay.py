@@ -22,6 +22,7 @@ class Replayed:
     taken: list[float]
     blocking: bool
     host: float = 0.0
+    prompt_host: float = 0.0
     shapes: list[tuple[int, int]] = field(default_factory=list)
 
     def seconds(self, work: Work, step: int) -> float:

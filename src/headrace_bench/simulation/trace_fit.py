@@ -18,6 +18,7 @@ import math
 import random
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from headrace_bench.simulation.cost import Work
 
 KINKS = (4, 16, 64, 256)  # sequences, and
 PREFILL_KINKS = (64, 512)  # prefill tokens: from here on the slope may be another
+WAITED = 0.05  # of a turn: one that waited for less may have come late
 FEWEST = 50  # steps: from fewer nothing is fitted
 DECODES, PREFILLS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048)  # kinds: by sequences, by tokens
 NUM_KINDS = len(DECODES) + 1 + len(PREFILLS) + 1
@@ -68,6 +70,7 @@ class Fitted:
     errors: tuple[tuple[float, float], ...]  # half and nine tenths of |measured / fitted - 1| are below; without, with prefill
     counts: tuple[int, int]
     host: float
+    prompt_host: float
     blocking: bool
     levels: dict[int, float] = field(default_factory=dict)  # by the sequences of a step without prefill; what is not there is 1
     _expected: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # at no use of the cache, by shape
@@ -116,7 +119,7 @@ def fit_trace(path: str, seed: int) -> Fitted:
     samples = pairs(steps, blocking)
     if len(samples) < FEWEST:
         raise ParameterError("--trace", path, f"a trace with at least {FEWEST} steps under load (this one has {len(samples)})")
-    host = 0.0 if blocking else float(np.median([s.lasted - s.waited for s in steps]))
+    host, prompt_host = (0.0, 0.0) if blocking else hosts_of(steps)
     x = np.array([features(s.tokens, s.seqs, s.used) for s in samples])
     y = np.array([s.seconds for s in samples])
     coefficients = least_squares(x, y)
@@ -128,7 +131,7 @@ def fit_trace(path: str, seed: int) -> Fitted:
     errors = tuple(_half_and_most(np.abs(sort - 1)) for sort in sorts)
     first = random.Random(f"{seed}/steps").randrange(len(ratios))
     spread = ratios_of_kinds(ratios, kinds, first)
-    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, blocking, levels)
+    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, prompt_host, blocking, levels)
 
 
 def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray) -> dict[int, float]:
@@ -198,16 +201,61 @@ def _not_negative(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def pairs(steps: list[Step], blocking: bool) -> list[Sample]:
-    """What each step computed, and how long it took: the turn that launched it, or that which waited for it."""
-    found = []
-    for i, (step, after) in enumerate(pairwise(steps)):
-        if not step.running:
-            continue  # the loop had nothing to do before the next one
-        seconds = after.began - step.began
-        computed = step if blocking else steps[i - 1] if i else None
-        if computed is not None and computed.seqs and seconds > 0 and (blocking or step.waited > 0):
-            found.append(Sample(computed.tokens, computed.seqs, computed.used, seconds))
-    return found
+    """What each step computed, and how long it took: the turn that launched it, or, beside a device, what `Device` says."""
+    if not blocking:
+        return Device(hosts_of(steps)[0]).samples(steps)
+    turns = (
+        (step, after.began - step.began) for step, after in pairwise(steps) if step.running
+    )  # else there was nothing to do
+    return [Sample(step.tokens, step.seqs, step.used, seconds) for step, seconds in turns if step.seqs and seconds > 0]
+
+
+def hosts_of(steps: list[Step]) -> tuple[float, float]:
+    """Seconds of the loop in a turn beside its wait: one that launches decodes, and one that launches prompts."""
+    plain, prompts = (
+        [s.lasted - s.waited for s in steps if s.seqs and (s.tokens > s.seqs) == with_them] for with_them in (0, 1)
+    )
+    host = float(np.median(plain or prompts))
+    return host, max(host, float(np.median(prompts))) if len(prompts) >= FEWEST_OF_KIND else host
+
+
+@dataclass(slots=True)
+class Device:
+    """One that works while the host goes on. A step lasts from when it could begin to the end of the turn that waited for it. A
+    turn whose launch took longer did not wait: when the step had ended is not known then, and taken from others of its kind.
+    """
+
+    host: float
+    _typical: dict[int, float] = field(default_factory=dict)  # seconds, by kind
+
+    def samples(self, steps: list[Step]) -> list[Sample]:
+        known = [sample for sample, is_known in self._walk(steps) if is_known]
+        by_kind: dict[int, list[float]] = defaultdict(list)
+        for sample in known:
+            by_kind[kind_of(sample.tokens, sample.seqs)].append(sample.seconds)
+        self._typical = {kind: float(np.median(seconds)) for kind, seconds in by_kind.items()}
+        found, every = [], list(self._walk(steps))
+        for with_prompts in (False, True):
+            sort = [pair for pair in every if (pair[0].tokens > pair[0].seqs) == with_prompts]
+            known = [sample for sample, is_known in sort if is_known]
+            found.append(known if len(known) >= FEWEST_OF_KIND else [sample for sample, _ in sort])
+        return found[0] + found[1]
+
+    def _walk(self, steps: list[Step]) -> Iterator[tuple[Sample, bool]]:
+        """Each step's, and whether its begin and its end are known."""
+        free, free_known = -math.inf, True  # when the device had done the step before
+        for launched, step, after in zip(steps, steps[1:], steps[2:], strict=False):
+            if not launched.seqs or step.waited <= 0:
+                continue
+            end, waited = after.began if step.running else step.began + step.lasted, step.waited > WAITED * step.lasted
+            begin = launched.began + self.host
+            start, start_known = max(begin, free), free_known or begin >= free
+            sample = Sample(launched.tokens, launched.seqs, launched.used, end - start)
+            if step.running and end > start:
+                yield sample, waited and start_known
+            typical = self._typical.get(kind_of(launched.tokens, launched.seqs))
+            free = end if waited or typical is None else min(end, start + typical)
+            free_known = waited or typical is not None
 
 
 def read_steps(path: str) -> list[Step]:
