@@ -19,7 +19,7 @@ MAX_DIGITS = 64  # in a row, in a number of JSON
 WALK = 24  # tokens of a trial, beside those that are forced
 MASK_SECONDS = 0.25  # processor time of one mask in a trial: every request of the batch waits for it
 # Of an output, in all and for each of its tokens: an ambiguous grammar is quick at first, and the slower the longer its text.
-FREE_SECONDS, TOKEN_SECONDS = 1.0, 0.005
+FREE_SECONDS, TOKEN_SECONDS = 0.5, 0.002
 PARALLEL_ROWS = 4  # fewer masks are filled by the caller's thread: waking others costs more
 
 
