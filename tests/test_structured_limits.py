@@ -142,7 +142,7 @@ def test_the_error_says_what_the_limit_was(core, monkeypatch):
     assert len(errors) == 1 and "max is 40" in errors[0][0] and errors[0][1] == "structured_outputs"
 
 
-def test_limits_that_leave_no_token_name_the_field(core):
+def test_limits_that_leave_no_token_name_the_field(core, caplog):
     """Not the model's NaN, of which a server's operator is to hear."""
     a, b = encode("a")[0], encode("b")[0]
     wishes: list[tuple[str, int, dict[str, Any]]] = [
@@ -155,6 +155,7 @@ def test_limits_that_leave_no_token_name_the_field(core):
         news = [each for _ in range(30) if core.has_work for each in core.step()]
         assert (news[-1].finish_reason, news[-1].stop_reason) == ("error", field), news
         assert sum(len(each.token_ids) for each in news) == tokens and field in news[-1].error
+        assert caplog.records[-1].levelname == "WARNING" and news[-1].error in caplog.text
 
 
 def test_a_grammar_whose_masks_take_ever_longer_fails_its_request_alone(core, monkeypatch):

@@ -50,7 +50,8 @@ class OutputBuilder:
             out.times = RequestTimes(queue, first - request.arrival, now - request.arrival)
             if request.finish_reason == "error":
                 (out.error, out.stop_reason), out.exception = why_failed(request, self._structured), request.exception
-                logger.error("request %s failed after %d tokens: %s", request.id, len(request.output_ids), out.error)
+                level = logging.WARNING if out.stop_reason else logging.ERROR  # the request's own fault, or the engine's
+                logger.log(level, "request %s failed after %d tokens: %s", request.id, len(request.output_ids), out.error)
         return out
 
 
