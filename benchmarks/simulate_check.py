@@ -127,6 +127,7 @@ def build_paced(config: Any) -> Any:
     from fake_model import build_fake
 
     engine = build_fake(config)
+    engine.core.async_scheduling = False  # as on a CPU: a launch that returns is done
     runner, launch = engine.core.runner, engine.core.runner.launch
 
     def paced(plan: Any) -> Any:
