@@ -274,21 +274,22 @@ def test_rows_in_tiles_are_foretold_by_their_number(tmp_path):
         assert found.mean() == pytest.approx(seconds(seqs, seqs, 0.5), rel=0.02), seqs
 
 
-def test_what_stalls_short_steps_leaves_long_ones_as_they_were_recorded(tmp_path):
-    """Every fiftieth step waits 30 ms for something: ten times a decode, and half as much again as a prefill."""
-    number, stalled = 0, []
+@pytest.mark.parametrize(("stall", "every"), [(0.03, 50), (0.3, 300)])
+def test_what_stalls_some_step_stalls_any_for_as_long(stall, every, tmp_path):
+    """Whatever its kind, and however few steps of that were recorded: ten times a decode is half as much again as a prefill."""
+    number = 0
 
     def seconds(tokens: int, seqs: int, used: float) -> float:
         nonlocal number
         number += 1
-        stalled.append(0.03 if number % 50 == 0 else 0.0)
-        return (0.06 if tokens > seqs else 0.003) + stalled[-1]
+        return (0.06 if tokens > seqs else 0.003) + (stall if number % every == 0 else 0.0)
 
-    fitted = fit_trace(str(recorded(tmp_path / "trace.json", seconds, count=2000)), 0)
-    for work, alone in ((Work(20, 20, 0, 0.0, 20, 0.5), 0.003), (Work(420, 20, 0, 0.0, 20, 0.5), 0.06)):
-        found = np.array([fitted.seconds(work, step) for step in range(2000)])
-        assert np.median(found) == pytest.approx(alone, rel=0.03) and found.max() < 1.1 * (alone + 0.03)
-        assert found.mean() == pytest.approx(alone + 0.03 / 50, rel=0.1)
+    fitted = fit_trace(str(recorded(tmp_path / "trace.json", seconds, count=1800)), 0)
+    for tokens, seqs, alone in ((1, 1, 0.003), (9, 9, 0.003), (40, 40, 0.003), (420, 20, 0.06)):
+        work = Work(tokens, seqs, 0, 0.0, seqs, 0.5)
+        found = np.array([fitted.seconds(work, step) for step in range(1799)])
+        assert np.median(found) == pytest.approx(alone, rel=0.03) and found.max() < 1.1 * (alone + stall)
+        assert found.mean() == pytest.approx(alone + stall / every, rel=0.15), (tokens, seqs)
 
 
 @pytest.mark.parametrize("blocking", [True, False])

@@ -8,7 +8,7 @@ the loop to the next, while there is work; so all that the loop does is in it. E
 a ratio (measured to fitted). Those of steps of a kind (decodes of about as many sequences, or about as much prefill) are the
 recorded ones: what the fit is wrong about for all of them is put right. Which of them a step has follows the recorded steps one
 after the other, whatever their kinds: a machine that is slow is so for a while, and queues feel that more than as many slow
-steps here and there.
+steps here and there. What some step took far beyond its kind is added, as so many seconds, to whichever step has its place.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from headrace_bench.simulation.cost import Work
 
 KINKS = (4, 16, 64, 256)  # sequences, and
 PREFILL_KINKS = (64, 512)  # prefill tokens: from here on the slope may be another
+STALLED = 3.0  # times what half of the steps of its kind took: not of its kind's doing
 WAITED = 0.05  # of a turn: one that waited for less may have come late
 FEWEST = 50  # steps: from fewer nothing is fitted
 DECODES, PREFILLS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048)  # kinds: by sequences, by tokens
@@ -72,16 +73,18 @@ class Fitted:
     host: float
     prompt_host: float
     blocking: bool
+    stalls: np.ndarray  # seconds on top of a step, whatever its kind, by its number
     levels: dict[int, float] = field(default_factory=dict)  # by the sequences of a step without prefill; what is not there is 1
     _expected: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # at no use of the cache, by shape
 
     def seconds(self, work: Work, step: int) -> float:
         ratios = self.ratios[kind_of(work.tokens, work.seqs)]
-        return self.expected(work) * float(ratios[step % len(ratios)])
+        return self.expected(work) * float(ratios[step % len(ratios)]) + float(self.stalls[step % len(self.stalls)])
 
     def many_seconds(self, work: Work, step: int, count: int) -> np.ndarray:
         ratios = self.ratios[kind_of(work.tokens, work.seqs)]
-        return self.expected(work) * ratios[np.arange(step, step + count) % len(ratios)]
+        steps = np.arange(step, step + count)
+        return self.expected(work) * ratios[steps % len(ratios)] + self.stalls[steps % len(self.stalls)]
 
     def expected(self, work: Work) -> float:
         shape = work.tokens, work.seqs
@@ -125,13 +128,15 @@ def fit_trace(path: str, seed: int) -> Fitted:
     coefficients = least_squares(x, y)
     ratios = y / (x @ coefficients)
     kinds = np.array([kind_of(sample.tokens, sample.seqs) for sample in samples])
-    levels = levels_of(samples, np.log(ratios), kinds)
+    levels = levels_of(samples, np.log(without_stalls(ratios, kinds)), kinds)
     ratios /= [levels.get(s.seqs, 1.0) if s.tokens == s.seqs else 1.0 for s in samples]
     sorts = [ratios[kinds <= len(DECODES)], ratios[kinds > len(DECODES)]]
     errors = tuple(_half_and_most(np.abs(sort - 1)) for sort in sorts)
     first = random.Random(f"{seed}/steps").randrange(len(ratios))
-    spread = ratios_of_kinds(ratios, kinds, first)
-    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, prompt_host, blocking, levels)
+    plain = without_stalls(ratios, kinds)
+    stalls = np.roll((ratios - plain) * (y / ratios), -first)[:MOST]
+    spread = ratios_of_kinds(plain, kinds, first)
+    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, prompt_host, blocking, stalls, levels)
 
 
 def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray) -> dict[int, float]:
@@ -146,6 +151,16 @@ def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray) -> dic
     several = [np.array(offs) for offs in visits.values() if len(offs) > 1]
     chance = sum(float(((v - v.mean()) ** 2).sum()) for v in several) / max(1, sum(len(v) - 1 for v in several))
     return {n: math.exp(np.mean(offs) * LEVELS**2 / (LEVELS**2 + chance / len(offs))) for n, offs in visits.items()}
+
+
+def without_stalls(ratios: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+    """What stalls one step for long would have stalled any other for as long. As a ratio of its kind it would count for that
+    kind alone, and for much where few were recorded.
+    """
+    middles = np.ones(NUM_KINDS)
+    for kind in set(kinds.tolist()):
+        middles[kind] = np.median(ratios[kinds == kind])
+    return np.where(ratios > STALLED * middles[kinds], middles[kinds], ratios)
 
 
 def ratios_of_kinds(ratios: np.ndarray, kinds: np.ndarray, first: int) -> list[np.ndarray]:
