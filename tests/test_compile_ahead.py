@@ -255,3 +255,15 @@ def test_what_is_noted_counts_while_it_is_there(tmp_path, monkeypatch) -> None:
     assert not is_complete(note)
     note.write_text("{")
     assert not is_complete(note)
+
+
+def test_a_file_of_narrow_matrices_with_a_tied_head(smollm2) -> None:
+    """The embedded model's: there is no tensor of the head, which is the embedding."""
+    checkpoint = resolve_checkpoint(EngineConfig(model=smollm2))
+    config = model_config_from_hf(checkpoint.config)
+    _, played = weights_without_data(checkpoint, config, torch.bfloat16, None)
+    loaded = load_model(checkpoint, config, torch.bfloat16, torch.device("cpu"), narrow=True)
+    for name in MATRICES:
+        made, real = getattr(played.layers[0], name), getattr(loaded.layers[0], name)
+        assert (made.kind, made.group, made.data.shape) == (real.kind, real.group, real.data.shape) and made.kind != "float"
+    assert (played.lm_head.kind, played.lm_head.shape) == (loaded.lm_head.kind, loaded.lm_head.shape)

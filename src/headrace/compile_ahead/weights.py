@@ -92,7 +92,9 @@ def _mxfp4(spec: WeightSpec) -> Weight:
 
 
 def _as_in_file(checkpoint: Checkpoint, plan: list[WeightSpec], dtype: torch.dtype, experts: int) -> dict[str, Weight]:
-    entries = narrow_sources(plan, with_quantized(checkpoint, plan), None, keep=True)
+    found = with_quantized(checkpoint, plan)
+    plan = [spec for spec in plan if not spec.optional or all(name in found for name, _ in spec.sources)]  # a head may be tied
+    entries = narrow_sources(plan, found, None, keep=True)
     forms: dict[tuple, list[WeightSpec]] = {}
     for spec in plan:
         sources = [entries[name] for name, _ in spec.sources if name in entries]
