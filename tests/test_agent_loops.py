@@ -205,7 +205,7 @@ def test_a_session_ends_the_same_wherever_it_is_cut(kind):
     assert not times and f"Done: it prints {play.SAYS}." in str(whole[-1])
     assert "I look at it first." in str(whole[0]) and play.SAYS in str(whole)
 
-    @settings(max_examples=4, deadline=None)
+    @settings(max_examples=4)
     @given(cuts=CUTS)
     def cut_anywhere(cuts):
         assert session(kind, cuts)[0] == whole

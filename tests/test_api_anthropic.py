@@ -113,7 +113,7 @@ def test_stops():
     assert both_ways(make(f"{CALL}"), tools=[TOOL], max_tokens=20).stop_reason == "max_tokens"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pieces=st.lists(st.sampled_from(["text ", "\n", CALL, "<tool_call>", "{", "<think>", "</think>", "é😀", "<tool_"]), max_size=6),
        most=st.integers(1, 200), tools=st.booleans())  # fmt: skip
 def test_streamed_equals_whole(pieces, most, tools):

@@ -25,7 +25,7 @@ def prompt(text: str, role: str = "user") -> list[int]:
     return [*ids, IM_START, *b"assistant\n"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     text=st.text(max_size=8).filter(lambda s: "<" not in s), n=st.integers(1, 3), seed=st.integers(0, 1000),
     stop=st.sampled_from([None, "😀", ["b", "the x"]]), max_tokens=st.integers(1, 200),

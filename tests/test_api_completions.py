@@ -28,7 +28,7 @@ def expected(prompt: str, seed: int, index: int) -> str:
     return random_text([BOS, *prompt.encode()], SamplingParams(seed=seed, sample_index=index))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompts=st.lists(st.text(max_size=8).filter(lambda s: "<" not in s), min_size=1, max_size=3),
     n=st.integers(1, 3),
@@ -64,7 +64,7 @@ def test_streamed_equals_whole(api, prompts, n, seed, stop, include, max_tokens,
         assert s["stop_reason"] == w.get("stop_reason")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000), stops=st.lists(st.sampled_from(["b", "😀", "the x", "字a", "c c"]), max_size=3),
     include=st.booleans(), max_tokens=st.integers(1, 200),
@@ -193,7 +193,7 @@ def bytes_api():
 WORDS = st.lists(st.sampled_from(["hello", " ", "  ", "world", "é", "日", "🙂", "\n", "</s>", "x", "wor"]), max_size=6).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(WORDS, st.data(), st.booleans(), st.booleans(), st.booleans())
 def test_tokens_and_offsets_are_those_of_the_text_that_is_sent(words, prompt, data, echo, special, skip):
     """Prompts with and without a first space, special tokens and bytes; what follows begins with any token."""
@@ -221,7 +221,7 @@ def test_tokens_and_offsets_are_those_of_the_text_that_is_sent(words, prompt, da
             assert text[start:end] == token or (token in tokenizer.special_texts and start == end)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), echo=st.booleans(), include=st.booleans(), stop=st.sampled_from([None, "l", "\ufffd", "o w"]))
 @pytest.mark.parametrize("kind", ["bytes", "byte fallback"])
 @pytest.mark.parametrize("path", [PATH, "/generate"])

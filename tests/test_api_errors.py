@@ -236,7 +236,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(path=st.sampled_from(sorted(BODIES)), extra=st.dictionaries(st.sampled_from(FIELDS), values, max_size=3), known=st.booleans())
 def test_fuzzed_bodies_never_give_a_5xx(api, path, extra, known):
     body = {**(BODIES[path] | {"model": MODEL} if known else {}), **extra}
@@ -253,7 +253,7 @@ def test_fuzzed_bodies_never_give_a_5xx(api, path, extra, known):
     assert api.engine.active == before
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(path=st.sampled_from(sorted(BODIES)), data=st.binary(max_size=40))
 def test_random_bytes(api, path, data):
     response = api.request("POST", path, content=data, headers={"content-type": "application/json"})

@@ -150,7 +150,7 @@ def test_a_function_as_a_tool():
     assert '"weather"' in prompt(api) and "where" in prompt(api)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pieces=st.lists(st.sampled_from(["text ", "\n", CALL, "<tool_call>", "{", "<think>", "</think>", "é😀", "<tool_"]), max_size=6),
        most=st.integers(1, 200), tools=st.booleans(), ask=st.sampled_from([chat, generate]), logprobs=st.booleans())  # fmt: skip
 def test_streamed_equals_whole(pieces, most, tools, ask, logprobs):
@@ -376,7 +376,7 @@ FIELDS = ["model", "name", "messages", "prompt", "input", "system", "raw", "tool
 FUZZED = make("Hi.<think>x</think><tool_call>{")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(path=st.sampled_from(["chat", "generate", "embed", "embeddings", "show", "pull"]), known=st.booleans(),
        extra=st.dictionaries(st.sampled_from(FIELDS), values, max_size=3))  # fmt: skip
 def test_fuzzed_bodies_never_fail(path, known, extra):

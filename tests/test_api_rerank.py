@@ -215,7 +215,7 @@ def test_a_model_without_both_words_is_no_reranker(api):
 # ---------------------------------------------------------------- forms
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.text(max_size=9), st.lists(st.text("ab", max_size=2), min_size=1, max_size=8), st.integers(0, 9))
 def test_a_rerank_is_the_scores_in_order(query, documents, top):
     api = Api()

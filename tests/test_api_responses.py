@@ -163,7 +163,7 @@ PIECES = ["text ", "\n", call("shell", command="é😀"), call("apply_patch", in
           "<tool_call>", "{", "<think>", "</think>", "é😀"]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=6), most=st.integers(1, 300), summary=st.sampled_from([None, "auto", "none"]),
        include=st.sampled_from([[], ["reasoning.encrypted_content"]]))  # fmt: skip
 def test_streamed_equals_whole(pieces, most, summary, include):

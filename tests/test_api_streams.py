@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.errors import ClientGone
@@ -49,7 +49,6 @@ def stream_to(reader: Reader, on_stuck=lambda: None) -> EventStream:
 waits = st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0]), max_size=20)
 
 
-@settings(deadline=None)
 @given(pauses=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4), min_size=1, max_size=4), waits=waits)
 async def test_writers_take_turns(pauses, waits):
     """Each writer's bytes arrive once and in its order, and no write returns before its bytes have been taken."""
@@ -72,7 +71,6 @@ async def test_writers_take_turns(pauses, waits):
     assert [m["more_body"] for m in reader.messages[1:]][-1] is False
 
 
-@settings(deadline=None)
 @given(cancelled=st.floats(0.0, 4.0), waits=waits)
 async def test_bytes_of_a_cancelled_write_come_first_in_the_next(cancelled, waits):
     reader = Reader(waits)
@@ -109,7 +107,6 @@ async def test_the_end_waits_for_a_comment_under_way():
     assert reader.body == COMMENT + b"z" and comment.done()
 
 
-@settings(deadline=None)
 @given(interval=st.sampled_from([1.0, 10.0, 100.0]), timeout=st.sampled_from([1.0, 8.0, 600.0]), silence=st.floats(0.0, 50.0))
 async def test_a_reader_is_stuck_after_its_time_and_not_before(interval, timeout, silence):
     """Counted from when it began to take nothing: a silence of the engine before that is not the reader's."""
@@ -136,7 +133,6 @@ async def test_a_reader_is_stuck_after_its_time_and_not_before(interval, timeout
     ticker.remove(stream)
 
 
-@settings(deadline=None)
 @given(interval=st.sampled_from([1.0, 10.0, 100.0]), silence=st.floats(0.0, 500.0))
 async def test_silence_is_filled_with_comments(interval, silence):
     reader = Reader()

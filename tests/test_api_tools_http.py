@@ -48,7 +48,7 @@ def chat_both_ways(api: Api, body: dict) -> dict:
 PIECES = ["text ", "\n", CALL, EMPTY, "<tool_call>", "{", "</think>", "<think>", "é😀", "<", "<tool_"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=6), with_tools=st.booleans(), most=st.integers(1, 200))
 def test_streamed_equals_whole(pieces, with_tools, most):
     api = make("".join(pieces))
@@ -305,7 +305,6 @@ ITEMS = {
 }
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(ITEMS)), min_size=1, max_size=8))
 def test_responses_input_keeps_everything_in_its_order(kinds):
     """Reasoning stays with the turn of the assistant that it stands in, before a message or a call; none is lost or moved on."""

@@ -80,7 +80,7 @@ def test_what_changes_answers_elsewhere_is_refused(api, name):
 
 
 @given(kind=st.sampled_from([ChatRequest, CompletionRequest, ResponsesRequest]), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_letter_wrong_is_near(kind, data):
     known = kind.__struct_fields__
     name = data.draw(st.sampled_from([f for f in known if len(f) > 3]))

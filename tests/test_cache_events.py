@@ -59,7 +59,7 @@ def hash_of(salt: str, ids: tuple[int, ...]) -> int:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_whoever_listens_knows_what_the_index_holds(data):
     tree = RecordedTree(BlockPool(data.draw(st.sampled_from([3, 8, 12]))), SIZE, with_tokens=data.draw(st.booleans()))
     listener, tables = Listener(), []

@@ -67,7 +67,7 @@ class NaiveIndex:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_matches_and_eviction_order_are_those_of_the_naive_index(data):
     pool = BlockPool(12)
     tree, naive = RadixTree(pool, SIZE), NaiveIndex()

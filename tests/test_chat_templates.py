@@ -193,7 +193,7 @@ def test_continued_messages_end_with_their_content(name, content):
     assert ours is not None and ours.endswith((content, content.rstrip()))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from(sorted(TEMPLATES)), st.lists(st.text(max_size=20), min_size=1, max_size=3))
 def test_any_text_comes_through(name, contents):
     messages = [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]

@@ -279,7 +279,7 @@ def rendered(pieces: list[str]) -> str:
 
 
 @given(st.lists(st.integers(0, len(MARKDOWN)), max_size=12))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_markdown_looks_the_same_however_it_arrives(cuts):
     at = [0, *sorted(cuts), len(MARKDOWN)]
     whole = rendered(list(MARKDOWN))  # the most cuts there can be

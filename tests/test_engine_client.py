@@ -192,7 +192,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(operations=st.lists(OPERATIONS, max_size=25), deaths=st.lists(st.tuples(st.integers(0, 25), st.sampled_from([1, -9])), max_size=2))
 async def test_whatever_happens_everybody_is_answered_once_and_nothing_stays(supply, operations, deaths):
     play = Play(supply, supply.client())

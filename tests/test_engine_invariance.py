@@ -111,7 +111,7 @@ def cores(model, make):
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_arrivals_and_aborts_change_nobody_else(same, alone, cores, data):
     seed = data.draw(st.integers(0, 5), label="requests")

@@ -484,7 +484,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(operations=st.lists(OPERATIONS, max_size=25))
 async def test_whatever_happens_everybody_gets_his_tokens_and_nothing_stays(supply, alone, operations):
     fleet = await Fleet(supply, 3).start()

@@ -47,7 +47,7 @@ def witness_route(logits: list[float], correction: list[float] | None, how: Expe
     return ids, [s * how.scale for s in shares]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     score=st.sampled_from(["softmax", "sigmoid", "chosen"]), groups=st.integers(1, 4), size=st.integers(1, 5), data=st.data(),
     renormalize=st.booleans(), corrected=st.booleans(), seed=st.integers(0, 1000), levels=st.sampled_from([0, 1, 2]),

@@ -113,7 +113,7 @@ def pair() -> tuple[Tokenizer, tokenizers.Tokenizer]:
     return ours, theirs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(st.sampled_from("aabbc \n é日"), max_size=24))
 def test_the_tokenizer_follows_the_files_merges(pair, text: str):
     ours, theirs = pair

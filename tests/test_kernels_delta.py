@@ -215,7 +215,7 @@ def test_captured_steps_with_prompts(monkeypatch, drafts: int) -> None:
     assert run.kept.states[3].isnan().all() and run.kept.inputs[3].isnan().all(), "the slot of padded rows"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(2, 300), st.integers(0, 200)), max_size=12), st.integers(0, 40))
 def test_most_chunks(prompts: list[tuple[int, int]], singles: int) -> None:
     """A captured step has room for the chunks of whatever prompts it may hold."""

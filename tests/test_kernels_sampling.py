@@ -83,7 +83,7 @@ def make_logits(rng, rows: int, vocab: int, scale: float, ties: bool, holes: boo
     return logits.astype(np.float32)
 
 
-@settings(max_examples=15 if not ON_CARD else 100, deadline=None)
+@settings(max_examples=15 if not ON_CARD else 100)
 @given(
     st.lists(ROWS, min_size=1, max_size=3),
     st.sampled_from([1, 5, 33, 700, 1500] if not ON_CARD else [1, 33, 2048, 2049, 5000, 151936]),

@@ -65,14 +65,14 @@ def texts(specials: list[str]) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from(words) | anything, max_size=9).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), around=st.booleans())
 def test_what_the_template_writes_has_the_usual_ids(tokenizer, literal, data, around):
     text = data.draw(texts(list(tokenizer.special_texts)))
     assert literal.tokenizer.encode(literal.spelled(text), around) == tokenizer.encode(text, around)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_content_holds_no_special_token_and_is_the_same_text(tokenizer, literal, data):
     parts = data.draw(st.lists(texts(list(tokenizer.special_texts)), max_size=3))

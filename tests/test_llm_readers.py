@@ -111,7 +111,7 @@ def assert_same(got: Any, want: Any) -> None:
         assert got == want
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), calls=st.lists(CALLS, min_size=2, max_size=4), leavers=st.sets(st.integers(0, 3), max_size=2))
 def test_calls_in_any_order_give_what_each_gives_alone(llm, data, calls, leavers):
     wants = [result_of(llm, call) for call in calls]
@@ -131,7 +131,7 @@ def test_calls_in_any_order_give_what_each_gives_alone(llm, data, calls, leavers
     assert not llm.engine.core.has_work
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(calls=st.lists(CALLS, min_size=2, max_size=5))
 def test_threads_get_what_each_call_gives_alone(llm, calls):
     wants = [result_of(llm, call) for call in calls]

@@ -254,7 +254,7 @@ def small_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @example([(1533, 2)])  # a vector in blocks
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 2600), st.integers(0, 255)), min_size=1, max_size=6))
 def test_corrupt_headers_raise_checkpoint_errors_only(small_gguf: Path, changes: list[tuple[int, int]]):
     raw = bytearray(small_gguf.read_bytes())

@@ -268,7 +268,7 @@ def test_a_file_cut_after_its_header_was_read_is_an_error(copy: Path):
         load_model(Stale(), model_config_from_hf(checkpoint.config), torch.float32, CPU)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), min_size=1, max_size=5))
 def test_corrupt_headers_raise_checkpoint_errors_only(tiny: Path, changes: list[tuple[int, int]]):
     raw = bytearray((tiny / "model.safetensors").read_bytes())

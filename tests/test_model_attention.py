@@ -94,7 +94,7 @@ class Case:
 shape = st.integers(1, 40).flatmap(lambda context: st.tuples(st.sampled_from([1, 1, 2, 7, 40]), st.just(context)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(shape.map(lambda s: (min(s), s[1])), min_size=1, max_size=6),
     kv_heads=st.integers(1, 3), group=st.integers(1, 4), block_size=st.sampled_from([1, 3, 4, 16]),

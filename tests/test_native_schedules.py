@@ -86,7 +86,7 @@ def alone(case: Case, weights: DecoderWeights, ids: list[list[int]]) -> list[Ten
     return [sequences.step([(slot, tokens)])[0] for slot, tokens in enumerate(ids)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.integers(1, 4), st.sampled_from([16, 48]), st.randoms(use_true_random=False))
 def test_a_rows_bits_are_those_of_its_sequence_alone(case, threads, block_size, random):
     weights = weights_of(case.config)

@@ -282,7 +282,7 @@ def real_header(tmp_path_factory) -> tuple[Path, bytes, int]:
     return tmp_path_factory.mktemp("fuzz") / "m.gguf", data[:stop], start
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_real_header_with_lying_bytes_never_crashes(real_header, data):
     """Names, shapes, types and offsets of tensors, and the sizes among the metadata: an error of ours, or zeros are loaded."""

@@ -35,7 +35,7 @@ def read(outbox: PipeOutbox, count: int) -> list[bytes]:
 sizes = st.one_of(st.integers(0, 40), st.integers(200_000, 700_000))  # a socket holds about 200 KiB
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(sizes, st.booleans()), min_size=1, max_size=12))
 def test_messages_of_any_size_come_in_order_whenever_they_are_read(messages):
     inlet, outbox = pair()

@@ -48,7 +48,7 @@ def plan_of(counts, starts, samples=None, unverified=None, slots=None) -> StepPl
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_rows_are_those_of_the_sequences_one_by_one(data) -> None:
     """Chunks and decodes at any place, some of which sample, behind steps whose drafts nobody has counted yet."""
     rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
@@ -148,7 +148,7 @@ def test_token_sizes(most: int) -> None:
     assert all(b <= max(32, 2 * a) for a, b in itertools.pairwise(sizes)) and not any(s % 16 for s in sizes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     most=st.integers(1, 300), longest=st.sampled_from([100, 2048, 40960]), tokens=st.sampled_from([20, 2048, 16384]), data=st.data(),
     tail=st.sampled_from([Tail.GREEDY, Tail.RANDOM, Tail.FILTERED]),

@@ -183,7 +183,7 @@ def split_choice(logits: torch.Tensor, inputs: SampleInputs, size: int) -> tuple
     return first
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     size=st.integers(2, 4), vocab=st.integers(3, 2100), seed=st.integers(0, 10_000), levels=st.sampled_from([2, 9, 1 << 20]),
     temperature=st.lists(st.sampled_from([0.0, 0.0, 1e-4, 0.3, 1.0, 5.0]), min_size=1, max_size=5),

@@ -207,7 +207,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ACTIONS)
 def test_the_limits_hold_over_all_processes(actions):
     """Three processes at one server of 2 seats and 3 places, 50 tokens and 2 requests a key: a model counts along."""

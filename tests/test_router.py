@@ -29,7 +29,7 @@ def cores_of(index: BlockIndex, name: int) -> set[int]:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_masks_are_those_of_a_naive_model(data):
     index = BlockIndex(1000, 1000)
     held: dict[int, set[int]] = {}
@@ -138,7 +138,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 @patch.object(router_module, "RECENT", 0)
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_choice_has_the_fewest_tokens_before_it(data):
     """With as many cores as are looked at, and no prompt popular, the choice is the best of all by what they really hold."""
     weight = data.draw(st.sampled_from([0.5, 1.0, 4.0]))
@@ -164,7 +164,7 @@ def test_the_choice_has_the_fewest_tokens_before_it(data):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_core_that_is_gone_is_never_chosen(data):
     """Whatever it was told and in which order, also of cores that it was never told of."""
     router = Router(max_blocks=64, max_expected=16)

@@ -222,7 +222,7 @@ def texts(path: Path) -> dict[str, str]:
     return {f["custom_id"]: f["response"]["body"]["choices"][0]["text"] for f in found}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_wherever_a_run_is_cut_off_the_next_goes_on(tmp_path_factory, cuts, seed):
     path = tmp_path_factory.mktemp("cut") / "out.jsonl"

@@ -46,7 +46,7 @@ def load(counts, slot, prompt, output):
     load_counts(counts, slot, torch.from_numpy(token_counts(*ids, counts.shape[1])))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(IDS, IDS, st.sampled_from([1.0, 0.5, 1.3]), st.sampled_from([0.0, 1.5, -2.0]),
                        st.sampled_from([0.0, 0.7, -0.1])), min_size=1, max_size=5),
@@ -107,7 +107,7 @@ def test_masks(vocab):
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=4), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 3), max_size=5), st.lists(st.integers(0, 3), max_size=6), WORDS),
                 min_size=1, max_size=4))  # fmt: skip
 def test_bad_words_equal_a_loop(rows):

@@ -68,7 +68,7 @@ def batches(draw):
 
 
 @each_sampler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(batch=batches())
 def test_equals_the_reference(batch, by):
     rows, logits = batch
@@ -79,7 +79,7 @@ def test_equals_the_reference(batch, by):
 
 
 @each_sampler
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batch=batches())
 def test_a_row_is_the_same_alone_and_among_others(batch, by):
     rows, logits = batch

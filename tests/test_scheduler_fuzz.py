@@ -128,6 +128,6 @@ def test_random_engines(seed):
 
 
 @given(st.integers(min_value=1000, max_value=10**9), st.booleans())
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_random_engines_found_by_hypothesis(seed, aborts):
     Fuzz(seed, aborts).run(steps=40)

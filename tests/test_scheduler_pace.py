@@ -25,7 +25,7 @@ BLOCK, MOST = 16, 8192
     base=st.floats(1e-4, 0.1), slope=st.floats(1e-7, 1e-3), bound=st.floats(1e-3, 0.5), noise=st.floats(0.0, 0.05),
     idle=st.integers(0, 100), seed=st.integers(0, 1000),
 )  # fmt: skip
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_steps_fit_the_bound_or_are_minimal(base, slope, bound, noise, idle, seed):
     """Between any number of steps without prefill, after the few in which it learns."""
     rng, pace = random.Random(seed), PrefillBudget(bound, BLOCK, MOST)

@@ -381,7 +381,7 @@ REQUEST = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.lists(st.integers(1, 7), min_size=4, max_size=4),
     st.lists(REQUEST, max_size=25),

@@ -66,7 +66,7 @@ def check(wish: dict[str, Any], result: Result) -> None:
         assert text in wish["choice"]
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(wanted=st.lists(schemas(), min_size=8, max_size=8), seed=st.integers(0, 1000))
 def test_what_random_schemas_bring_forth_is_valid(core, wanted, seed):
     requests = [constrained(f"r{i}", {"json": s}, seed=seed + i) for i, s in enumerate(wanted)]

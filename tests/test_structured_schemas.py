@@ -257,7 +257,7 @@ def documents(schema: Any) -> st.SearchStrategy[Any]:
     return st.tuples(*given).map(lambda values: {n: v for n, v in zip(properties, values, strict=True) if v is not ...})
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_valid_documents_of_random_schemas_are_taken(data):
     schema = data.draw(schemas(), label="schema")
@@ -268,7 +268,7 @@ def test_valid_documents_of_random_schemas_are_taken(data):
         assert takes(matcher, text)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(schema=schemas(), document=st.sampled_from(DOCUMENTS) | schemas())
 def test_invalid_documents_of_random_schemas_are_not_taken(schema, document):
     if not jsonschema.Draft202012Validator(schema).is_valid(document):
@@ -332,7 +332,7 @@ def records(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": extra}, document
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(records())
 def test_keys_that_may_be_left_out_come_at_any_place(record):
     schema, document = record

@@ -77,7 +77,7 @@ DRAWN = st.fixed_dictionaries({}, optional=VALUES) | st.fixed_dictionaries({k: V
 
 
 @given(st.sampled_from(FORMATS), DRAWN)
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_what_is_taken_is_read_and_obeys(form, drawn):
     arguments = {key: drawn[key] for key in [*WRITE["properties"], "more"] if key in drawn}
     call = call_of(form, "write", arguments)

@@ -41,7 +41,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=12), readers=st.integers(1, 3),
     first=st.sampled_from([0, SLOTS - 1, MASK, MASK - 3, MASK - SLOTS]), pauses=st.integers(0, 2**16),

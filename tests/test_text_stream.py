@@ -141,7 +141,7 @@ def naive_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(tokenizer_and_ids(), st.booleans(), st.data())
 def test_joined_deltas_are_decode_of_the_ids(case, skip, data):
     tokenizer, ids = case
@@ -165,7 +165,7 @@ def run_is_torn(tokenizer: Adapter, prompt: list[int], output: list[int], skip: 
     return bool(last and first) and not is_utf8(last[::-1] + first)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(tokenizer_and_ids(), st.data(), st.booleans())
 def test_behind_a_prompt_the_text_is_what_it_adds_to_the_prompts(case, data, skip):
     """Where the prompt's own text stands in that of the whole; offsets are those of the text so far."""
@@ -223,7 +223,7 @@ def begins_by_definition(tokenizer, ids, skip: bool) -> list[int]:
     return [max(0, begin - text.startswith(" ")) for begin in begins]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(tokenizer_and_ids(st.sampled_from(["byte_level", "llama"])), st.data(), st.booleans())
 def test_a_token_begins_where_its_characters_do_whatever_the_bytes_are(case, data, skip):
     """Also what never becomes a character: parts of one, runs that turn out invalid, the incomplete end."""
@@ -284,7 +284,7 @@ def specials_of(tokenizer) -> list[str]:
     return sorted(tokenizer.special_texts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(tokenizer_and_ids(), st.booleans(), st.booleans(), st.data())
 def test_a_stop_string_may_hold_special_tokens(case, include, skip, data):
     """Shown or not, a special token is found by its text; what is shown is cut there."""
@@ -324,7 +324,7 @@ def test_special_tokens_among_text_in_a_stop_string():
     assert TextStream(tokenizer, ["<|end|>"]).push([*written, *tokenizer.encode("|>")]).stop_hit == "<|end|>"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(tokenizer_and_ids(), st.lists(st.text(st.sampled_from("ab theé😀\n"), min_size=1, max_size=4), max_size=4),
        st.booleans(), st.data())  # fmt: skip
 def test_stop_strings_cut_where_the_offline_definition_cuts(case, stops, include, data):
@@ -352,7 +352,7 @@ def test_stop_strings_cut_where_the_offline_definition_cuts(case, stops, include
     assert taken == count
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tokenizer_and_ids(), st.lists(st.text(st.sampled_from("ab theé"), min_size=1, max_size=3), max_size=3),
        st.booleans(), st.integers(1, 8), st.data())  # fmt: skip
 def test_no_stop_string_is_looked_for_in_the_first_tokens(case, stops, include, least, data):
@@ -367,7 +367,7 @@ def test_no_stop_string_is_looked_for_in_the_first_tokens(case, stops, include, 
     assert stream.stop_hit == (hit[1] if hit else None)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(st.sampled_from("ab é😀\n"), max_size=20), st.text(st.sampled_from("ab é😀"), min_size=1, max_size=3))
 def test_no_more_ids_are_taken_than_the_stop_string_needs(text, stop):
     tokenizer = TOKENIZERS["byte_level"]
@@ -451,7 +451,7 @@ def test_work_is_linear_in_the_number_of_ids(name, kind):
     assert tokenizer.num_decoded <= 10 * len(ids) + 2 * MAX_BYTE_RUN
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(st.text("ab<", min_size=1, max_size=5), min_size=1, max_size=5), st.lists(st.text("ab<", max_size=8)))
 def test_scanner_finds_what_the_definition_finds_and_holds_no_more_than_it_must(markers, pieces):
     scanner, text, released = MarkerScanner(markers), "", ""

@@ -69,7 +69,7 @@ def pair(request: pytest.FixtureRequest, directory: Path):
     return ours, reference(directory, request.param)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS)
 def test_byte_level_ids_are_those_of_the_original(pair, text: str):
     ours, theirs = pair
@@ -99,7 +99,7 @@ def splitter(request: pytest.FixtureRequest, directory: Path):
     return backend.pre_tokenizer, regex.compile(PUBLISHED[request.param])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(st.sampled_from("aAbBéÉ日ǅ'stLL 123١\n\r\t.,/!?🙂"), max_size=30))
 def test_words_are_split_as_published(splitter, text: str):
     pre_tokenizer, published = splitter
@@ -170,7 +170,7 @@ def sentencepiece(request: pytest.FixtureRequest):
     return request.param, Tokenizer.from_gguf_metadata(PATH, spm_metadata(tokenizer__ggml__add_space_prefix=request.param))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.sampled_from("aabbcde é日"), max_size=24))
 def test_sentencepiece_ids_follow_its_definition(sentencepiece, text: str):
     prefix, tokenizer = sentencepiece

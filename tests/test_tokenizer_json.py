@@ -95,7 +95,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Tokenizer.from_directory(path), AutoTokenizer.from_pretrained(path)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=TEXTS)
 def test_ids_and_text_are_those_of_transformers(pair, text: str):
     ours, theirs = pair
@@ -118,7 +118,7 @@ def test_special_tokens_are_those_of_transformers(pair):
     assert ours.vocab_size == len(theirs)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(text=TEXTS)
 def test_bytes_of_tokens_join_to_the_text(pair, text: str):
     """In the middle of a text; a decoder that drops the first space does so only there."""
@@ -132,7 +132,7 @@ def test_bytes_of_tokens_join_to_the_text(pair, text: str):
         assert joined.decode() in (whole, " " + whole)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
 def test_decode_undoes_encode(tmp_path_factory: pytest.TempPathFactory, text: str):
     path = tmp_path_factory.getbasetemp() / "round_trip"

@@ -128,7 +128,7 @@ def tool(name: str, schema: Mapping) -> dict:
     return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(sorted(TEMPLATES)), st.sampled_from(["", "Let me see."]), typed_calls(), st.data())
 def test_what_the_template_writes_of_calls_is_read_as_them(name, text, wanted, data):
     """A conversation goes on as the model's own words do: what is rendered of an answer gives the same answer again."""
@@ -170,7 +170,7 @@ salads = st.lists(st.sampled_from(FRAGMENTS), max_size=10).map("".join)
 SCHEMAS = {"f": {"properties": {"a": {"type": "integer"}}}}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(NEW), st.sampled_from(["qwen3", None, "granite"]), salads, st.data())
 def test_any_text_in_any_pieces_gives_the_same(name, reasoning, text, data):
     form = AnswerFormat("openai_gptoss" if name == "openai" and reasoning else reasoning, name)
@@ -180,7 +180,7 @@ def test_any_text_in_any_pieces_gives_the_same(name, reasoning, text, data):
     assert parse(form.parser(schemas=SCHEMAS), *pieces) == whole
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.sampled_from(sorted(REASONING_FORMATS)), st.sampled_from(["", "<think>\n", "x</think>\n\n"]), st.data())
 def test_reasoning_in_any_pieces_is_the_same(kind, prompt, data):
     form = REASONING_FORMATS[kind]
@@ -239,7 +239,7 @@ def test_long_arguments_come_as_they_are_written_and_short_calls_whole(name):
 json_salads = st.lists(st.sampled_from(['"a"', '"', "{", "}", "[", "]", ":", ",", " ", "\n", "1", "-", "1.5e", "true", "nul", "\\", "\\u00", "e9", "é"]), max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.dictionaries(texts, anything, max_size=4) | json_salads.map(lambda parts: "{" + "".join(parts)), st.booleans(), st.data())
 def test_an_object_in_pieces_is_what_a_parser_takes(value, ascii, data):
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=ascii, indent=data.draw(st.sampled_from([None, 1])))

@@ -87,7 +87,7 @@ def write(name: str, text: str, wanted: list[tuple[str, dict]]) -> str:
     return text + f"<|python_start|>[{listed}]<|python_end|>"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(NAMES), st.sampled_from(["", "Let me see. ", "é😀\n\nfirst:"]), st.lists(calls, max_size=3), st.data())
 def test_what_is_written_is_read(name, text, wanted, data):
     answer = write(name, text, wanted)
@@ -157,7 +157,7 @@ def write_constrained(name: str, spelled: list[tuple[str, str]], space: str) -> 
     return "[TOOL_CALLS]" * (name == "mistral list") + f"[{', '.join(objects)}]"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(JSON_NAMES), st.lists(calls, min_size=1, max_size=3), spaces, st.booleans(), st.data())
 def test_arguments_of_constrained_calls_come_as_they_are_written(name, wanted, space, ascii, data):
     """In any pieces, and up to any end: what is there of a call is the beginning of what would have come."""
@@ -190,7 +190,7 @@ FRAGMENTS = [
 salads = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(NAMES), salads, st.data())
 def test_any_text_in_any_pieces_gives_the_same(name, text, data):
     whole = tools(name, text)
@@ -198,7 +198,7 @@ def test_any_text_in_any_pieces_gives_the_same(name, text, data):
     assert tools(name, *cut(text, data.draw(st.lists(st.integers(0, len(text)), max_size=6)))) == whole
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.sampled_from(sorted(REASONING_FORMATS)), st.sampled_from(["", "<think>\n", "x</think>\n\n"]), salads, st.data())
 def test_reasoning_in_any_pieces_is_the_same(kind, prompt, text, data):
     whole = parse(ReasoningParser(kind, prompt), text)
@@ -206,7 +206,7 @@ def test_reasoning_in_any_pieces_is_the_same(kind, prompt, text, data):
     assert parse(ReasoningParser(kind, prompt), *cut(text, data.draw(st.lists(st.integers(0, len(text)))))) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(NAMES), salads, st.data())
 def test_reasoning_and_calls_together_in_any_pieces_are_the_same(name, text, data):
     form = AnswerFormat("qwen3", name)
@@ -220,7 +220,7 @@ MARKERS = {
 }  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(NAMES), salads)
 def test_without_calls_nothing_is_lost_but_a_call_that_the_end_cuts_off(name, text):
     events = tools(name, text)

@@ -86,7 +86,7 @@ def edited(state: BatchState, edits: StepEdits, some: list[Request], logits: tor
     return work
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(requests(), requests(), st.integers(0, 2**32), st.data())
 def test_a_mixed_batch_is_edited_as_each_request_alone(first, second, seed, data):
     """Steps of changing rows, with new owners of the slots between them: what is kept from a step before serves no other."""
