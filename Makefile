@@ -89,7 +89,7 @@ tests: $(VENV)/.test
 # Ranks wait for each other, so tests of several cards follow one by one; on a single card they are skipped. A kernel that hangs takes
 # its test's process with it, which no signal would.
 GPU_WORKERS ?= 10
-GPU_TESTS := $(shell grep -l 'mark[.]gpu' tests/test_*.py)
+GPU_TESTS = $(shell grep -l 'mark[.]gpu' tests/test_*.py)
 GPU_OPTIONS := --timeout-method thread --durations 15
 OF_RANKS := tests/test_gpu_tensor_parallel.py
 test-gpu: $(VENV)/.test
