@@ -171,6 +171,13 @@ async def test_huge_and_deep_answers(browser):
         await c.page.get_by_label("System message and sampling").click(timeout=5000)  # it still reacts
 
 
+async def test_an_answer_that_comes_between_two_drawings_is_told(browser):
+    async with chat(browser, "Some words.") as c:
+        await c.page.evaluate(SLOW)
+        await c.ask("Hello.")
+        await expect(c.page.get_by_role("log").locator("+ p")).to_have_text("The answer is there.")
+
+
 async def test_by_keyboard_alone_and_as_a_screen_reader_hears_it(browser):
     async with chat(browser, "Some words.") as c:
         press, box = c.page.keyboard.press, c.page.get_by_label("Message", exact=True)

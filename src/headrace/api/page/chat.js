@@ -75,13 +75,14 @@ function Chat({ talk, model, loading, show }) {
 
 /** Follows the end of what is written unless the reader has scrolled away from it. */
 function Messages({ talk, children }) {
-  const element = useRef(), follows = useRef(true), before = useRef(false);
+  const element = useRef(), follows = useRef(true), before = useRef({ begun: talk.begun, writing: talk.writing });
   const [said, setSaid] = useState("");
   useEffect(() => {
+    const { begun, writing } = talk; // a short answer may have begun and ended since the last drawing
+    if (begun !== before.current.begun) follows.current = true;
     if (follows.current && talk.chat.messages.length) element.current.scrollTop = element.current.scrollHeight;
-    if (before.current && !talk.writing) setSaid("The answer is there.");
-    else if (!before.current && talk.writing) [follows.current] = [true, setSaid("An answer is being written.")];
-    before.current = talk.writing;
+    if (begun !== before.current.begun || writing !== before.current.writing) setSaid(writing ? "An answer is being written." : "The answer is there.");
+    before.current = { begun, writing };
   });
   const scrolled = ({ target }) => (follows.current = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR);
   return html`

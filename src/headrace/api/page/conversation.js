@@ -26,6 +26,7 @@ export class Conversation extends EventTarget {
     this.model = null;
     this.settings = { showTokens: false, numbers: {}, stop: "", thinking: "", tools: "", ...loadSettings() };
     this.controller = null; // of the answer that is being written
+    this.begun = 0; // answers
     this.full = false; // this browser has no room for the conversation
     const latest = listChats()[0];
     if (!latest || !this.open(latest.id)) this.begin();
@@ -137,6 +138,7 @@ export class Conversation extends EventTarget {
 
   async answer(resumed = null) {
     this.stop();
+    this.begun += 1;
     const { chat } = this; // another may be open before this has ended
     const controller = (this.controller = new AbortController());
     let message = resumed, body;
