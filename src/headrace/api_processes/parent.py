@@ -31,7 +31,7 @@ from headrace.api.glass_hub import GlassHub
 from headrace.api.limits import Limits
 from headrace.api_processes.desk import Desk
 from headrace.api_processes.wire import Alive, Cut, Fatal, FromChild, Start, Stop, Up
-from headrace.distributed.pipe import Pipe, bounded
+from headrace.distributed.pipe import Pipe, bounded, last_words
 from headrace.distributed.remote_wire import EngineState
 from headrace.engine.client import EngineClient
 from headrace.engine.socket_pair import bind_pair
@@ -44,7 +44,6 @@ LOOK_SECONDS = 0.25  # between looks at the signs of life
 START_SECONDS = 120.0  # a process that starts may be silent for so long
 MAX_FAILED_STARTS = 3  # in a row
 RESTART_WINDOW = 60.0
-WORDS_SECONDS = 1.0  # for the last words of one that has ended by itself
 CUT_SECONDS = 0.5  # to end after a Cut
 
 
@@ -77,9 +76,7 @@ class ApiProcess:
                 await asyncio.wait(signs, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if exited.done():
                     code = exited.result()
-                    words = time.monotonic() + (WORDS_SECONDS if code > 0 else 0.0)
-                    while self.fatal is None and time.monotonic() < words:
-                        await asyncio.sleep(0.02)
+                    await last_words(code, lambda: self.fatal is not None)
                     return self.fatal or (f"signal {-code}" if code < 0 else f"exit code {code}")
                 if self.pipe.broken.done():
                     return f"a message that was not understood ({self.pipe.broken.exception()!r})"

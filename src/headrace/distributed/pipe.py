@@ -20,7 +20,15 @@ from headrace.engine.wire import from_wire, to_wire
 QUEUE = 64  # messages in each end's queue
 RETRY_SECONDS = 0.01  # between looks whether a full pipe has room again
 TURN_SECONDS = 0.002  # of reading messages, before everybody else in the event loop has a turn
+WORDS_SECONDS = 1.0  # for the last words of a process that has ended by itself
 LISTENED = 0.5  # seconds of silence that one look can tell at most
+
+
+async def last_words(code: int | None, said: Callable[[], bool]) -> None:
+    """Of a process that has ended with this code: what it says last may come after its end. `said`: whether it has come."""
+    end = time.monotonic() + WORDS_SECONDS
+    while (code or 0) > 0 and not said() and time.monotonic() < end:
+        await asyncio.sleep(0.02)
 
 
 class Pipe:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable
 from signal import SIGKILL
 from typing import Protocol
@@ -18,12 +17,12 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from headrace.distributed.pipe import last_words
 from headrace.distributed.process import Door
 from headrace.engine.core_link import CoreLink
 from headrace.engine.news_pipe import QueueOutbox
 from headrace.engine.wire import Shutdown
 
-WORDS_SECONDS = 1.0  # for the last words of a process that has ended by itself
 HOST_SECONDS = 0.25  # for the host to say how the process ended, when the connection is lost
 KILL_SECONDS = 5.0  # for the host to end it
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -122,12 +121,14 @@ class RemoteCore(CoreLink):
         """Until it has ended or cannot be reached any more; returns why."""
         await asyncio.wait({self._ended, self._lost}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({self._ended}, timeout=HOST_SECONDS)
-        words = time.monotonic() + (WORDS_SECONDS if (self._code or 0) > 0 else 0.0)
-        while True:
-            await asyncio.sleep(0.05)
-            self._read()
-            if self.fatal is not None or time.monotonic() > words:
-                return f"{self._why()}, on {self._where}"
+        await asyncio.sleep(0.05)  # what it has said until then
+        await last_words(self._code, self._has_said)
+        self._read()
+        return f"{self._why()}, on {self._where}"
+
+    def _has_said(self) -> bool:
+        self._read()
+        return self.fatal is not None
 
     def _why(self) -> str:
         if self.fatal is not None:
