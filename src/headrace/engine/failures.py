@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.sampling.checks import held_off
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.request import Request
 from headrace.structured_output.manager import StructuredOutput
@@ -33,7 +34,6 @@ def why_failed(request: Request, structured: StructuredOutput | None) -> tuple[s
 
 def banned(params: SamplingParams, output_ids: Sequence[int]) -> set[int]:
     """The tokens that may not follow. Bad words are looked for in the output only."""
-    ends = list(params.stop_token_ids or []) + ([] if params.ignore_eos else list(params.eos_token_ids))
-    early = ends if len(output_ids) < params.min_tokens else []
+    early = held_off(params) if len(output_ids) < params.min_tokens else []
     words = (word for word in params.bad_word_ids if len(word) <= len(output_ids) + 1)
     return {*early, *(word[-1] for word in words if list(output_ids[len(output_ids) + 1 - len(word) :]) == word[:-1])}

@@ -121,11 +121,15 @@ def check_vocabulary(p: Any, vocab_size: int) -> None:
                 raise ParameterError(name, i, f"token ids in [0, {vocab_size - 1}]")
     if p.allowed_token_ids is not None:
         banned = {word[0] for word in p.bad_word_ids if len(word) == 1}
-        if p.min_tokens:
-            banned.update(p.stop_token_ids or (), () if p.ignore_eos else p.eos_token_ids)
+        banned.update(held_off(p))
         if banned.issuperset(p.allowed_token_ids):
             allowed = "at least one id that bad_words and min_tokens do not ban"
             raise ParameterError("allowed_token_ids", p.allowed_token_ids, allowed)
+
+
+def held_off(p: Any) -> list[int]:
+    """The stop ids and end tokens that may not come before `min_tokens` others have."""
+    return [*(p.stop_token_ids or ()), *(() if p.ignore_eos else p.eos_token_ids)] if p.min_tokens else []
 
 
 def check_float(name, value, low, high, *, optional=False, open_low=False) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from headrace.cache.memory import zeros
 from headrace.kernels.prepare import Rows
 from headrace.kernels.tables import Float, Int
+from headrace.sampling.checks import held_off
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.penalties import (
     BadWords,
@@ -192,16 +193,13 @@ def _pairs(ids: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
 
 def slot_edits(params: SamplingParams, vocab_size: int) -> SlotEdits | None:
     """What `params` (complete) do to the logits, or None for nothing."""
-    ends = list(params.stop_token_ids or []) if params.min_tokens else []
-    if params.min_tokens and not params.ignore_eos:
-        ends += params.eos_token_ids
     banned = [w[0] for w in params.bad_word_ids if len(w) == 1]
     bias = params.logit_bias or {}
     edits = SlotEdits(
         bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
         bias=np.fromiter(bias.values(), np.float32, len(bias)),
         banned=np.asarray(banned, np.int64),
-        banned_early=np.asarray(banned + [t for t in ends if t < vocab_size], np.int64),
+        banned_early=np.asarray(banned + [t for t in held_off(params) if t < vocab_size], np.int64),
         words=[w for w in params.bad_word_ids if len(w) > 1],
         mask=pack_mask(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
         penalties=bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1.0)),
