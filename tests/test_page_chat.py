@@ -261,8 +261,11 @@ async def test_what_the_drawer_says_is_asked_for(browser):
 async def test_errors_in_words(browser):
     engine = FakeEngine()
     async with chat(browser, engine=engine, expected=("status of 4", "status of 5"), max_queued_requests=8) as c:
+        await c.page.evaluate(SLOW)
         await c.button("System message and sampling").click()
-        await c.page.get_by_label("Temperature").fill("9")
+        drawer = c.page.get_by_role("dialog")
+        assert await drawer.evaluate("it => it.contains(document.activeElement)")  # or it takes the next field's keys
+        await drawer.get_by_label("Temperature").fill("9")
         await c.page.keyboard.press("Escape")
         await expect(await c.ask("Hot.")).to_contain_text("temperature")
         engine.state.loaded = False

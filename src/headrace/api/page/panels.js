@@ -1,6 +1,6 @@
 // What slides over the chat: earlier conversations, and the drawer with the system message and sampling.
 
-import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { IconButton } from "./icons.js";
 import { NUMBERS, asJson, asMarkdown } from "./conversation.js";
 import { listChats } from "./store.js";
@@ -8,7 +8,7 @@ import { listChats } from "./store.js";
 /** Closed by Escape and by its cross; takes the focus and gives it back. */
 export function Panel({ title, close, children }) {
   const element = useRef();
-  useEffect(() => {
+  useLayoutEffect(() => { // at once: who is quick has his own field by the next drawing, and writes there
     const before = document.activeElement;
     element.current.querySelector("input, textarea, select, .first")?.focus();
     return () => before?.focus?.();
