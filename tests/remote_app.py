@@ -59,6 +59,7 @@ class RemoteApp:
         self.metrics, self.limits = PrometheusMetrics(engine), Limits(engine, config)
         self.state = SimpleNamespace(api=SimpleNamespace(limits=self.limits))
         self.app: Any = None
+        self.tells = True  # of the engine's state before every request
 
     def _make(self) -> None:
         self.pair = Pair(self.context, FromChild, ToChild)
@@ -78,7 +79,8 @@ class RemoteApp:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.app is None:
             self._make()
-        self.remote.heard(EngineState.of(self.engine))
+        if self.tells:
+            self.remote.heard(EngineState.of(self.engine))
         try:
             await self.app(scope, receive, send)
         finally:

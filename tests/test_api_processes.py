@@ -80,7 +80,7 @@ def connected(server: ServerProcess, pid: int) -> http.client.HTTPConnection:
 
 
 def both_ready(server: ServerProcess) -> list[int]:
-    """The two processes, once each knows that the engine is ready: one hears it a moment before the other."""
+    """The two processes, once each says that it is ready: one hears it a moment before the other."""
     pids = until(lambda: len(found := http_processes(server)) == 2 and found, 90)
 
     def is_ready(pid: int) -> bool:

@@ -53,3 +53,12 @@ def remote() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def api(remote) -> Api:
     return Api(FakeEngine())
+
+
+def test_a_process_that_has_not_heard_yet_that_the_model_is_loaded_asks(remote):
+    """Another one may have told a client that the server is ready."""
+    api = Api(FakeEngine())
+    api.engine.state.loaded = False
+    assert api.post("/v1/completions", {"prompt": "a"}).json()["error"]["code"] == "loading"
+    api.app.tells, api.engine.state.loaded = False, True
+    assert api.ok("/v1/completions", {"prompt": "a"})["choices"]

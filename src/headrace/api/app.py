@@ -57,7 +57,7 @@ class Endpoint:
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.needs_engine:
-            self.ctx.limits.check_ready()
+            await self.ctx.limits.ready()
         response = await self.handler(self.ctx, Request(scope, receive, send))
         await response(scope, receive, send)
 

@@ -61,6 +61,10 @@ class Limits:
         if status.draining:
             raise unavailable("The server is shutting down.", 10, "draining")
 
+    async def ready(self) -> None:
+        """As `check_ready`."""
+        self.check_ready()
+
     def retry_after(self) -> int:
         """Seconds until what waits now has been worked off."""
         status = self.engine.status()

@@ -41,7 +41,7 @@ class SceneRoutes:
 
     async def server(self, ctx: ApiContext, request: Request) -> Response:
         """GET /glass/server: the sizes and switches that explain what a scene shows, and counters to read before and after."""
-        ctx.limits.check_ready()
+        await ctx.limits.ready()
         engine, info, config = ctx.engine, ctx.engine.info, ctx.engine.config
         stats, model = engine.counters(), engine.model_config
         about: dict[str, Any] = {

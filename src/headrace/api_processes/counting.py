@@ -24,6 +24,7 @@ from headrace.api_processes.wire import (
     Refused,
     Returned,
     SampleEnded,
+    StateWanted,
 )
 from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import SampleRecord, counted_path
@@ -83,6 +84,13 @@ class RemoteLimits(Limits):
         super().__init__(engine, config)
         self._questions = questions
         self._entered: dict[int, list[int]] = {}  # by key: the numbers of its requests
+
+    async def ready(self) -> None:
+        """Asks before it says that the model is being loaded: another process may have told a client that it is there."""
+        status = self.engine.status()
+        if status.alive and not status.loaded:
+            await self._questions.ask(StateWanted(self._questions.new_number()))
+        self.check_ready()
 
     async def admit(self, num_samples: int, num_tokens: int) -> Ticket:
         questions = self._questions

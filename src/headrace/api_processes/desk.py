@@ -25,11 +25,12 @@ from headrace.api_processes.wire import (
     Refused,
     Returned,
     SampleEnded,
+    StateWanted,
     TokensWanted,
 )
 from headrace.distributed.engine_host import EngineHost
 from headrace.distributed.pipe import Pipe
-from headrace.distributed.remote_wire import Cancel, Submit
+from headrace.distributed.remote_wire import Cancel, EngineState, Submit
 from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import PrometheusMetrics
 
@@ -53,6 +54,9 @@ class Desk:
         elif isinstance(message, Look | More | LookAway | TokensWanted):
             if self._glass is not None:  # without it no process has what asks for it
                 self._glass.heard(message)
+        elif isinstance(message, StateWanted):
+            self._pipe.say(EngineState.of(self.host.engine))
+            self._pipe.say(Granted(message.number))
         elif isinstance(message, Admit | Enter | PageWanted):
             self._pipe.say(self._answer(message))
         elif isinstance(message, Answered):

@@ -121,6 +121,12 @@ class PageWanted(msgspec.Struct, tag=True):
     number: int
 
 
+class StateWanted(msgspec.Struct, tag=True):
+    """Answered by the EngineState of now, then by Granted."""
+
+    number: int
+
+
 class Look(msgspec.Struct, tag=True):
     """Somebody looks at a core; answered by Granted or Refused. Its number is then the viewer's."""
 
@@ -158,7 +164,7 @@ class TokensShown(msgspec.Struct, tag=True):
     ids: list[int] | None
 
 
-Question = Admit | Enter | PageWanted | Look | More | TokensWanted
+Question = Admit | Enter | PageWanted | StateWanted | Look | More | TokensWanted
 Answer = Granted | Refused | Page | Shown | TokensShown
 Counted = Question | Begun | Ended | Returned | Left | LookAway | Answered | SampleEnded
 ToChild = FromEngine | Answer | Start | Stop | Cut
