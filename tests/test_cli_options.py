@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,17 @@ def parser_of(words: tuple[str, ...]) -> argparse.ArgumentParser:
 
 def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     return parser._get_formatter()._expand_help(action)  # type: ignore[attr-defined]
+
+
+def test_an_interrupt_amid_the_first_imports_is_no_traceback():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["headrace"].partition(":")
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n        if name == 'headrace.cli.parser':\n"
+        f"            raise KeyboardInterrupt\nsys.meta_path.insert(0, Interrupt())\nfrom {module} import {function}\nsys.exit({function}())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 # ------------------------------------------------------------------------------------------------------------------- help
@@ -352,8 +364,6 @@ def test_grammars_without_their_package(monkeypatch, model):
 
 
 def test_the_extras_are_those_of_the_project():
-    import tomllib
-
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for module, extra in EXTRAS.items():
         assert any(re.match(rf"{module}\b", line) for line in project[extra]), module
