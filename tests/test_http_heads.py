@@ -1,10 +1,11 @@
 """Heads of requests that do not come to an end: bounded in time and in bytes, on fresh connections and on used ones. And clients
-that leave with several requests under way."""
+that leave with several requests under way, and those that are too many."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 
 import pytest
 
@@ -98,3 +99,40 @@ async def test_who_leaves_with_requests_behind_each_other_ends_the_first(monkeyp
         writer.transport.abort()
         await soon(lambda: not engine.active)
         assert len(engine.aborted) == 1
+
+
+async def test_connections_beyond_the_most_are_told_so_and_there_is_room_when_one_goes(monkeypatch, caplog):
+    async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 2) as port:
+        kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        for _ in range(2):
+            reader, _ = await asyncio.open_connection("127.0.0.1", port)
+            said = await asyncio.wait_for(reader.read(), 20)
+            assert said.startswith(b"HTTP/1.1 503") and b'"code":"too_many_connections"' in said and b"\r\nretry-after: 5" in said
+        assert caplog.text.count("2 connections are open") == 1
+        for reader, writer in kept:
+            writer.write(WHOLE)
+            assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+        kept[0][1].close()
+
+        async def served() -> bool:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                writer.write(WHOLE)
+                return (await answer(reader)).startswith(b"HTTP/1.1 200")
+            return False
+
+        while not await asyncio.wait_for(served(), 20):
+            await asyncio.sleep(0.01)
+
+
+NONE = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    "soft, hard, raised, room", [(100, 200, 200, 100), (1024, 4096, 4096, 3840), (1024, NONE, 65536, 65280), (99_000, NONE, None, 98_744)]
+)
+def test_connections_leave_files_for_a_core_that_comes_again(monkeypatch, soft, hard, raised, room):
+    asked = []
+    monkeypatch.setattr(module.resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(module.resource, "setrlimit", lambda what, limits: asked.append(limits))
+    assert module.room_for_connections() == room and asked == ([] if raised is None else [(raised, hard)])

@@ -1,4 +1,5 @@
-"""The HTTP server under the application: uvicorn, with the options that all processes that serve share, and bounds on heads.
+"""The HTTP server under the application: uvicorn, with the options that all processes that serve share, and bounds on heads
+and connections.
 
 uvicorn waits for ever for a request that has begun, however slowly it comes and however long its head is. Bodies, and heads
 that are whole, have their bounds in the application. Nor does it tell a request that its client has left when that has sent
@@ -9,14 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import ssl
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
+from headrace.api.errors import unavailable
+
+logger = logging.getLogger("headrace.server")
 HEAD_SECONDS = 60.0  # for the head of a request to come
 HEAD_BYTES = 1 << 20  # of one that is not whole yet
+FILES = 65_536  # that may be open at least, where the system lets a process have so many
+OTHER_FILES = 256  # that connections leave to the rest: a core that is to be started again, its sockets, what is read
+QUIET_SECONDS = 10.0  # between lines of the log about connections that are refused
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -27,17 +36,41 @@ def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> u
     )
     options.load()
     options.ssl = tls
-    options.http_protocol_class = type("HttpProtocol", (BoundedHeads, options.http_protocol_class), {})
+    bounds = {"most": room_for_connections()}
+    options.http_protocol_class = type("HttpProtocol", (BoundedHeads, options.http_protocol_class), bounds)
     server = uvicorn.Server(options)
     server.capture_signals = contextlib.nullcontext  # type: ignore
     return server
 
 
+def room_for_connections() -> int:
+    """How many there may be at a time. Raises the bound of this process's open files as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+            soft = files
+    files = FILES if soft == resource.RLIM_INFINITY else soft
+    return max(files - OTHER_FILES, files // 2)
+
+
+def too_many_connections(most: int) -> bytes:
+    error = unavailable(f"{most} connections are open, and no more may be.", 5, "too_many_connections")
+    body = error.body()
+    head = "HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
 class BoundedHeads(asyncio.Protocol):
-    """Before one of uvicorn's protocols; knows its `loop`, `transport`, and `cycle`: the request at hand, or the last."""
+    """Before one of uvicorn's protocols; knows its `loop`, `transport`, all `connections` of the server, and `cycle`: the request
+    at hand, or the last."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
+    connections: set[Any]
+    most: int  # connections
+    quiet_until = 0.0  # of the server
     cycle: Any
     _late: asyncio.TimerHandle | None = None  # while there is no request, or one has come in part
     _bytes = 0  # of that part
@@ -45,7 +78,18 @@ class BoundedHeads(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self._refuse()
+            return
         self._late = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _refuse(self) -> None:
+        kind, now = type(self), self.loop.time()
+        if now >= kind.quiet_until:
+            kind.quiet_until = now + QUIET_SECONDS
+            logger.warning("%d connections are open, and others are refused: ulimit -n bounds them", self.most)
+        self.transport.write(too_many_connections(self.most))
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
