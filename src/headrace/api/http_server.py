@@ -63,8 +63,8 @@ def too_many_connections(most: int) -> bytes:
 
 
 class BoundedHeads(asyncio.Protocol):
-    """Before one of uvicorn's protocols; knows its `loop`, `transport`, all `connections` of the server, and `cycle`: the request
-    at hand, or the last."""
+    """Before one of uvicorn's protocols; knows its `loop`, `transport`, all `connections` of the server, and `cycle`: the
+    request at hand, or the last."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
