@@ -17,7 +17,7 @@ from headrace.cli import main
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, CheckpointError
 from headrace.model import hub as hub_files
-from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.checkpoint import locate_config, resolve_checkpoint
 from loader_files import write_llama_gguf
 from server_driver import SRC
 
@@ -123,6 +123,9 @@ def test_without_a_network_it_says_what_there_is(hub, capsys, monkeypatch):
     assert main(["pull", "org/tensors"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "'org/tensors' cannot be had: ConnectError" in last and "is there a network?" in last
+    for wanted in (EngineConfig(model="org/tensors"), EngineConfig(tokenizer="org/tensors")):  # in the same words, of parts of it too
+        with pytest.raises(CheckpointError, match=r"'org/tensors' cannot be had: ConnectError.*is there a network\?"):
+            locate_config(wanted) if wanted.model else resolve_checkpoint(wanted)
 
 
 def test_what_does_not_fit_is_not_begun(hub, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.config import EngineConfig, hub_offline
-from headrace.errors import CheckpointError, HeadraceError, ParameterError
+from headrace.errors import CheckpointError, ParameterError
 from headrace.model import hub
 from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
 from headrace.model.formats.gguf import GgufFile, read_gguf
@@ -205,7 +205,6 @@ def _fetched(name: str, revision: str | None) -> Path:
 def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     """The Hub snapshot of `name`; without any network call if told so by the configuration or the environment."""
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     offline = config.local_files_only or hub_offline()
     name, tag = hub.split_name(name)
@@ -217,25 +216,16 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     try:
         if patterns is hub.FILES and not offline and not hub.is_cached(name):
             return _fetched(name, config.revision)
-        found = snapshot_download(
-            name,
-            revision=config.revision,
-            allow_patterns=patterns,
-            ignore_patterns=hub.IGNORED,
-            local_files_only=offline,
-        )
+        with hub.told(name, offline):
+            found = snapshot_download(
+                name,
+                revision=config.revision,
+                allow_patterns=patterns,
+                ignore_patterns=hub.IGNORED,
+                local_files_only=offline,
+            )
     except CheckpointError as error:
         raise CheckpointError(f"directory {name} does not exist, and {error}") from error
-    except HeadraceError:  # no room, or somebody else fetches it
-        raise
-    except HFValidationError as error:
-        raise CheckpointError(f"directory {name} does not exist, and {name!r} is no Hub id") from error
-    except LocalEntryNotFoundError as error:
-        reason = "is not in the local cache, and offline nothing is downloaded" if offline else f"cannot be had: {error}"
-        raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
-    except Exception as error:  # the Hub client raises many kinds; all mean that there is no checkpoint
-        reason = f"cannot be had: {type(error).__name__}: {error}"
-        raise CheckpointError(f"directory {name} does not exist, and the Hub model {name!r} {reason}") from error
     if patterns is hub.FILES and not offline and not (Path(found) / "config.json").exists():  # .gguf files, if anything
         return _fetched(name, config.revision)
     return Path(found)

@@ -199,9 +199,9 @@ def _silent() -> type:
 
 
 @contextlib.contextmanager
-def told(repo: str) -> Iterator[None]:
+def told(repo: str, offline: bool = False) -> Iterator[None]:
     """The Hub's client raises many kinds of errors; all mean that there is no checkpoint."""
-    from huggingface_hub.errors import DryRunError, HFValidationError
+    from huggingface_hub.errors import DryRunError, HFValidationError, LocalEntryNotFoundError
 
     try:
         yield
@@ -210,7 +210,11 @@ def told(repo: str) -> Iterator[None]:
     except HFValidationError as error:
         raise CheckpointError(f"{repo!r} is no Hub id") from error
     except Exception as error:
-        hidden = error.__cause__ if isinstance(error, DryRunError) else None  # it has one for all that can be the matter
+        if offline and isinstance(error, LocalEntryNotFoundError):
+            words = f"the Hub model {repo!r} is not in the local cache, and offline nothing is downloaded"
+            raise CheckpointError(words) from error
+        # these two are for all that can be the matter
+        hidden = error.__cause__ if isinstance(error, DryRunError | LocalEntryNotFoundError) else None
         cause = hidden or error
         said = " ".join(str(cause).split())[:500]
         if type(cause).__name__ == "ConnectError":
