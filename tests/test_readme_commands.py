@@ -14,6 +14,7 @@ import pytest
 import headrace.engine.client
 from fake_engine import FakeEngine
 from headrace.cli import main
+from headrace.cli.serve import first_request
 from server_driver import serving
 from test_run_batch import FakeClient
 
@@ -42,6 +43,15 @@ async def test_every_curl_is_answered():
             assert process.returncode == 0, f"{path}: {said}"
             last = said.strip().splitlines()[-1]
             assert last == "data: [DONE]" or not json.loads(last).get("error"), said
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize(("chats", "keys"), [(True, ()), (False, ("secret-1",))])
+async def test_the_line_that_a_server_prints_is_answered(chats, keys):
+    async with serving(FakeEngine(model_name="miller's"), api_keys=keys) as here:
+        line = first_request(f"http://127.0.0.1:{here.port}", "miller's", chats, bool(keys)).replace("KEY", "secret-1")
+        process = await asyncio.create_subprocess_exec("bash", "-c", CURL + line, stdout=subprocess.PIPE)
+        assert json.loads((await process.communicate())[0])["choices"]
 
 
 def test_the_batch_file_is_answered(tmp_path, monkeypatch):

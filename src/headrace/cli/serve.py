@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import signal
 import socket
 import time
@@ -89,6 +90,16 @@ async def early_core(options: ServeOptions, args: argparse.Namespace, builder: s
     except (OSError, HeadraceError):  # the client will meet it again, and tell
         return None
     return EarlyCore(context, core)
+
+
+def first_request(base: str, model: str, chats: bool, keyed: bool) -> str:
+    """For a shell. `chats`: whether the model has a chat template; `keyed`: whether the server asks for a key."""
+    question = [{"role": "user", "content": "Explain in one sentence why plants need water."}]
+    asked = {"messages": question} if chats else {"prompt": "Plants need water because"}
+    body = shlex.quote(json.dumps({"model": model, **asked, "max_tokens": 64}))
+    path = "chat/completions" if chats else "completions"
+    key = " -H 'Authorization: Bearer KEY'" if keyed else ""
+    return f"curl {base}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {body}"
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -177,6 +188,7 @@ class Server:
         check_alone(args)
         options = self.options
         config, defaults = server_config(args), generation_defaults(options.override_generation_config)
+        self.keyed, self.chats = bool(config.api_keys), True  # of several models each may have its own
         if self.several:
             return self._several(args, builder, config, defaults)
         self.fleet, wanted = ray_fleet(args, options), engine_options(args)
@@ -195,6 +207,7 @@ class Server:
         if taken := next((name for name in client.adapters() if name in names), None):
             raise ParameterError("lora", taken, "a name that the model itself does not have")
         client.generation_defaults |= defaults
+        self.chats = bool(config.chat_template or client.tokenizer.chat_templates)
         logger.info("%s: tokenizer and configuration read", client.model_name)
         logger.info("sampling where a request says nothing: %s", defaults_in_words(client.generation_defaults))
         self.page, self.served = config.page, (config.served_model_names or (client.model_name,))[0]
@@ -288,12 +301,10 @@ class Server:
                 logger.info("ready after %.2f s: models are loaded when they are asked for", time.perf_counter() - self.began)
             else:
                 await self._tell_loaded()
-            question = {"role": "user", "content": "Explain in one sentence why plants need water."}
-            body = json.dumps({"model": self.served, "messages": [question], "max_tokens": 64})
-            kind = "Content-Type: application/json"
+            here = re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", base)
             if self.page:
-                logger.info("open %s/ in a browser", re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", base))
-            logger.info("try:\n  curl %s/v1/chat/completions -H '%s' \\\n    -d '%s'", base, kind, body)
+                logger.info("open %s/ in a browser", here)
+            logger.info("try:\n  %s", first_request(here, self.served, self.chats, self.keyed))
 
     async def _tell_loaded(self) -> None:
         client = self.client
