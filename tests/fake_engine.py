@@ -16,6 +16,7 @@ from headrace.config import EngineConfig
 from headrace.engine.interface import CoreStatus
 from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
 from headrace.engine.stats import CoreStats
+from headrace.engine.streams import Taker
 from headrace.errors import CheckpointError, ParameterError
 from headrace.lora.format import Version
 from headrace.model.config import ModelConfig, RopeConfig
@@ -170,8 +171,9 @@ class FakeEngine:
         return ids, "length", None
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> AsyncGenerator[EngineOutput, None]:
+        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
+        taker: Taker | None = None,
+    ) -> AsyncGenerator[EngineOutput, None]:  # fmt: skip
         assert request_id not in self.active
         assert params.max_tokens is not None and len(prompt_ids) + params.max_tokens <= self.max_model_len
         if params.structured_outputs is not None and params.structured_outputs.regex == "(":
@@ -182,7 +184,7 @@ class FakeEngine:
         self.salts.append(cache_salt)
         self.prompts.append(prompt_ids)
         ids, reason, stop_reason = self.sample(prompt_ids, params)
-        rng, at, ended = random.Random(request_id), 0, False
+        rng, asks, at, ended = random.Random(request_id), random.Random(request_id), 0, False
         try:
             while not ended:
                 if self.delay:
@@ -205,7 +207,8 @@ class FakeEngine:
                     out.finish_reason, out.stop_reason, ended = reason, stop_reason, True
                     out.times = RequestTimes(0.0, 0.0, 0.0)
                 self.yielded += 1
-                yield out
+                if ended or taker is None or asks.random() < 0.25 or not taker(out):
+                    yield out
         finally:
             self.active.discard(request_id)
             if not ended:

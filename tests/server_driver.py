@@ -19,18 +19,37 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from answers import parse_events, parse_metrics
 from fake_engine import FakeEngine
 from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
+from headrace.api.http_server import http_server
+from headrace.api.sse import DIRECT
 
 MODEL = "fake/model"
 SRC = Path(__file__).parents[1] / "src"
 HERE = Path(__file__).parent
 LOOP = asyncio.Runner()  # of all that are called without a network
 atexit.register(LOOP.close)
+
+
+class Direct:
+    """Before an application: streams may write past `send`, which must not wait."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.send = send
+        await self.app({**scope, DIRECT: self}, receive, send)
+
+    def free(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(StopIteration):
+            self.send({"type": "http.response.body", "body": data, "more_body": True}).send(None)
 
 
 class Api:
@@ -42,7 +61,7 @@ class Api:
 
     def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def call() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app)
+            transport = httpx.ASGITransport(Direct(self.app))
             async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
                 return await client.request(method, path, **kwargs)
 
@@ -119,8 +138,8 @@ async def after_a_silence(engine: FakeEngine, path: str, body: dict[str, Any], s
 
 @contextlib.asynccontextmanager
 async def listening(app: Any, engine: Any = None) -> AsyncIterator[Served]:
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = http_server(app, "critical", None)
+    server.config.port, server.config.timeout_graceful_shutdown = 0, 1
     task = asyncio.create_task(server._serve())
     await soon(lambda: server.started)
     here = Served(app, server.servers[0].sockets[0].getsockname()[1], engine)

@@ -130,7 +130,7 @@ class ModelEngine(FakeEngine):
         self.core = llm.engine.core
         self.model_config = replace(self.model_config, vocab_size=llm.inputs.vocab_size, eos_token_ids=eos)
 
-    async def generate(self, request_id, prompt_ids, params, *, priority=0, cache_salt=""):
+    async def generate(self, request_id, prompt_ids, params, *, priority=0, cache_salt="", taker=None):
         self.core.add(EngineRequest(request_id, prompt_ids, params, 0, cache_salt=cache_salt))
         while self.core.has_work:
             for news in self.core.step():

@@ -68,7 +68,7 @@ class CoreEngine(FakeEngine):
         self.core, self.turn = llm.engine.core, asyncio.Lock()
         self.model_config = replace(self.model_config, vocab_size=llm.inputs.vocab_size, eos_token_ids=(2,))
 
-    async def generate(self, request_id, prompt_ids, params, *, priority=0, cache_salt="", pooling=None):
+    async def generate(self, request_id, prompt_ids, params, *, priority=0, cache_salt="", pooling=None, taker=None):
         self.prompts.append(list(prompt_ids))
         async with self.turn:
             self.core.add(EngineRequest(request_id, prompt_ids, params, 0, cache_salt=cache_salt, pooling=pooling))

@@ -16,7 +16,7 @@ from headrace.engine.interface import CoreStatus
 from headrace.engine.messages import EngineOutput, EngineRequest, RequestTimes
 from headrace.engine.slot import Slot
 from headrace.engine.stats import CoreStats, StepTrace
-from headrace.engine.streams import Stream
+from headrace.engine.streams import Offers, Stream
 from headrace.engine.wire import Ready
 from headrace.errors import ParameterError
 from headrace.metrics.log_line import StatsLine
@@ -47,7 +47,7 @@ class Source:
 
 
 def stream(prompt: int = 10, arrival: float = 100.0) -> Stream:
-    found = Stream(EngineRequest("r", [1] * prompt, SamplingParams()))
+    found = Stream(EngineRequest("r", [1] * prompt, SamplingParams()), Offers())
     found.arrival = arrival
     return found
 

@@ -156,18 +156,20 @@ async def run_sample(
     ctx: ApiContext, sample: Sample, ticket: Ticket, stream: EventStream | None, arrival: float, endpoint: str
 ) -> None:
     """Drive one sample to its end. A stop string found in its text ends it at once: closing the generator aborts it."""
-    text, choice = sample.text, sample.choice
+    choice, taker = sample.choice, SampleTaker(sample, stream)
     num_prompt = len(sample.prompt_ids)
     first: float | None = None
     reason: str | None = None
     outputs = ctx.engine.generate(
-        sample.request_id, sample.prompt_ids, sample.params, priority=sample.priority, cache_salt=sample.cache_salt
-    )
+        sample.request_id, sample.prompt_ids, sample.params, priority=sample.priority, cache_salt=sample.cache_salt,
+        taker=taker.take,
+    )  # fmt: skip
     try:
         async for news in outputs:
-            delta = text.push(news)
+            delta = taker.delta(news)
             if first is None:
                 first = time.monotonic()
+                taker.begun = True
                 ticket.started(num_prompt)
             reason = delta.finish_reason
             if reason in ("error", "abort"):
@@ -187,6 +189,35 @@ async def run_sample(
         ticket.ended()
         await outputs.aclose()
         ctx.sample_ended(sample, endpoint, reason or "abort", arrival, first)
+
+
+class SampleTaker:
+    """Brings a sample's news to its choice, and as soon as they come where nobody has to wait: see `AsyncEngine.generate`."""
+
+    __slots__ = ("_choice", "_end", "_stream", "_text", "begun")
+
+    def __init__(self, sample: Sample, stream: EventStream | None):
+        self._text, self._choice, self._stream = sample.text, sample.choice, stream
+        self._end: Delta | None = None
+        self.begun = False  # the sample's first tokens have been here
+
+    def take(self, news: EngineOutput) -> bool:
+        stream = self._stream
+        if not self.begun or (stream is not None and not stream.free):
+            return False
+        delta = self._text.push(news)
+        if delta.finish_reason is not None:  # a stop string, and more to be done about it
+            self._end = delta
+            return False
+        data = self._choice.push(delta)
+        if data and stream is not None:
+            stream.write_now(data)
+        return True
+
+    def delta(self, news: EngineOutput) -> Delta:
+        """What news has to say that was not taken."""
+        delta, self._end = self._end, None
+        return self._text.push(news) if delta is None else delta
 
 
 def sample_failure(news: Delta | EngineOutput) -> ApiError:

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from headrace.api.errors import unavailable
+from headrace.api.sse import DIRECT
 
 logger = logging.getLogger("headrace.server")
 HEAD_SECONDS = 60.0  # for the head of a request to come
@@ -105,6 +106,8 @@ class BoundedHeads(asyncio.Protocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
+        if hasattr(cycle, "chunked_encoding"):  # httptools'
+            cycle.scope[DIRECT] = Chunks(cycle)
         super()._start_asgi_task(cycle, app)  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -123,3 +126,17 @@ class BoundedHeads(asyncio.Protocol):
     def _give_up(self) -> None:
         self._late = None
         self.transport.close()
+
+
+class Chunks:
+    """Past the server's `send`, a coroutine with a dict for each part of a body: a `Direct` of one request of uvicorn's."""
+
+    def __init__(self, cycle: Any):
+        self._cycle = cycle
+
+    def free(self) -> bool:
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (cycle.disconnected or cycle.flow.write_paused)
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

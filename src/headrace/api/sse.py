@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from starlette.types import Scope, Send
 
@@ -15,6 +16,7 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx: do not collect the stream
 ]
 RAW_SEND = "headrace.send"  # scope key: the server's own send, for body parts that no middleware looks at
+DIRECT = "headrace.direct"  # scope key: a Direct, where the server has one
 
 
 def event(data: bytes) -> bytes:
@@ -25,6 +27,15 @@ def named_event(name: bytes, data: bytes) -> bytes:
     return b"event: " + name + b"\ndata: " + data + b"\n\n"
 
 
+class Direct(Protocol):
+    """The way of the next part of a body that needs no waiting."""
+
+    def free(self) -> bool:
+        """Whether the reader takes it at once."""
+
+    def write(self, data: bytes) -> None: ...
+
+
 class EventStream:
     """The body of one streamed answer. The response starts with the first write, so what fails before it has a status.
 
@@ -33,8 +44,8 @@ class EventStream:
     """
 
     __slots__ = (
-        "_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "media_type", "on_stuck", "silence",
-        "started",
+        "_direct", "_idle", "_pending", "_send", "_start", "_time", "blocked", "ending", "last", "media_type", "on_stuck",
+        "silence", "started",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +54,7 @@ class EventStream:
     ):  # fmt: skip
         self.media_type = media_type
         self._start, self._send = send, scope.get(RAW_SEND, send)
+        self._direct: Direct | None = scope.get(DIRECT)
         self._idle: asyncio.Event | None = None  # made when a second writer has to wait
         self._pending: list[bytes] = []
         self._time = asyncio.get_running_loop().time
@@ -61,6 +73,18 @@ class EventStream:
             await self._wait()
         if self._pending:  # else another writer has taken it along
             await self._flush(True)
+
+    @property
+    def free(self) -> bool:
+        """Whether `write_now` may be called: the answer has begun, nobody writes, and the reader keeps up."""
+        busy = self.blocked or self._pending or self.ending or not self.started
+        return self._direct is not None and not busy and self._direct.free()
+
+    def write_now(self, data: bytes) -> None:
+        """As `write`, which would not wait."""
+        assert self._direct is not None
+        self._direct.write(data)
+        self.last = self._time()
 
     async def keep_alive(self) -> None:
         if not self.ending:

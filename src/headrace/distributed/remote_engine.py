@@ -13,7 +13,7 @@ from headrace.distributed.remote_wire import Cancel, EngineState, FromEngine, Su
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.stats import CoreStats
-from headrace.engine.streams import Stream
+from headrace.engine.streams import Offers, Stream, Taker
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
 from headrace.lora.format import Version
@@ -37,6 +37,7 @@ class RemoteEngine:
         self.supports_structured = is_installed("llguidance") if supports_structured is None else supports_structured
         self._say, self.lost = say, False
         self._numbers = itertools.count()
+        self._offers = Offers()
         self._streams: dict[int, Stream] = {}  # that have not ended
         self._failures: dict[int, HeadraceError] = {}  # of those whose reader has not been told yet
         self._know(state)
@@ -63,9 +64,11 @@ class RemoteEngine:
         return self._state.cores
 
     def generate(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> AsyncGenerator[EngineOutput, None]:
-        return self._run(EngineRequest(request_id, packed(prompt_ids), params, None, priority, cache_salt, output_ids=[]))
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
+        taker: Taker | None = None,
+    ) -> AsyncGenerator[EngineOutput, None]:  # fmt: skip
+        request = EngineRequest(request_id, packed(prompt_ids), params, None, priority, cache_salt, output_ids=[])
+        return self._run(request, taker)
 
     async def embed(
         self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0, cache_salt: str = ""
@@ -94,11 +97,11 @@ class RemoteEngine:
                 self._say(Cancel(number))
                 stream.push(EngineOutput(request_id, finish_reason="abort"))
 
-    async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def _run(self, request: EngineRequest, taker: Taker | None = None) -> AsyncGenerator[EngineOutput, None]:
         number = next(self._numbers)
         params = request.params if request.pooling is None else None
         self._say(Submit(number, request.id, request.prompt_ids, params, request.priority, request.cache_salt, request.pooling))
-        stream = self._streams[number] = Stream(request)
+        stream = self._streams[number] = Stream(request, self._offers, taker)
         try:
             while True:
                 news = await stream.next()

@@ -31,7 +31,7 @@ from headrace.engine.slot import Slot
 from headrace.engine.slots import Slots
 from headrace.engine.socket_pair import remove_stale_directories
 from headrace.engine.stats import CoreStats
-from headrace.engine.streams import Stream, Streams
+from headrace.engine.streams import Stream, Streams, Taker
 from headrace.engine.supervision import CoreSupply, SupervisionConfig
 from headrace.engine.wire import LoadAdapter, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
@@ -199,8 +199,9 @@ class EngineClient:
     # ---------------------------------------------------------------- requests
 
     def generate(
-        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
-    ) -> AsyncGenerator[EngineOutput, None]:
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = "",
+        taker: Taker | None = None,
+    ) -> AsyncGenerator[EngineOutput, None]:  # fmt: skip
         """News of one sample until it ends; closing the generator aborts it.
 
         Raises HeadraceError for a request that can never run, EngineDeadError when there is no engine any more.
@@ -209,7 +210,7 @@ class EngineClient:
         if digest := meant(params.lora, self._adapters.names):
             params = msgspec.structs.replace(params, lora=digest)
         salt = salted(cache_salt, digest)
-        return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, salt, output_ids=[]))
+        return self._run(EngineRequest(request_id, packed(prompt_ids), params, seed, priority, salt, output_ids=[]), taker)
 
     def adapters(self) -> Mapping[str, Version]:
         return self._adapters.names
@@ -246,9 +247,9 @@ class EngineClient:
             self._streams.forget(stream)
             stream.push(EngineOutput(request_id, finish_reason="abort"))
 
-    async def _run(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    async def _run(self, request: EngineRequest, taker: Taker | None = None) -> AsyncGenerator[EngineOutput, None]:
         self._check_lives()
-        stream = self._streams.add(request)
+        stream = self._streams.add(request, taker)
         try:
             self._slots.submit(stream)
             while True:

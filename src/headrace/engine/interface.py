@@ -11,6 +11,7 @@ from headrace.cache.events import BlockEvents
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
+from headrace.engine.streams import Taker
 from headrace.engine.wire import Glimpse, Ready
 from headrace.lora.format import Version
 from headrace.model.config import ModelConfig
@@ -52,6 +53,9 @@ class AsyncEngine(Protocol):
     `tokenizer`, `model_config`, `max_model_len` and `generation_defaults` may be read once `status().loaded` is true.
     `generate` raises ParameterError or CapacityError for a request that can never run (a constraint that does not compile
     among them), EngineDeadError when there is no engine any more.
+
+    `taker` saves a turn of the reader's task: while that waits for the generator, news that does not end the request may be
+    given to `taker` instead, which must not wait and returns whether it has taken it; what it raises the generator does.
     """
 
     config: EngineConfig
@@ -84,6 +88,7 @@ class AsyncEngine(Protocol):
         *,
         priority: int = 0,
         cache_salt: str = "",
+        taker: Taker | None = None,
     ) -> AsyncGenerator[EngineOutput, None]: ...
 
     async def embed(

@@ -12,17 +12,24 @@ import msgspec
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.errors import ParameterError
 
+Taker = Callable[[EngineOutput], bool]
+
 
 class Stream:
-    """A request in flight: what is needed to send it again, and the news that its reader has not taken yet."""
+    """A request in flight: what is needed to send it again, and the news that its reader has not taken yet.
+
+    `taker`: see `AsyncEngine.generate`; `offers`: of all that have one.
+    """
 
     __slots__ = (
-        "_reader", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last", "load", "news", "num_cached",
-        "num_in_core", "request", "sent", "slot",
+        "_offered", "_offers", "_reader", "_taker", "arrival", "deaths", "ended", "first", "interrupted", "kills", "last",
+        "load", "news", "num_cached", "num_in_core", "request", "sent", "slot",
     )  # fmt: skip
 
-    def __init__(self, request: EngineRequest):
+    def __init__(self, request: EngineRequest, offers: Offers, taker: Taker | None = None):
         self.request = request
+        self._offers, self._taker = offers, taker
+        self._offered = False  # the taker is about to be asked
         self.interrupted = False  # by a death of the core: the core's times are then not the whole
         self.news: EngineOutput | None = None  # merged: a slow reader costs one entry, bounded by max_tokens
         self._reader: asyncio.Future[None] | None = None
@@ -66,8 +73,28 @@ class Stream:
         self._wake()
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        reader = self._reader
+        if reader is None or reader.done() or self._offered:
+            return
+        if self._taker is None:
+            reader.set_result(None)
+        else:
+            self._offered = True
+            self._offers.add(self)
+
+    def offer(self) -> None:
+        """News to the taker while the reader waits, and to the reader what that leaves, and what the taker raises."""
+        self._offered = False
+        reader, news, taker = self._reader, self.news, self._taker
+        if reader is None or reader.done() or news is None:
+            return
+        try:
+            if news.finish_reason is None and taker is not None and taker(news):
+                self.news = None
+            else:
+                reader.set_result(None)
+        except Exception as error:
+            reader.set_exception(error)
 
     async def next(self) -> EngineOutput:
         if self.news is None:
@@ -78,11 +105,29 @@ class Stream:
         return news
 
 
+class Offers:
+    """Streams whose takers are to be asked: all of a turn of the event loop together, when it has read what there is."""
+
+    def __init__(self) -> None:
+        self._due: list[Stream] = []
+
+    def add(self, stream: Stream) -> None:
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._make)
+        self._due.append(stream)
+
+    def _make(self) -> None:
+        due, self._due = self._due, []
+        for stream in due:
+            stream.offer()
+
+
 class Streams:
     """All that live, by id, and those that have been aborted and that a core still has. `ended` is told once of each."""
 
     def __init__(self, ended: Callable[[Stream, EngineOutput, float], None]):
         self._ended = ended
+        self._offers = Offers()
         self.live: dict[str, Stream] = {}
         self.leaving: dict[str, Stream] = {}
         self.waiting_tokens = 0  # prompts of those without any output
@@ -90,10 +135,10 @@ class Streams:
     def __len__(self) -> int:
         return len(self.live)
 
-    def add(self, request: EngineRequest) -> Stream:
+    def add(self, request: EngineRequest, taker: Taker | None = None) -> Stream:
         if request.id in self.live or request.id in self.leaving:
             raise ParameterError("request_id", request.id, "an id that no live request has")
-        stream = self.live[request.id] = Stream(request)
+        stream = self.live[request.id] = Stream(request, self._offers, taker)
         self.waiting_tokens += len(request.prompt_ids)
         return stream
 
