@@ -61,6 +61,26 @@ def test_a_group_that_is_dropped_ends_its_backend(backend: Backend) -> None:
     assert backend.ends == 1
 
 
+def test_a_death_is_told_when_the_card_is_idle(backend: Backend, monkeypatch) -> None:
+    """Kernels that wait for the dead rank are let go by a thread that needs the interpreter: nothing is freed before."""
+    idle, seen = threading.Event(), []
+
+    def synchronize(device: torch.device) -> None:
+        assert idle.wait(60)
+        seen.append(device)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    backend.may_end.set()
+    group = cards.CardGroup(Shard(0, 2), torch.device("cpu"), store=None)
+    threading.Timer(0.2, idle.set).start()
+    group.settle()
+    assert seen == [torch.device("cpu")]
+    idle.clear()
+    monkeypatch.setattr(cards, "SETTLE_SECONDS", 0.1)
+    group.settle()  # it never is: the process is about to end, and does
+    idle.set()
+
+
 @pytest.mark.parametrize("piece", [1, 6, 48, 1000])
 def test_pieces_cover_every_byte_and_no_other(piece: int) -> None:
     memory = torch.full((40,), -1, dtype=torch.int16)

@@ -80,6 +80,9 @@ def broken(*args):
 
 
 def test_an_engine_whose_rank_is_killed_says_so_and_another_goes_on(model, monkeypatch):
+    settled: list[int] = []  # how often, when somebody is told of a death
+    monkeypatch.setattr("headrace.tensor_parallel.groups.ProcessGroup.settle", lambda group: settled.append(id(group)))
+
     def answer(engine: LLM) -> list[int]:
         return engine.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
@@ -103,11 +106,14 @@ def test_an_engine_whose_rank_is_killed_says_so_and_another_goes_on(model, monke
             ):
                 list(stream)
                 answer(llm)
+        assert settled
+        settled.clear()
         gone(pids)
         assert answer(other) == first and all(map(alive, others))
         monkeypatch.setattr(other.engine.core.runner.decoder, "forward", broken)  # rank 0's: the others are out of step
         with pytest.raises(RuntimeError, match="rank 0 is broken"):
             answer(other)
+        assert settled
         gone(others)
         with pytest.raises(EngineDeadError, match="rank 0 failed in a step: RuntimeError: rank 0 is broken"):
             answer(other)

@@ -10,6 +10,7 @@ However a sum travels it has the bits of the parts added in the order of ranks i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 # share for all (see above), which is less to send if there are more than two.
 PUSH_BYTES = 32 << 20
 RELEASE_SECONDS = 60.0  # for which kernels that wait for a dead rank are let go, also those that are still to come
+SETTLE_SECONDS = 4.0  # at most until they are let go; after that the process is of no use
 ZEROS_BYTES = 4 << 20  # on the host: all places of a space are as many as tens of these
 NCCL_SETTINGS = {
     "NCCL_NVLS_ENABLE": "0",  # the switch would add up in an order of its own
@@ -111,6 +113,13 @@ class CardGroup(ProcessGroup):
         threading.Thread(target=_release, args=(weakref.ref(self),), daemon=True).start()
         threading.Thread(target=self.backend.abort, daemon=True).start()
 
+    def settle(self) -> None:
+        """See ProcessGroup. Who is told of the death drops what a waiting kernel uses, above all a captured graph. That waits
+        for the kernel and holds the interpreter meanwhile, and without it `release` cannot go on."""
+        waiting = threading.Thread(target=_synchronize, args=(self.device,), daemon=True)
+        waiting.start()
+        waiting.join(SETTLE_SECONDS)
+
     def release(self, stream: torch.cuda.Stream) -> None:
         """Kernels that wait for a dead rank find something in every place; what they give is nobody's any more. Copies from the
         host bring it, which no multiprocessor does: those that wait may leave a kernel no room on any of them."""
@@ -124,6 +133,11 @@ def fill_by_copies(target: Tensor, piece: Tensor) -> None:
     """Copies of `piece` [bytes] uint8 one behind the other over all of a contiguous `target`, the last one cut off."""
     for part in target.view(-1).view(torch.uint8).split(len(piece)):
         part.copy_(piece[: len(part)], non_blocking=True)
+
+
+def _synchronize(device: torch.device) -> None:
+    with contextlib.suppress(RuntimeError):  # of a kernel that failed meanwhile
+        torch.cuda.synchronize(device)
 
 
 def _release(group: weakref.ref[CardGroup]) -> None:

