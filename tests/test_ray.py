@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,24 @@ def test_a_cluster_of_another_version_is_an_error_in_seconds(cluster, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HeadraceError, match=r"cannot be joined: .*2\."):
         ray_cluster.join(cluster.address)
+
+
+def test_a_cluster_that_asks_for_a_token_is_shown_it_where_ray_would(monkeypatch):
+    """Ray 2.60 starts one that does where the user has a token; to an address that was given nothing is shown unasked."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    asked = []
+
+    def health_check(command, env=None, **_):
+        asked.append(shown := env is not None and env["RAY_AUTH_MODE"] == "token")
+        said = "" if shown else "ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken"
+        return subprocess.CompletedProcess(command, int(not shown), said, "")
+
+    monkeypatch.setattr(ray_cluster.subprocess, "run", health_check)
+    ray_cluster._check_health("auto")
+    assert asked == [False, True]
+    with pytest.raises(HeadraceError, match=r"10\.0\.0\.7:6379 cannot be joined: it asks for its token: RAY_AUTH_MODE=token"):
+        ray_cluster._check_health("10.0.0.7:6379")
+    assert asked == [False, True, False]
 
 
 def test_the_application_for_serve_takes_the_options_that_there_are(model):

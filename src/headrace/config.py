@@ -173,6 +173,11 @@ def environment_of_child() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def environment_with_ray_token() -> dict[str, str]:
+    """For a process that shows a Ray cluster the user's token, unless RAY_AUTH_MODE says otherwise."""
+    return {"RAY_AUTH_MODE": "token", **os.environ}
+
+
 def visible_cards() -> list[str]:
     """The cards that CUDA_VISIBLE_DEVICES names, as it names them; none: it does not say."""
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -11,12 +11,15 @@ from typing import Any
 
 import ray
 
+from headrace.config import environment_with_ray_token
 from headrace.errors import HeadraceError, ParameterError
 
 NAMESPACE = "headrace"
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 20.0  # an interpreter that imports Ray, and one question
 OBJECT_STORE = 80 * 2**20  # bytes, of a cluster that is started here: tokens do not travel through it
+NO_TOKEN = "AuthenticationError"
+WITH_TOKEN = "it asks for its token: RAY_AUTH_MODE=token shows that of RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
 FORMS = "HOST:PORT of a Ray cluster's head, auto (the one this machine is part of) or local (one for this server alone)"
 
 
@@ -53,16 +56,25 @@ def _check_listens(address: str) -> None:
 
 def _check_health(address: str) -> None:
     """Whether what listens there is a head of our own version of Ray, asked by a process that can be ended."""
+    said = _health(address)
+    if said is not None and address == "auto" and NO_TOKEN in said:  # Ray itself shows it to a cluster of this machine only
+        said = _health(address, environment_with_ray_token())
+    if said is None:
+        return
+    if address == "auto" and "Could not find any running Ray instance" in said:
+        raise ParameterError("ray", address, f"{FORMS}; no Ray runs on this machine")
+    why = WITH_TOKEN if NO_TOKEN in said else _last_line(said)
+    raise HeadraceError(f"the Ray cluster {address} cannot be joined: {why} (here: Ray {ray.__version__})")
+
+
+def _health(address: str, environment: dict[str, str] | None = None) -> str | None:
+    """What was said where the cluster is not to be had; None: it is."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HEALTH_SECONDS, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HEALTH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise HeadraceError(f"what listens at {address} is not the head of a Ray cluster, or it does not answer") from None
-    if done.returncode:
-        said = done.stdout + done.stderr
-        if address == "auto" and "Could not find any running Ray instance" in said:
-            raise ParameterError("ray", address, f"{FORMS}; no Ray runs on this machine")
-        raise HeadraceError(f"the Ray cluster {address} cannot be joined: {_last_line(said)} (here: Ray {ray.__version__})")
+    return done.stdout + done.stderr if done.returncode else None
 
 
 def _last_line(text: str) -> str:
