@@ -88,19 +88,19 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
     return run
 
 
-def latent(heads: int) -> Callable[[], None]:
-    """Attention over latents of the published sizes, and what writes them."""
+def latent(heads: int, block: int = 64) -> Callable[[], None]:
+    """Attention over latents of the published sizes, and what writes them; a prompt of one token does not take the tile of a decode."""
 
     def run() -> None:
         sizes = LatentConfig(512, 64, 128, 128)
-        q, cache, out = meta(64, heads, sizes.row), meta(1000, 64, 1, sizes.row), meta(64, heads * sizes.rank)
+        q, cache, out = meta(64, heads, sizes.row), meta(1000, block, 1, sizes.row), meta(64, heads * sizes.rank)
         fused, f32 = meta(64, heads * sizes.query + sizes.row), torch.float32
         latent_rope_write_triton(
             q, fused[:, : -sizes.row], fused[:, -sizes.row :], ints(64), meta(4096, 32, dtype=f32), meta(4096, 32, dtype=f32),
             meta(sizes.rank), cache, ints(64, dtype=torch.int64), sizes,
         )  # fmt: skip
         space = PartSpace.of(64, heads, sizes.rank, META)
-        for tokens, where in ((1, space), (8, space), (64, None)):
+        for tokens, where in ((1, space), (8, space), (64, None), (1, None)):
             latent_attention(
                 q, cache, out, ints(65, 64), ints(8), ints(9), ints(8), where, rank=sizes.rank, first_seq=0, num_seqs=8,
                 num_rows=64, max_tokens=tokens, max_context=4096, scale=0.1,
@@ -371,6 +371,7 @@ CASES: dict[str, Callable[[], None]] = {
     "split gpt-oss": attention(64, 8, 64, window=128, sinks=True),
     "varlen gpt-oss": attention(64, 8, 64, kind="varlen", window=128, sinks=True),
     "latent 20 heads": latent(20),
+    "latent 16 heads block 16": latent(16, 16),
     "latent 128 heads": latent(128),
     "split head 512": attention(32, 4, 512),
     "split head 512 rows 64": attention(32, 4, 512, tokens=8),

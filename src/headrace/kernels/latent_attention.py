@@ -237,8 +237,8 @@ class LatentTile:
 
 
 def default_tile(itemsize: int, rows: int, copies: bool, hopper: bool, roomy: bool) -> LatentTile:
-    """For `rows` rows that there are of a sequence; `copies`: the cache suits the tensor memory accelerator. `roomy`: a program
-    may have more than 99 KB of shared memory.
+    """For `rows` rows that there are of a sequence, or may be of a program; `copies`: the cache suits the tensor memory
+    accelerator. `roomy`: a program may have more than 99 KB of shared memory.
 
     Measured on an H200, 20 heads, 32 contexts of 8192: 130 us by 4 warps that read through it, 157 us by 8; by pointers 138
     and 162 us. Prompts: 2.0 ms, by pointers 2.2 ms, in tiles of 32 rows 3.9 ms.
@@ -306,7 +306,8 @@ def latent_attention(
     if tile is None:
         hopper, roomy = capability(q.device)[0] == 9, is_roomy(q.device)
         copies = cache.shape[1] % 64 == 0 and all(size & (size - 1) == 0 for size in (rank, row - rank))
-        tile = default_tile(q.element_size(), max_tokens * heads, copies, hopper, roomy)
+        rows = max_tokens * heads if space is not None else MAX_ROWS  # else a program has all that it can, be they few or not
+        tile = default_tile(q.element_size(), rows, copies, hopper, roomy)
     together = max(1, tile.rows // (1 if space is None else max_tokens))
     pack = -(-heads // -(-heads // together))  # as many heads in each group, at most so many
     tokens, groups = tile.rows // pack if space is None else max_tokens, -(-heads // pack)
