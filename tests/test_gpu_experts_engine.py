@@ -20,16 +20,23 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "num_expe
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 def test_quantized_experts(family: str, kind: str, inner: int, tmp_path) -> None:
-    """Few rows a step: more would have activations of other matrices rounded to FP8."""
+    """Few rows a step: more would have activations of other matrices rounded to FP8.
+
+    Rounding to bfloat16 chooses other experts here and there, in the CPU's own bfloat16 in 0 to 5 of the 10 requests, with rows off
+    by up to 0.57: a card may be half as far off again on average, and in two requests more beyond the tolerance. In the CPU's
+    bfloat16 an expert that gives nothing is 1.7 to 13 times as far off, 16 columns a quarter too large 1.7 to 5 times.
+    """
     model = str(write_tiny(family, tmp_path / "model", **SIZES, moe_intermediate_size=inner))
     cpu = make_core(model, enforce_eager=True, quantization=kind)
     requests = with_rows(make_requests(1, 10, cpu.vocab_size))
     want = run(cpu, requests)
+    narrow = {"dtype": "bfloat16", "quantization": kind, "max_num_batched_tokens": 32}
+    own = compare(run(make_core(model, enforce_eager=True, **narrow), requests), want, BF16_TOLERANCE)
     for options in ({}, {"enforce_eager": True}):
-        core = make_core(model, device="cuda", dtype="bfloat16", quantization=kind, max_num_batched_tokens=32, **options)
-        seen = compare(run(core, requests), want, BF16_TOLERANCE)
-        print(f"{family}, {kind}, {inner}: {seen}")
-        assert not seen.problems, seen
+        seen = compare(run(make_core(model, device="cuda", **narrow, **options), requests), want, BF16_TOLERANCE)
+        print(f"{family}, {kind}, {inner}: {seen}; the CPU's {own}")
+        assert len(seen.problems) <= len(own.problems) + len(requests) // 5, f"{seen}; the CPU's {own}"
+        assert seen.mean < 1.5 * own.mean, f"{seen}; the CPU's {own}"
 
 
 @pytest.mark.parametrize("rows", [1, 100, 3000])
