@@ -95,6 +95,22 @@ def test_bad_options_of_the_server_alone_are_refused(model, never_starts, capsys
     assert option.lstrip("-").replace("-", "_") in capsys.readouterr().err.replace("-", "_")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--ray --max-replicas 3 --data-parallel-size 2", "--data-parallel-size: got 2, allowed: nothing beside --max-replicas"),
+        ("--ray --min-replicas 2", "--max-replicas: got None, allowed: an integer, with --min-replicas"),
+        ("--ray --min-replicas 4 --max-replicas 2", "--max-replicas: got 2, allowed: an integer in [4, 256]"),
+        ("--ray --min-replicas 0 --max-replicas 2", "--min-replicas: got 0, allowed: an integer in [1, 256]"),
+        ("--placement-timeout 3", "--placement-timeout: got 3.0, allowed: nothing without --ray"),
+    ],
+)
+def test_options_of_a_fleet_that_do_not_go_together_are_refused(model, never_starts, capsys, monkeypatch, options, said):
+    monkeypatch.setattr("headrace.cli.fleet.require", lambda extra: None)  # whether Ray is installed or not
+    assert main(["serve", model, "--port", "0", *options.split()]) == 1
+    assert capsys.readouterr().err == f"headrace: {said}\n"
+
+
 def test_a_card_that_is_not_there_is_refused(model, never_starts, capsys, monkeypatch):
     monkeypatch.setattr("headrace.engine.options._has_cuda_driver", lambda: False)
     assert main(["serve", model, "--port", "0", "--device", "cuda"]) == 1

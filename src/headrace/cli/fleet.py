@@ -36,10 +36,11 @@ def ray_fleet(args: argparse.Namespace, options: ServeOptions) -> RayFleet | Non
     require("ray")
     if not scaling:
         return RayFleet(options.ray, None, options.placement_timeout)
+    given_ones = ", ".join("--" + name.replace("_", "-") for name in scaling)
     if "data_parallel_size" in args.sources:
-        raise ParameterError("data_parallel_size", args.data_parallel_size, f"nothing beside {', '.join(scaling)}")
+        raise ParameterError("data_parallel_size", args.data_parallel_size, f"nothing beside {given_ones}")
     if "max_replicas" not in scaling:
-        raise ParameterError("max_replicas", None, f"an integer, with {', '.join(scaling)}")
+        raise ParameterError("max_replicas", None, f"an integer, with {given_ones}")
     return RayFleet(options.ray, ScalingConfig(**scaling), options.placement_timeout)
 
 
