@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(__file__).with_name("native") / "thread_choice.cpp"
     subprocess.run([str(COMPILER), "-std=c++20", "-I", SOURCES, source, "-o", program], check=True)
     return program
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody knows a thread's core")
+def test_threads_that_share_a_core_leave_it_to_each_other(tmp_path):
+    """A thread that spins there until it sleeps takes 50 us from the one that it waits for."""
+    program, source = tmp_path / "crowded_threads", Path(__file__).with_name("native") / "crowded_threads.cpp"
+    subprocess.run([str(COMPILER), "-std=c++20", "-pthread", "-I", SOURCES, source, SOURCES / "pool.cpp", "-o", program], check=True)
+    assert float(subprocess.run([program], check=True, capture_output=True, text=True).stdout) < 30
 
 
 def steps(machine: Path, scene: str) -> str:

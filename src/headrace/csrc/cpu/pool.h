@@ -6,6 +6,9 @@
 // WAITING. Spin for a while, then sleep. A sleeping waiter leaves its core empty, and the kernel moves the runnable thread
 // that it waits for there; a spinning one keeps that core busy with nothing while the other is queued behind a stranger.
 // Between steps sleep nearly at once: whom the caller tells of a step then runs on that core, not in the caller's place.
+// Who waits on the core where another was last seen sleeps nearly at once, too: where a stranger has taken a core, as a server
+// does at the beginning of each step, two threads share one until the kernel parts them. Threads are not bound to cores: a
+// bound one would wait for the stranger while another core is empty, or for the thread of another engine bound to the same.
 //
 // Results do not depend on the number of threads, so it may change from step to step: thread_choice.h.
 #pragma once
@@ -29,8 +32,10 @@ class Gate {
  public:
   int value() const { return value_.load(std::memory_order_relaxed); }
   void open();
-  // Until the number is no longer `seen`, asleep if that takes longer than `spin`; returns after how long.
-  std::chrono::nanoseconds wait(int seen, std::chrono::microseconds spin);
+  // Whether the number is no longer `seen` after at most `spin`.
+  bool opens(int seen, std::chrono::microseconds spin) const;
+  // Until it is not.
+  void sleep(int seen);
 
  private:
   alignas(CACHE_LINE) std::atomic<int> value_{0};
@@ -84,12 +89,14 @@ class Pool {
 
   struct alignas(CACHE_LINE) Counters {
     std::atomic<int> next[PHASES];
+    std::atomic<int> core;  // where its thread was last seen
   };
 
   void run(int alike, Call call, void* context);
   void start();
   void serve(int index);
-  void arrive(bool even);
+  void arrive(int index, bool even);
+  bool is_in_the_way(int index);
 
   std::vector<Counters> counters_;
   std::unique_ptr<Gate[]> start_gates_;
@@ -132,7 +139,7 @@ inline void Worker::barrier(bool even) {
   // nobody takes from it before two barriers from here, and nobody did since two barriers ago
   pool_.counters_[index_].next[(phase_ + 2) & (Pool::PHASES - 1)].store(0, std::memory_order_relaxed);
   phase_++;
-  pool_.arrive(even);
+  pool_.arrive(index_, even);
 }
 
 }  // namespace headrace::cpu
