@@ -1,4 +1,4 @@
-"""What a group of cards does at a death, without cards."""
+"""What a group of cards does at a death, and what is told where there can be none, without cards."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from headrace.errors import EngineDeadError
 from headrace.model.shard import Shard
 from headrace.tensor_parallel import cards, groups
 
@@ -86,3 +87,26 @@ def test_pieces_cover_every_byte_and_no_other(piece: int) -> None:
     memory = torch.full((40,), -1, dtype=torch.int16)
     cards.fill_by_copies(memory[8:32].view(2, 3, 4), torch.zeros(piece, dtype=torch.uint8))
     assert memory.nonzero().flatten().tolist() == [*range(8), *range(32, 40)]
+
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:94, unhandled system error, NCCL version 2.27.3
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error while creating shared memory segment /dev/shm/nccl-x (size 9637888), error: No space left on device (28)"""
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (NCCL, r"the 2 ranks cannot meet: NCCL error in: .*; Error while .* No space left on device \(28\) \(.*--shm-size"),
+        ("Cannot resolve 127.0.0.1 to a (local) address", r"the 2 ranks cannot meet: Cannot resolve 127\.0\.0\.1 to a \(local\) address$"),
+    ],
+)
+def test_why_ranks_do_not_meet_is_told_in_a_line(monkeypatch, said: str, told: str) -> None:
+    def fails(store: object, shard: Shard) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(groups, "_gloo", fails)
+    monkeypatch.setattr(cards, "open_store", lambda port, listening: None)
+    with pytest.raises(EngineDeadError, match=told):
+        cards.meet(Shard(0, 2), torch.device("cpu"), 1)

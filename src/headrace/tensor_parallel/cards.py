@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.errors import EngineDeadError
 from headrace.kernels.all_reduce import PushSpace, all_reduce, ordered_sum, slots_shape, wire
 from headrace.kernels.sample_ranks import WORDS, max_rows
 from headrace.model.shard import Shard
 from headrace.tensor_parallel.card_memory import CardMemory
-from headrace.tensor_parallel.groups import ProcessGroup
+from headrace.tensor_parallel.groups import ProcessGroup, open_store
 
 logger = logging.getLogger(__name__)
 # That a card sends at most in one sum, where its whole part goes to each of the others. Of larger parts each card adds up a
@@ -150,6 +151,17 @@ def _release(group: weakref.ref[CardGroup]) -> None:
         time.sleep(1e-3)
 
 
-def make_group(shard: Shard, device: torch.device, store: dist.Store) -> ProcessGroup:
-    """The group of this device's ranks. Arguments and errors as of ProcessGroup."""
-    return (CardGroup if device.type == "cuda" else ProcessGroup)(shard, device, store)
+def meet(shard: Shard, device: torch.device, port: int, listening: int | None = None) -> ProcessGroup:
+    """The group of this device's ranks, by a store as of `open_store`. Raises EngineDeadError if it cannot be had."""
+    kind = CardGroup if device.type == "cuda" else ProcessGroup
+    try:
+        return kind(shard, device, open_store(port, listening))
+    except (RuntimeError, OSError) as error:
+        raise EngineDeadError(f"the {shard.size} ranks cannot meet: {_reason(str(error))}") from error
+
+
+def _reason(said: str) -> str:
+    """Of what torch, gloo or NCCL said: what failed, and the last line, where NCCL has the cause."""
+    first, *others = [line.strip() for line in said.splitlines() if line.strip()] or ["no reason was given"]
+    advice = " (a container has 64 MiB there unless --shm-size or --ipc=host says more)" if "/dev/shm" in said else ""
+    return f"{first[:500]}{'; ' + others[-1][:500] if others else ''}{advice}"

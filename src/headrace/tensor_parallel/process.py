@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.config import prepare_threads
-from headrace.errors import HeadraceError
+from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure
 from headrace.prewarm import prewarm
 from headrace.tensor_parallel.messages import Begin, Built, FromRank, Here, LastWords, ToRank, from_wire
@@ -68,11 +68,10 @@ def main(rank: int, size: int, parent: int, ring: int, mouth: int, builder: str)
 
         def join(device: torch.device) -> Group:
             from headrace.model.shard import Shard
-            from headrace.tensor_parallel.cards import make_group
-            from headrace.tensor_parallel.groups import open_store
+            from headrace.tensor_parallel.cards import meet
 
             say(Here())
-            return make_group(Shard(rank, size), device, open_store(begin.port))
+            return meet(Shard(rank, size), device, begin.port)
 
         runner = build(begin.config, rank, join)
         built = True
@@ -80,7 +79,7 @@ def main(rank: int, size: int, parent: int, ring: int, mouth: int, builder: str)
         obey(runner, inbox, decoder)
         return 0
     except HeadraceError as e:
-        say(LastWords(str(e), refused=not built))
+        say(LastWords(str(e), refused=not built and not isinstance(e, EngineDeadError)))
         return 2
     except Exception as e:
         logger.exception("rank %d fails", rank)

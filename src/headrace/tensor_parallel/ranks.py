@@ -94,12 +94,11 @@ class Ranks:
 
     def join(self, device: torch.device) -> ProcessGroup:
         """Meet the others: the group of all ranks, of which this process is the first."""
-        from headrace.tensor_parallel.cards import make_group
-        from headrace.tensor_parallel.groups import open_store
+        from headrace.tensor_parallel.cards import meet
 
         self.wait_for(Here)
         port = self._meeting.getsockname()[1]
-        group = make_group(Shard(0, 1 + len(self.pids)), device, open_store(port, self._meeting.detach()))
+        group = meet(Shard(0, 1 + len(self.pids)), device, port, self._meeting.detach())
         if device.type == "cuda":  # kernels wait for their peers for ever; a socket knows
             self.on_death(lambda death: group.abort())
         self._settle = group.settle
@@ -113,7 +112,8 @@ class Ranks:
         """The reason behind an error of rank 0's, which may be that another has died; otherwise the error itself."""
         if not isinstance(error, Exception):
             return error
-        death = self._processes.wait_for_death(0.0 if isinstance(error, HeadraceError) else NEWS_SECONDS)
+        own = isinstance(error, HeadraceError) and not isinstance(error, EngineDeadError)
+        death = self._processes.wait_for_death(0.0 if own else NEWS_SECONDS)
         return error if death is None else death.error()
 
     def give_up(self, error: BaseException) -> BaseException:
