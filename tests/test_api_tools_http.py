@@ -75,6 +75,14 @@ def test_calls():
     assert ignored["finish_reason"] == "stop" and "<tool_call>" in ignored["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"), [("<think>a END b</think>c", "a", ""), ("<think>a</think>b END c", "a", "b ")]
+)  # fmt: skip
+def test_a_stop_string_ends_reasoning_too(text, reasoning, content):
+    message = (choice := chat_both_ways(make(text), {"messages": HI, "stop": ["END"]}))["message"]
+    assert (message["reasoning"], message["content"], choice["finish_reason"]) == (reasoning, content, "stop")
+
+
 def test_content_is_null_with_calls_alone():
     api = make(CALL)
     assert chat_both_ways(api, {"messages": HI, "tools": TOOLS})["message"]["content"] is None
