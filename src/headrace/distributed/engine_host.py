@@ -62,20 +62,32 @@ class EngineHost:
     async def _generate(self, asked: Submit) -> None:
         number, told_in = asked.number, None  # the message with its last news: in one, tokens come before news
         assert asked.params is not None
+
+        def add(news: EngineOutput) -> None:
+            nonlocal told_in
+            if told_in is not None and told_in is not self._tokens and _is_plain(news):
+                self._tokens.numbers += [number] * len(news.token_ids)
+                self._tokens.tokens += news.token_ids
+            else:
+                told_in, news.id = self._tokens, ""
+                self._tokens.news.append((number, news))
+            if not self._due:
+                self._due = True
+                asyncio.get_running_loop().call_soon(self._tell)
+
+        def take(news: EngineOutput) -> bool:
+            if self.pipe.full:
+                return False
+            add(news)
+            return True
+
         outputs = self.engine.generate(
-            self.prefix + asked.id, asked.prompt_ids, asked.params, priority=asked.priority, cache_salt=asked.cache_salt
-        )
+            self.prefix + asked.id, asked.prompt_ids, asked.params, priority=asked.priority, cache_salt=asked.cache_salt,
+            taker=take,
+        )  # fmt: skip
         async with contextlib.aclosing(outputs):
             async for news in outputs:
-                if told_in is not None and told_in is not self._tokens and _is_plain(news):
-                    self._tokens.numbers += [number] * len(news.token_ids)
-                    self._tokens.tokens += news.token_ids
-                else:
-                    told_in, news.id = self._tokens, ""
-                    self._tokens.news.append((number, news))
-                if not self._due:
-                    self._due = True
-                    asyncio.get_running_loop().call_soon(self._tell)
+                add(news)
                 if self.pipe.full:
                     await self.pipe.room()
 
