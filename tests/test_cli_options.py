@@ -57,13 +57,30 @@ def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     return parser._get_formatter()._expand_help(action)  # type: ignore[attr-defined]
 
 
-def test_an_interrupt_amid_the_first_imports_is_no_traceback():
+AMID_IMPORTS = """
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "headrace.cli.parser":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+"""
+IN_A_CALLBACK = """
+import signal, time, types, weakref
+def command():
+    thing = Thing()
+    gone = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))  # what this raises is only printed
+    del thing
+    time.sleep(10)
+class Thing: pass
+sys.modules["headrace.cli"] = types.SimpleNamespace(main=command)
+"""
+
+
+@pytest.mark.parametrize("when", [AMID_IMPORTS, IN_A_CALLBACK], ids=["amid the first imports", "in a callback"])
+def test_an_interrupt_at_a_bad_time_ends_a_command_without_a_traceback(when):
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["headrace"].partition(":")
-    code = (
-        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n        if name == 'headrace.cli.parser':\n"
-        f"            raise KeyboardInterrupt\nsys.meta_path.insert(0, Interrupt())\nfrom {module} import {function}\nsys.exit({function}())"
-    )
+    code = f"import sys\n{when}\nfrom {module} import {function}\nsys.exit({function}())"
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
