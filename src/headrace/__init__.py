@@ -6,8 +6,8 @@ The public names are imported on first use: `import headrace` itself loads neith
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # type checkers know the name; importing `typing` would take longer than all of this
 if TYPE_CHECKING:
     from headrace.beam_search import BeamSearchParams as BeamSearchParams
     from headrace.config import EngineConfig as EngineConfig

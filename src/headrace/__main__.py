@@ -1,8 +1,12 @@
 """`headrace` and `python -m headrace`: the command line, and a Ctrl-C that comes at a bad time."""
 
-import signal
+from __future__ import annotations
+
 import sys
-from typing import Any
+
+TYPE_CHECKING = False  # as in headrace/__init__.py
+if TYPE_CHECKING:
+    from typing import Any
 
 AGAIN_SECONDS = 0.01
 
@@ -23,6 +27,7 @@ def _heard(lost: Any) -> None:
     if lost.exc_type is not KeyboardInterrupt:
         sys.__unraisablehook__(lost)
         return
+    import signal
     import threading
 
     main_thread = threading.main_thread().ident
