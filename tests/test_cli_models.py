@@ -179,6 +179,8 @@ def test_run_serves_and_talks_and_leaves_nothing(model, tmp_path):
 
 
 def test_run_says_why_the_server_does_not_come_up(capfd, model):
+    assert main(["run", "./no/model/here", "--port", "0"]) == 1
+    assert "directory ./no/model/here does not exist, and './no/model/here' is no Hub id" in capfd.readouterr().err
     assert main(["run", str(model), "--port", "0", "--max-model-len", "99999999"]) == 1
     err = capfd.readouterr().err
     assert "max-model-len: got 99999999" in err

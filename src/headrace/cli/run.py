@@ -68,7 +68,7 @@ def fetched(args: argparse.Namespace) -> str:
         return pull(args.model, args.revision)[0]
     except CheckpointError as error:
         if not is_cached(args.model):
-            raise
+            raise CheckpointError(f"directory {args.model} does not exist, and {error}") from error
         print(f"headrace: {error}; the cache has it", file=sys.stderr)
         return args.model
 
