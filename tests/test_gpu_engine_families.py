@@ -77,9 +77,10 @@ def asking_for_rows(vocab_size: int) -> list[EngineRequest]:
 def test_bfloat16_is_near_the_exact_engine(path, family):
     """Rows of logprobs within BF16_TOLERANCE of the CPU's float32 and tokens equal until the first near-tie; half are greedy.
 
-    Where the CPU's own bfloat16 is farther off, as in Gemma 4's 0.14 and 0.19 at worst, half as far again is allowed. Where there are experts, rounding chooses others here and there, and such a row is off by more: what the CPU's own bfloat16
-    gives says how often. Of these tiny models in 2 (gpt-oss) to 15 (Qwen3-Next) of the 24 requests; Transformers' bfloat16 is as
-    far off its own float32 (of 360 rows of a prompt by 0.055 on average and 32 by more than the tolerance, here 0.053 and 30).
+    Where the CPU's own bfloat16 is farther off, as in Gemma 4's 0.14 and 0.19 at worst, half as far again is allowed. Where
+    there are experts, rounding chooses others here and there, and such a row is off by more: what the CPU's own bfloat16 gives
+    says how often. Of these tiny models in 2 (gpt-oss) to 15 (Qwen3-Next) of the 24 requests; Transformers' bfloat16 is as far
+    off its own float32 (of 360 rows of a prompt by 0.055 on average and 32 by more than the tolerance, here 0.053 and 30).
     """
     model = path(family)
     cpu = make_core(model, enable_prefix_caching=False)
