@@ -1,14 +1,16 @@
 """What adapters cost on a card: decode steps and prompts of an 8B of random weights, without, with and beside adapters.
 
-    python benchmarks/gpu_adapters.py [--shape qwen3-8b] [--rows 32] [--adapters 8] [--rank 16]
+    python benchmarks/gpu_adapters.py [--shape qwen3-8b] [--rows 1,8,32,64] [--adapters 8] [--rank 16]
 
-A line each: an engine that takes none; one that takes some, by requests that have none; the same by requests that have one each
-in turn; by half of them. Milliseconds of a decode step, and of a prompt step of 4096 tokens.
+A line each, for each number of rows: an engine that takes none; one that takes some, by requests that have none; the same by
+requests that have one each in turn; all the same; by half of them. Milliseconds of a decode step, and of a prompt step of 4096
+tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -83,8 +85,9 @@ def seconds(engine: Engine, rows: int, digests: list[str], label: str) -> tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rows", 32), ("adapters", 8), ("rank", 16)):
+    for name, default in (("adapters", 8), ("rank", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[32])
     parser.add_argument("--shape", default="qwen3-8b")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -97,9 +100,10 @@ def main() -> None:
         engine = build_engine(EngineConfig(**options))
         engine.prepare()
         modules = modules_of(engine.model)
-        base = seconds(engine, args.rows, [""], "base")
+        base = {rows: seconds(engine, rows, [""], f"base{rows}") for rows in args.rows}
         engine.close()
-        print(f"none taken     decode {1e3 * base[0]:7.3f} ms            prompts {1e3 * base[1]:7.2f} ms", flush=True)
+        for rows, (decode, prompts) in base.items():
+            print(f"{rows:3} rows, none taken     decode {1e3 * decode:7.3f} ms  prompts {1e3 * prompts:7.2f} ms", flush=True)
         del engine
         engine = build_engine(
             EngineConfig(**options, lora_dir=directory, max_loras=args.adapters, max_lora_rank=args.rank)
@@ -117,10 +121,11 @@ def main() -> None:
         print(f"an adapter is loaded in {1e3 * (time.perf_counter() - began) / args.adapters:.0f} ms", flush=True)
         digests = [version.digest for version in versions]
         cases = {"beside them": [""], "one each": digests, "one adapter": digests[:1], "half": ["", *digests][:2]}
-        for label, each in cases.items():
-            decode, prompts = seconds(engine, args.rows, each, label)
-            told = f"{label:14s} decode {1e3 * decode:7.3f} ms ({100 * (decode / base[0] - 1):+5.1f} %)  "
-            print(f"{told}prompts {1e3 * prompts:7.2f} ms ({100 * (prompts / base[1] - 1):+5.1f} %)", flush=True)
+        for rows, (label, each) in itertools.product(args.rows, cases.items()):
+            decode, prompts = seconds(engine, rows, each, f"{label}{rows}")
+            changes = [100 * (found / before - 1) for found, before in zip((decode, prompts), base[rows], strict=True)]
+            told = f"{rows:3} rows, {label:14s} decode {1e3 * decode:7.3f} ms ({changes[0]:+5.1f} %)  "
+            print(f"{told}prompts {1e3 * prompts:7.2f} ms ({changes[1]:+5.1f} %)", flush=True)
 
 
 if __name__ == "__main__":

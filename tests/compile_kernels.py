@@ -31,6 +31,7 @@ from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.products import glu, project
+from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.kernels import experts_triton, prepare, prompt_rows, tables
 from headrace.kernels.activation import act_mul_triton
@@ -45,6 +46,7 @@ from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton
 from headrace.kernels.lora import add_lora, group_rows, new_pair
+from headrace.kernels.lora_product import members_of, shrink_few
 from headrace.kernels.norm import add_normed_triton, add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
@@ -222,7 +224,12 @@ def adapters(rows: int, rank: int) -> Callable[[], None]:
     def run() -> None:
         groups = group_rows(ints(rows, dtype=torch.int64), 4)
         for sizes, columns in (((4096, 1024, 1024), 4096), ((4096,), 14336)):
-            add_lora(meta(rows, sum(sizes)), meta(rows, columns), new_pair(4, sizes, columns, rank, torch.bfloat16, META), groups)
+            x, pair = meta(rows, columns), new_pair(4, sizes, columns, rank, torch.bfloat16, META)
+            add_lora(meta(rows, sum(sizes)), x, pair, groups)
+            if rows <= 64:  # of a fused decode step
+                low_rank = shrink_few(x, pair, members_of(ints(rows, dtype=torch.int64), 4), ints(4), ints(16))
+                weight, out = Weight(meta(sum(sizes), columns)), meta(1, rows, sum(sizes), dtype=torch.float32)
+                project(x, weight, out, GemmTile(64, 64, 1, 4, 3, prefetch=1), low_rank=low_rank)
 
     return run
 

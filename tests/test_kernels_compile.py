@@ -76,7 +76,7 @@ def test_fused_decode_compiles(compiled, capability: int) -> None:
 
 def test_adapters_compile(compiled) -> None:
     kernels = of(compiled[80], "adapters of 32")
-    assert {kernel["kernel"] for kernel in kernels} == {"_group", "_shrink", "_expand"}
+    assert {kernel["kernel"] for kernel in kernels} == {"_group", "_shrink", "_expand", "_members", "_shrink_few", "_skinny_kernel"}
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[86]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 

@@ -6,12 +6,19 @@ import pytest
 import torch
 
 from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.products import glu, num_splits, project, residual
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.lora import Pair, add_lora, add_lora_reference, group_rows, new_pair
+from headrace.kernels.lora_product import LowRank, members_of, num_tickets, shrink_few
+from headrace.kernels.split import SplitSpace
+from headrace.model.weight import Weight
 from test_kernels_fused_decode import DEVICE, close, random
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
 DTYPES = [torch.float32] if DEVICE == "cpu" else [torch.float32, torch.bfloat16]
-SIZES, SLICES, COLUMNS, SLOTS = (40, 24, 16, 24), (0, 1, 2, 1), 528, 3  # of a slice in two places
+SIZES, SLICES, COLUMNS, SLOTS = (48, 16, 16, 48), (0, 1, 2, 1), 528, 3  # of a slice in two places
 
 
 def pair_of(rank: int, dtype: torch.dtype) -> Pair:
@@ -79,3 +86,56 @@ def test_a_row_is_the_same_bits_beside_others() -> None:
         part = alone[rows]
         add_lora(part, x[rows], pair, group_rows(adapters[rows], SLOTS))
         assert torch.equal(part, together[rows])
+
+
+TILES = {  # rows, rank, tile
+    "gemm": (20, 16, GemmTile(16, 32, 1, 4, 2, prefetch=1)), "split": (12, 100, GemmTile(16, 64, 2, 4, 2, touch=1)),
+    "wide": (40, 64, WideTile(64, 16, 32, 2, 4, 2)), "one row": (1, 40, GemvTile(8, 256, 1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_a_product_adds_what_its_rows_adapters_make(name: str) -> None:
+    """Each of its three kinds, with the rest of what it does; what a row gets does not depend on other rows' adapters."""
+    (rows, rank, tile), dtype, outputs, device = TILES[name], DTYPES[-1], sum(SIZES), torch.device(DEVICE)
+    pair, x = pair_of(rank, dtype), random(rows, COLUMNS, dtype=dtype, seed=5)
+    weight, squares = random(outputs, COLUMNS, dtype=dtype, seed=8) / COLUMNS**0.5, random(rows, 3, seed=7).square() * COLUMNS
+    adapters = [(7 * row) % 4 if rows > 1 else 2 for row in range(rows)]
+    others = [one if row % 2 else row // 2 % 2 for row, one in enumerate(adapters)]  # so the second slot has no rows
+    tickets, tolerance = torch.zeros(num_tickets(pair), dtype=torch.int32, device=device), 5e-3 if DEVICE == "cuda" else 1e-5
+    plain = exact(torch.zeros(rows, outputs, device=DEVICE), x, pair, adapters)
+    factor, splits = torch.rsqrt(squares.double().sum(1, keepdim=True) / COLUMNS + 1e-5), num_splits(tile)
+
+    def made(of_rows: list[int]) -> LowRank:
+        members = members_of(torch.tensor(of_rows, device=DEVICE), SLOTS)
+        return shrink_few(x, pair, members, torch.zeros(4, dtype=torch.int32, device=DEVICE), tickets)
+
+    sums = [torch.empty(splits, rows, outputs, device=DEVICE) for _ in range(3)]
+    for out, low_rank in zip(sums, (made(adapters), made(others), None), strict=True):
+        project(x, Weight(weight), out, tile, sumsq=squares, eps=1e-5, low_rank=low_rank)
+    found, beside, alone = (out.sum(0) for out in sums)
+    close(found, factor * (x.double() @ weight.double().T + plain), tolerance)
+    assert torch.equal(found[1::2], beside[1::2])
+    assert rows == 1 or not torch.equal(found, beside)
+    without = torch.tensor(adapters, device=DEVICE) == 0
+    if rows > 1:
+        close(found[without], alone[without].double(), tolerance)
+    total, norm, tiles = random(rows, outputs, seed=4), random(outputs, seed=3), -(-outputs // tile.block_n)
+    space = None if isinstance(tile, GemvTile) else SplitSpace(tile.partial_elements(rows, outputs), 2 * tiles, device)
+    wanted = total.double() + 0.3 * (x.double() @ weight.double().T + plain)
+    normed, norms = torch.empty(rows, outputs, dtype=dtype, device=DEVICE), torch.empty(rows, tiles, device=DEVICE)
+    residual(x, Weight(weight), total, normed, norms, norm, tile, space, norm_offset=0.5, scale=0.3, low_rank=made(adapters))
+    close(total, wanted, tolerance)
+    close(norms.sum(1), wanted.square().sum(1), tolerance)
+    if splits == 1:
+        gate, up = (factor * (x.double() @ weight.double().T + plain)).chunk(2, 1)
+        out = torch.empty(rows, outputs // 2, device=DEVICE)
+        glu(x, Weight(weight), out, tile, sumsq=squares, eps=1e-5, low_rank=made(adapters))
+        close(out, torch.nn.functional.silu(gate) * up, tolerance)
+    assert not tickets.any()
+
+
+def test_who_has_rows() -> None:
+    used, places = members_of(torch.tensor([0, 40, 3, 40, 0, 1, 1], device=DEVICE), 40)
+    assert used.tolist() == [3, 0, 2, 39] + [-1] * 37
+    assert places.tolist() == [-1, 2, 1, 2, -1, 0, 0]

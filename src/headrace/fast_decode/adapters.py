@@ -1,7 +1,8 @@
 """Fused decode steps whose rows have adapters: where what they add joins what the kernels leave to each other.
 
-Queries, keys and values get it before attention sums up its parts, and the residual before the kernel that adds a product to
-it. Gate and up are one product then and their activation a kernel of its own, as it needs the whole of both.
+A product of float weights adds it as one more step of its sum (kernels/lora_product.py). Where it runs in another way, queries,
+keys and values get it before attention sums up its parts, and the residual before the kernel that adds a product to it; gate
+and up are one product then and their activation a kernel of its own, as it needs the whole of both.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, project
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.activation import act_mul
 from headrace.kernels.experts_lora import ExpertAdds
+from headrace.kernels.lora_product import LowRank
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
 
@@ -20,11 +26,22 @@ from headrace.model.weight import Weight
 class Adds(Protocol):
     """AdapterPool."""
 
+    def low_rank(self, target: str, x: Tensor, block_n: int) -> LowRank | None:
+        """What the product `target` of x [rows, in], launched next, is to add; None: tiles of block_n outputs cannot."""
+
     def add_to(self, target: str, y: Tensor, x: Tensor, **options: Any) -> None:
         """Of the product `target`: y [rows, out] += what the rows' adapters make of x [rows, in]."""
 
     def of_experts(self, layer: int, rows: int) -> ExpertAdds | None:
         """What the adapters of all rows add to experts' products; None: no adapter is of experts."""
+
+
+def low_rank(adapters: Adds | None, target: str, x: Tensor, weight: Weight, tile: Tile) -> LowRank | None:
+    """What the product is to add; None: nothing, or it is added otherwise."""
+    takes = isinstance(tile, GemvTile) or (isinstance(tile, GemmTile | WideTile) and weight.kind == "float")
+    if adapters is None or not takes or not runs_triton(x):
+        return None
+    return adapters.low_rank(target, x, tile.block_n)
 
 
 def adapted_glu(

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode.adapters import Adds, adapted_glu
+from headrace.fast_decode.adapters import Adds, adapted_glu, low_rank
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.delta import delta_steps
@@ -264,8 +265,9 @@ class FastDecode:
             step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]
             sumsq_o, post = self._squares(self.sumsq_o, rows, step.o), self.posts[index]
             buffer = qkv_buffer if delta is None else narrow_qkv
-            qkv = self._project(normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias)
-            if adapters is not None:
+            more = low_rank(adapters, f"layers.{index}.qkv", normed, layer.qkv, step.qkv)
+            qkv = self._project(normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias, low_rank=more)
+            if adapters is not None and more is None:
                 adapters.add_to(f"layers.{index}.qkv", qkv[0], normed, squares=sumsq_down, eps=eps)
             if delta is None:
                 self._attend(qkv, batch, kv, index, layer, splits, attention)
@@ -280,8 +282,10 @@ class FastDecode:
                 sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset, adds)
                 continue
             squares = sumsq_o if self.ranks is None else None
-            if adapters is None:
-                glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=config.activation)
+            more = low_rank(adapters, f"layers.{index}.gate_up", normed, layer.gate_up, step.gate_up)
+            if adapters is None or more is not None:
+                act = config.activation
+                glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=act, low_rank=more)
             else:
                 inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
             squares, name = self._squares(self.sumsq_down, rows, step.down), f"layers.{index}.down"
@@ -313,25 +317,30 @@ class FastDecode:
         """The product `name`, normed by `post` if there is one, joins the residual, `total`; `normed`, and of one rank the sums
         of squares that are returned (in `sumsq`), are what the next product needs of it."""
         scale, offset = self.config.residual_scale, self.weights.norm_offset
+        more = low_rank(adapters, name, x, weight, tile)
         if post is not None:
-            parts, sumsq = self._project(x, weight, self.parts, tile, None, bias), sumsq.view(-1)[: len(x), None]
-            if adapters is not None:
+            parts = self._project(x, weight, self.parts, tile, None, bias, low_rank=more)
+            sumsq = sumsq.view(-1)[: len(x), None]
+            if adapters is not None and more is None:
                 adapters.add_to(name, parts[0], x)
             join_normed(
                 parts, post, total, normed, sumsq, norm, eps=self.config.norm_eps, scale=scale, norm_offset=offset
             )  # fmt: skip
             return sumsq
-        if adapters is not None:  # the residual grows before the product's kernel, which takes its squares, adds to it
+        if adapters is not None and more is None:  # the residual grows before the kernel that takes its squares adds to it
             adapters.add_to(name, total, x, scale=scale)
         if self.ranks is None:
-            residual(x, weight, total, normed, sumsq, norm, tile, self.space, norm_offset=offset, scale=scale, bias=bias)
+            residual(
+                x, weight, total, normed, sumsq, norm, tile, self.space, norm_offset=offset, scale=scale, bias=bias,
+                low_rank=more,
+            )  # fmt: skip
         else:
             self.ranks.residual(x, weight, total, normed, norm, tile, scale=scale, bias=bias)
         return sumsq
 
     def _project(
         self, x: Tensor, weight: Weight, buffer: Tensor, tile: Tile, sumsq: Tensor | None, bias: Tensor | None,
-        **options: float,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
         """RMSNorm(residual), or without `sumsq` x itself, @ weight.T as [splits, rows, columns] in `buffer`."""
         rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)
@@ -395,7 +404,7 @@ class FastDecoder(Decoder):
         if batch.num_rows > self.fast.max_rows or (adapters is not None and self.fast.ranks is not None):
             return super().decode(batch, kv)
         if adapters is not None:
-            adapters.begin(batch, None)
+            adapters.begin(batch, None, fused=runs_triton(batch.token_ids))
         return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook, adapters))
 
     def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):

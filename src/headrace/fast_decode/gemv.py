@@ -20,6 +20,7 @@ from headrace.fast_decode.epilogues import Plan, sumsq_block
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.all_reduce import PushSpace, as_sent, empty_mark
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, tl
+from headrace.kernels.lora_product import NOTHING, LowRank, add_to_row, b_of_row, wait_for_x
 from headrace.kernels.narrow import arguments, step_columns
 from headrace.kernels.one_row import add_step, load_step
 from headrace.model.weight import Weight
@@ -41,12 +42,13 @@ class GemvTile:
 def _gemv_kernel(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, peers_ptr,
     turns_ptr, N, sumsq_tiles, eps, scale, softcap, norm_offset, rank, rank_stride,
+    shrunk_ptr, b_ptr, slices_ptr, used_ptr, flag_ptr,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     ASM: tl.constexpr,
     MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN_N: tl.constexpr, RANKS: tl.constexpr, EMPTY: tl.constexpr,
-    PDL: tl.constexpr,
+    SHRUNK: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # at once: the next kernel's weights stream while this one still waits for its input
         gdc_launch_dependents()
@@ -87,7 +89,13 @@ def _gemv_kernel(
         norm = tl.load(norm_ptr + rn, mask=ok, other=0.0).to(tl.float32) + norm_offset
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rn, mask=ok, other=0.0).to(tl.float32)
-    if PDL:
+    if SHRUNK > 0:
+        OUTPUTS = 2 * N if MODE == "glu" else N
+        b = b_of_row(b_ptr, used_ptr, first, OUTPUTS, BLOCK_N, RANK)
+        if MODE == "glu":
+            up_b = b_of_row(b_ptr, used_ptr, N + first, OUTPUTS, BLOCK_N, RANK)
+        wait_for_x(flag_ptr)
+    elif PDL:
         gdc_wait()
     # what the epilogue reads is asked for now: behind the sums' barriers its latency would show
     if SUMSQ_BLOCK > 0:
@@ -119,6 +127,14 @@ def _gemv_kernel(
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 0) / K + eps)
     y = tl.sum(acc, 1) * (factor * row_scale)
+    if MODE == "glu":
+        up = tl.sum(up_acc, 1) * (factor * up_row_scale)
+    if SHRUNK > 0:
+        if PDL:
+            gdc_wait()
+        y += factor * add_to_row(b, shrunk_ptr, slices_ptr, used_ptr, first, SHRUNK, RANK)
+        if MODE == "glu":
+            up += factor * add_to_row(up_b, shrunk_ptr, slices_ptr, used_ptr, N + first, SHRUNK, RANK)
     if HAS_BIAS:
         y += bias
     if MODE == "residual":
@@ -134,7 +150,7 @@ def _gemv_kernel(
             tl.store(tl.multiple_of(peer, 16) + place, part, mask=ok)
     else:
         if MODE == "glu":
-            y = activate(y, ACTIVATION) * (tl.sum(up_acc, 1) * (factor * up_row_scale))
+            y = activate(y, ACTIVATION) * up
         else:
             y = y * scale
             if HAS_SOFTCAP:
@@ -142,14 +158,17 @@ def _gemv_kernel(
         tl.store(out_ptr + rn, y.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def plan(tile: GemvTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None, push: PushSpace | None = None) -> Plan:
+def plan(
+    tile: GemvTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None, push: PushSpace | None = None,
+    low_rank: LowRank | None = None,
+) -> Plan:  # fmt: skip
     width = x.shape[1]
     block_k = step_columns(weight.kind, tile.block_k)
     own = {
         "x_ptr": x, "K": width, "BLOCK_K": block_k, "PREFETCH": min(tile.prefetch, -(-width // block_k)),
         "SUMSQ_BLOCK": sumsq_block(sumsq, 256), "EVEN_N": columns % tile.block_n == 0,
         "peers_ptr": None, "turns_ptr": None, "rank": 0, "rank_stride": 0, "RANKS": 1, "EMPTY": 0,
-        **arguments(weight, x),
+        **arguments(weight, x), **(NOTHING if low_rank is None else low_rank.arguments),
     }  # fmt: skip
     if push is not None:
         own |= {

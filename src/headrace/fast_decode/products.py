@@ -33,6 +33,7 @@ from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.all_reduce import PushSpace
 from headrace.kernels.launch import pdl
+from headrace.kernels.lora_product import LowRank
 from headrace.kernels.narrow import packed
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
@@ -58,6 +59,7 @@ def _launch(
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
     sumsq_out: Tensor | None = None, space: SplitSpace | None = None, push: PushSpace | None = None,
+    low_rank: LowRank | None = None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
@@ -65,7 +67,8 @@ def _launch(
     if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
     plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | PairTile) else NARROW_PLAN
-    kernel, grid, own = plan(tile, x, weight, columns, sumsq, *([] if push is None else [push]))
+    more = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
+    kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)
     if not isinstance(tile, GemvTile):
         own |= {
             "M": rows, "K": width, "SPLITS": tile.splits,
@@ -83,7 +86,7 @@ def _launch(
 
 def project(
     x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, sumsq: Tensor | None = None, eps: float = 0.0,
-    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
+    bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, low_rank: LowRank | None = None,
 ) -> None:  # fmt: skip
     """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias [N]).
 
@@ -94,7 +97,7 @@ def project(
     if runs_triton(x):
         _launch(
             "project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
-            softcap=softcap,
+            softcap=softcap, low_rank=low_rank,
         )  # fmt: skip
     else:
         out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
@@ -107,13 +110,15 @@ def send(x: Tensor, weight: Weight, tile: GemvTile, space: PushSpace, bias: Tens
 
 def glu(
     x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
+    low_rank: LowRank | None = None,
 ) -> None:  # fmt: skip
     """out [M, I] = activation(gate) * up, where gate, up [M, I] are the halves of norm factor * x @ weight [2 I, K].T."""
     if num_splits(tile) > 1:
         raise ValueError("a gated product cannot be split along K")
     if runs_triton(x):
         _launch(
-            "glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation
+            "glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation,
+            low_rank=low_rank,
         )  # fmt: skip
     else:
         out.copy_(glu_reference(x, weight, sumsq, eps, activation))
@@ -122,6 +127,7 @@ def glu(
 def residual(
     x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: Tile,
     space: SplitSpace | None = None, *, norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> None:  # fmt: skip
     """total [M, N] float32 += scale * (x [M, K] @ weight [N, K].T + bias), in place.
 
@@ -133,7 +139,7 @@ def residual(
     if runs_triton(x):
         _launch(
             "residual", x, weight, normed, tile, columns=weight.shape[0], residual=total, norm=next_norm,
-            norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, space=space,
+            norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, space=space, low_rank=low_rank,
         )  # fmt: skip
     else:
         new, scaled, squares = residual_reference(x, weight, total, next_norm, norm_offset, scale, bias)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width, sumsq_block
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
+from headrace.kernels.lora_product import NOTHING, LowRank, add_low_rank, begin_low_rank, wait_for_x
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64
@@ -71,10 +72,11 @@ def load_rows(pointers, k, k_end, rk, EVEN: tl.constexpr):
 def _skinny_kernel(
     x_ptr, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
+    shrunk_ptr, b_ptr, slices_ptr, used_ptr, flag_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr,
     LOOP: tl.constexpr, MODE: tl.constexpr, SUMSQ_BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EVEN: tl.constexpr, LINES: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, SHRUNK: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL and PREFETCH + LINES > 0:
         gdc_launch_dependents()
@@ -102,10 +104,17 @@ def _skinny_kernel(
         if MODE == "glu":
             touch(w_ptr + N.to(tl.int64) * K + lines)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
-    if PDL:
+    OUTPUTS = 2 * N if MODE == "glu" else N
+    if SHRUNK > 0:
+        n0 = tile * BLOCK_N
+        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
+        if MODE == "glu":
+            up_begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, N + n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
+        wait_for_x(flag_ptr)
+    elif PDL:
         gdc_wait()
-        if PREFETCH + LINES == 0:
-            gdc_launch_dependents()
+    if PDL and PREFETCH + LINES == 0:
+        gdc_launch_dependents()
     xs = ()  # all of them are asked for before the first is used: a product's barrier would stop later loads
     for i in tl.static_range(PREFETCH):
         xs = xs + (load_rows(rows, k_start + i * BLOCK_K, k_end, rk, EVEN),)
@@ -132,6 +141,14 @@ def _skinny_kernel(
             if MODE == "glu":
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
+    if SHRUNK > 0:
+        if PDL:
+            gdc_wait()
+        acc = add_low_rank(acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 0)
+        if MODE == "glu":
+            up_acc = add_low_rank(
+                up_acc, up_begun, shrunk_ptr, b_ptr, used_ptr, rm, N + n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 0
+            )  # fmt: skip
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 1) / K + eps)
         acc = acc * factor[None, :]
@@ -143,7 +160,9 @@ def _skinny_kernel(
     )  # fmt: skip
 
 
-def plan(tile: GemmTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
+def plan(
+    tile: GemmTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None, low_rank: LowRank | None = None
+) -> Plan:
     rows, width = x.shape
     k_split = split_width(width, tile.splits, tile.block_k)
     steps = k_split // tile.block_k
@@ -155,5 +174,6 @@ def plan(tile: GemmTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor 
         "SUMSQ_BLOCK": sumsq_block(sumsq, 64), "LINES": next_power_of_2(touched) if touched else 0,
         "EARLY": row_block(rows) * tile.block_n <= EARLY_ELEMENTS,
         "EVEN": columns % tile.block_n == 0 and width % (tile.splits * tile.block_k) == 0,
+        **(NOTHING if low_rank is None else low_rank.arguments),
     }  # fmt: skip
     return Plan(_skinny_kernel, (-(-columns // tile.block_n), tile.splits), own)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
 from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, tl
+from headrace.kernels.lora_product import NOTHING, LowRank, add_low_rank, begin_low_rank, wait_for_x
 from headrace.model.weight import Weight
 
 MAX_ROWS = 256
@@ -42,13 +43,22 @@ class WideTile:
         return self.row_tiles(rows) * self.block_m * -(-columns // self.block_n) * self.block_n * self.splits
 
 
+@jit
+def _see_what_others_wrote():
+    """The copy engine sees what this thread does."""
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;", "=r,r", [tl.arange(0, 128)], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _wide_kernel(
     x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
+    shrunk_ptr, b_ptr, slices_ptr, used_ptr, flag_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, MODE: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, SHRUNK: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     n0 = tl.program_id(0) * BLOCK_N
@@ -57,8 +67,17 @@ def _wide_kernel(
     rn = n0 + tl.arange(0, BLOCK_N)
     rm = m0 + tl.arange(0, BLOCK_M)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
-    if PDL:
+    OUTPUTS = 2 * N if MODE == "glu" else N
+    if SHRUNK > 0:
+        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
+        if MODE == "glu":
+            up_begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, N + n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
+        wait_for_x(flag_ptr)
+        if PDL:
+            _see_what_others_wrote()
+    elif PDL:
         gdc_wait()
+    if PDL:
         gdc_launch_dependents()
     # what the epilogue reads is asked for now, where it is small: behind the sums its latency would show
     if SUMSQ_BLOCK > 0:
@@ -76,6 +95,14 @@ def _wide_kernel(
         acc = tl.dot(x, w_tiles.load([n0, k]).T, acc, input_precision="ieee")
         if MODE == "glu":
             up_acc = tl.dot(x, w_tiles.load([N + n0, k]).T, up_acc, input_precision="ieee")
+    if SHRUNK > 0:
+        if PDL:
+            gdc_wait()
+        acc = add_low_rank(acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 1)
+        if MODE == "glu":
+            up_acc = add_low_rank(
+                up_acc, up_begun, shrunk_ptr, b_ptr, used_ptr, rm, N + n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 1
+            )  # fmt: skip
     if SUMSQ_BLOCK > 0:
         total = tl.sum(sumsq, 1)
         for s0 in range(SUMSQ_BLOCK, sumsq_tiles, SUMSQ_BLOCK):
@@ -91,12 +118,15 @@ def _wide_kernel(
     )  # fmt: skip
 
 
-def plan(tile: WideTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
+def plan(
+    tile: WideTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None, low_rank: LowRank | None = None
+) -> Plan:
     own = {
         "x_tiles": TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
         "w_tiles": TensorDescriptor.from_tensor(weight.data, [tile.block_n, tile.block_k]),
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "k_split": split_width(x.shape[1], tile.splits, tile.block_k),
         "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK,
         "EARLY": tile.block_m * tile.block_n <= EARLY_ELEMENTS,
+        **(NOTHING if low_rank is None else low_rank.arguments),
     }  # fmt: skip
     return Plan(_wide_kernel, (-(-columns // tile.block_n), tile.splits, tile.row_tiles(x.shape[0])), own)

@@ -61,10 +61,15 @@ class Pair:
     scales: Tensor  # [slots, slices] float32
     tiles: dict[int, Tensor]  # of each of WIDTHS [any, 3] int32: slice, first output, and the one behind the last
     runs: tuple[tuple[int, int], ...]  # along the outputs: whose they are, and the one behind the last
+    slices: Tensor  # [out] int32: whose each of them is
 
     @property
     def rank(self) -> int:
         return self.b.shape[2]
+
+    def has_whole(self, block_n: int) -> bool:
+        """Whether all outputs of a tile of so many have one A."""
+        return all(end % block_n == 0 for _, end in self.runs[:-1])
 
     @property
     def of_slots(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,11 +91,12 @@ def new_pair(
             (index, first, min(first + width, end)) for index, size, end in runs for first in range(end - size, end, width)
         ]  # fmt: skip
         tiles[width] = torch.tensor(found, dtype=torch.int32).to(device)
+    slices_of = torch.tensor(of, dtype=torch.int32).repeat_interleave(torch.tensor(sizes)).to(device)
     return Pair(
         torch.zeros((slots, (max(of) + 1) * rank, columns), dtype=dtype, device=device),
         torch.zeros((slots, sum(sizes), rank), dtype=dtype, device=device),
         torch.zeros((slots, max(of) + 1), dtype=torch.float32, device=device), tiles,
-        tuple((index, end) for index, _, end in runs),
+        tuple((index, end) for index, _, end in runs), slices_of,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from headrace.errors import CheckpointError
 from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, group_rows, new_pair
+from headrace.kernels.lora_product import MAX_ROWS, LowRank, Members, members_of, num_tickets, shrink_few
 from headrace.kernels.tables import Int
 from headrace.lora.experts import ExpertsProduct, LayerExperts, Placed, step_bytes
 from headrace.lora.format import TENSORS, Matrices, Version, check, parsed, read_files
@@ -84,9 +85,12 @@ class AdapterPool:
         self._numbers = {"": 0}
         self.table: Tensor | None = None  # SlotTables.ints
         self._products: dict[str, Product] = {}
+        self._tickets = torch.zeros(0, dtype=torch.int32, device=device)
         for spec in parts_of(specs_of(model), model, shard):
             parts = [Part(name, rows, columns or range(spec.shape[1])) for name, rows, columns in spec.reads]
             self._enter(spec.target, parts, dtype)
+        self._flags = torch.zeros((len(self._products), 4), dtype=torch.int32, device=device)  # aligned rows
+        self._flag_of = dict(zip(self._products, self._flags, strict=True))
         self._experts = [
             ExpertsProduct(spec, model, shard, slots, max_rank, dtype, device)
             for spec in (parts_of(expert_specs(model), model, shard) if experts else ())
@@ -102,6 +106,8 @@ class AdapterPool:
         pair = new_pair(self.slots, sizes, columns, self.max_rank, dtype, self.device, slices)
         behind = int(layer) == self.model.num_layers - 1 and name not in BEFORE_LAST
         self._products[target] = Product(int(layer), parts, pair, behind)
+        if num_tickets(pair) > len(self._tickets):
+            self._tickets = torch.zeros(num_tickets(pair), dtype=torch.int32, device=self.device)
 
     @property
     def num_bytes(self) -> int:
@@ -162,11 +168,14 @@ class AdapterPool:
 
     # ---------------------------------------------------------------- rows
 
-    def begin(self, batch: ForwardBatch, wanted: WantedRows | None) -> None:
-        """The decoder's next layers have these rows."""
+    def begin(self, batch: ForwardBatch, wanted: WantedRows | None, fused: bool = False) -> None:
+        """The decoder's next layers have these rows; `fused`: in a fused decode step."""
         self._rows = self._last = None
         if batch.adapted:
             self._rows = self._last = self._of(batch)
+            if fused and batch.num_rows <= MAX_ROWS:
+                self._rows.members = members_of(self._rows.numbers, self.slots)
+                self._flags.zero_()
             if wanted is not None:
                 self._last = self._of(wanted.batch)
 
@@ -180,6 +189,14 @@ class AdapterPool:
     def add_to(self, target: str, y: Tensor, x: Tensor, **options: Any) -> None:
         """As `add`, by a WeightSpec's target, and with more of add_lora's arguments."""
         self.add(self._products[target], y, x, **options)
+
+    def low_rank(self, target: str, x: Tensor, block_n: int) -> LowRank | None:
+        """What the product `target` of x [rows, in], launched next, is to add in a fused decode step; None: it cannot, as of so
+        many rows none do, or tiles of block_n outputs do not."""
+        pair, members = self._products[target].pair, None if self._rows is None else self._rows.members
+        if members is None or not pair.has_whole(block_n):
+            return None
+        return shrink_few(x, pair, members, self._flag_of[target], self._tickets)
 
     def of_experts(self, layer: int, rows: int) -> ExpertAdds | None:
         """What adapters add to the products of experts in a step of so many rows; None if none is of experts."""
@@ -257,6 +274,7 @@ class _StepRows:
         if on_gpu(numbers):  # before the layers: kernels take them for what is long there
             self._groups[0, len(numbers)] = group_rows(numbers, slots)
         self._done: dict[int, int] = {}  # by product: rows that it has had
+        self.members: Members | None = None  # of fused decode steps
 
     def next(self, product: int, count: int):
         """The numbers of the product's next rows, and a function for their groups."""
