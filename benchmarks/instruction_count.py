@@ -2,8 +2,8 @@
 
     python benchmarks/instruction_count.py [--products gate_up,down] [--rows 8,32] [--kinds fp8,int4] [--tile TILE] [--list]
 
-Of each kernel the largest loop, all between a branch back and its target, and its instructions by sort: how many a byte of
-weights takes is the model of docs/quantization.md. A loop that is unrolled whole is none.
+Of each kernel the largest loop (with tensor cores, if one has), all between a branch back and its target, and its instructions
+by sort: how many a byte of weights takes is what docs/quantization.md counts. A loop that is unrolled whole is none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 import compile_ahead
 import gpu_decode
-from headrace.fast_decode import products
+from headrace.fast_decode import halves, products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.products import GemvTile, PairTile, Tile, WarpTile  # noqa: F401  (what --tile may name)
 from headrace.fast_decode.skinny_gemm import GemmTile  # noqa: F401
@@ -53,7 +53,7 @@ def largest_loop(code: list[tuple[int, str]]) -> list[str]:
     for at, line in code:
         if (branch := re.search(r"BRA\S* .*?(0x[0-9a-f]+)", line)) and int(branch[1], 16) < at:
             inside = [text for place, text in code if int(branch[1], 16) <= place <= at]
-            best = max(best, inside, key=len)
+            best = max(best, inside, key=lambda loop: (any("MMA" in line for line in loop), len(loop)))
     return best
 
 
@@ -69,7 +69,8 @@ def launch(name: str, kind: str, rows: int, tile: Tile) -> None:
     weight = gpu_decode.narrow_meta(height, shape.width, kind) if kind != "float" else gpu_decode.Weight(
         torch.empty(height, shape.width, dtype=gpu_decode.BF16, device=META)
     )  # fmt: skip
-    x = torch.empty(rows, shape.width, dtype=gpu_decode.BF16, device=META)
+    half = kind == "fp8" and name != "o" and rows > halves.ABOVE  # as in whole steps
+    x = torch.empty(rows, shape.width, dtype=torch.float16 if half else gpu_decode.BF16, device=META)
 
     def floats(*sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=torch.float32, device=META)

@@ -305,7 +305,9 @@ def narrow_products() -> None:
     products.project(meta(8, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), meta(1, 8, 6144), WarpTile(16, 8, 8, 2))
     tile = decode_tiles.narrow_tile(shapes["qkv"], 32, "fp8")
     slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
-    products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
+    for dtype in (torch.bfloat16, torch.float16):
+        x = meta(32, 4096, dtype=dtype)
+        products.project(x, gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
 
 
 def pair_products() -> None:

@@ -14,6 +14,7 @@ import gpu_decode
 from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights, states_of, with_narrow
 from headrace.attention.torch_backend import TorchAttention
 from headrace.fast_decode import forward as fast_decode
+from headrace.fast_decode import halves
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine, most_rows
@@ -192,6 +193,25 @@ def test_narrow_weights_of_several_kinds(lengths: list[int]) -> None:
     expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
     error = (fast.forward(batch, kv) - expected).norm() / expected.norm()
     assert error < 2e-4, f"relative error {error:.1e}"
+
+
+def test_activations_in_float16_between_fp8_weights(monkeypatch) -> None:
+    """Closer than bfloat16 (error 2e-3) to the decoder, whose activations are float32; the head is given those of the model."""
+    config = replace(PLAIN, hidden_size=128, intermediate_size=256, num_heads=8)
+    weights = with_narrow(random_weights(config), [("fp8 row", "fp8 blocks", "fp8 row", "fp8 row")] * 2)
+    batch, kv = decode_batch(config, [20, 1, 33], 16)
+    _, kv_expected = decode_batch(config, [20, 1, 33], 16)
+    tiles = GemmTile(64, 128, 1, 4, 3)
+    table = {4: StepTiles(qkv=tiles, o=tiles, gate_up=tiles, down=replace(tiles, splits=2), lm_head=GEMM.lm_head)}
+    assert not FastDecode(config, weights, 3, CPU, table).halves
+    monkeypatch.setattr(halves, "suit", lambda *_: True)
+    monkeypatch.setattr(halves, "ABOVE", 2)
+    fast = FastDecode(config, weights, 3, CPU, table)
+    logits = fast.forward(batch, kv)
+    assert fast.half_normed.any() and fast.half_inner.any() and fast.normed.any()
+    expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
+    error = (logits - expected).norm() / expected.norm()
+    assert error < 5e-4, f"relative error {error:.1e}"
 
 
 SMALL = replace(PLAIN, num_heads=2, num_kv_heads=1, num_layers=1)

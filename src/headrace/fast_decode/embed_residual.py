@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import runs_triton, sumsq_block
+from headrace.fast_decode.halves import kept
 from headrace.kernels.launch import gdc_launch_dependents, jit, next_power_of_2, pdl, tl
 
 
@@ -25,7 +26,7 @@ def _embed_residual_kernel(
     x = tl.load(table_ptr + token * WIDTH + r, mask=ok & known, other=0.0)
     x = (x.to(tl.float32) * scale).to(table_ptr.dtype.element_ty).to(tl.float32)
     tl.store(residual_ptr + row * WIDTH + r, x, mask=ok)
-    tl.store(normed_ptr + row * WIDTH + r, (x * norm).to(normed_ptr.dtype.element_ty), mask=ok)
+    tl.store(normed_ptr + row * WIDTH + r, kept(x * norm, normed_ptr.dtype.element_ty), mask=ok)
     t = tl.arange(0, TILES_BLOCK)
     tl.store(sumsq_ptr + row * tiles + t, tl.where(t == 0, tl.sum(x * x, 0), 0.0), mask=t < tiles)
 

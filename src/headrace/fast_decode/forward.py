@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode import halves
 from headrace.fast_decode.adapters import Adds, adapted_glu, low_rank
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
@@ -134,6 +135,8 @@ class FastDecode:
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
         assert len(self.norms) == 2 * config.num_layers + 1
         self.posts = [(layer.post_attn_norm, layer.post_mlp_norm) for layer in weights.layers]
+        alone = group is None and config.norm_place == "pre" and set(rare_parts(config)) <= {"attention sinks"}
+        self.halves = alone and halves.suit(kinds, dtype, device)
         self._allocate(dtype, logits_dtype, device, length)
         self.ranks = None if group is None else self._rank_parts(group, dtype, device)
 
@@ -177,6 +180,9 @@ class FastDecode:
         self.parts = empty(parts * rows * hidden, dtype=f32)  # of a product whose sum is normed
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
+        some = rows if self.halves else 0
+        self.half_normed = empty(some, hidden, dtype=torch.float16)
+        self.half_inner = empty(some, config.intermediate_size, dtype=torch.float16)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
         row_splits = max(n * self._num_splits(self.tiles_for(n), n, max_context) for n in range(1, rows + 1))
@@ -248,6 +254,9 @@ class FastDecode:
         elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
             tiles = replace(tiles, attention=tiles.few_attention)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
+        of_head, layers = normed, weights.layers[: self.depth]
+        if self.halves and rows > halves.ABOVE and adapters is None and layers:
+            normed, inner = self.half_normed[:rows], self.half_inner[:rows]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
         sumsq_down = self._squares(self.sumsq_down, rows, steps[0].down)
         context, attention = max(batch.context_lens), tiles.attention
@@ -256,10 +265,10 @@ class FastDecode:
             attention, splits = tiles.short_attention, 1
         norms, eps = self.norms, config.norm_eps
         # attention in two kernels takes queries in the model's dtype
-        narrow_qkv = self.qkv.view(normed.dtype)
+        narrow_qkv = self.qkv.view(of_head.dtype)
         qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else self.qkv
         self._embed(batch.token_ids, total, normed, sumsq_down)
-        for index, layer in enumerate(weights.layers[: self.depth]):
+        for index, layer in enumerate(layers):
             if hook is not None:
                 hook(index, total, batch)
             step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]
@@ -289,6 +298,7 @@ class FastDecode:
             else:
                 inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
             squares, name = self._squares(self.sumsq_down, rows, step.down), f"layers.{index}.down"
+            normed = of_head if index == len(layers) - 1 else normed
             sumsq_down = self._add(
                 inner, layer.down, total, normed, squares, following, step.down, layer.down_bias, post[1], name, adapters
             )  # fmt: skip

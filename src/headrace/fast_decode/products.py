@@ -6,7 +6,8 @@
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
     PairTile   FP8 tensor cores, FP8 weights, 2 to 16 rows   pair_gemm.py
 
-With narrow weights GemmTile and WideTile are of narrow_gemm.py.
+With narrow weights GemmTile and WideTile are of narrow_gemm.py. What these read, and all write between products, is a 16th of
+an activation where it is float16: see halves.py.
 
 `sumsq` [M, tiles] float32 are partial sums of squares of the residual that x is made of: the product of RMSNorm(residual) and
 the weight is norm factor * x @ weight.T (see epilogues.py). Products of many programs to a column add up by `space`.

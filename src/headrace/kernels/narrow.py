@@ -62,7 +62,7 @@ def span_bytes(weight: NarrowMatrix, block_k: int) -> int:
 
 
 def assembly(x: Tensor) -> int:
-    """Which instructions convert in kernels on `x`: 80, those of Ampere; 89, that know FP8 too; 0, plain arithmetic."""
+    """Which instructions convert for bfloat16 `x`: 80, those of Ampere; 89, that know FP8 too; 0, plain arithmetic."""
     major, minor = capability(x.device)
     if x.dtype != torch.bfloat16 or major < 8:
         return 0
@@ -76,8 +76,13 @@ def arguments(weight: NarrowMatrix, x: Tensor) -> dict[str, Any]:
         "w_ptr": weight.data if scales is None else weight.data.view(torch.uint8), "scales_ptr": scales,
         "zeros_ptr": weight.zeros, "KIND": weight.kind, "GROUP": weight.group,
         "GROUPS": 0 if scales is None else scales.shape[1], "SCALE_ROWS": weight.scale_rows, "ZEROS": _zeros(weight),
-        "ASM": 0 if scales is None else assembly(x),
+        "ASM": 0 if scales is None else 89 if _by_halves(weight, x) else assembly(x),
     }  # fmt: skip
+
+
+def _by_halves(weight: NarrowMatrix, x: Tensor) -> bool:
+    """Whether FP8 becomes float16, which x is: one instruction for two."""
+    return weight.kind == "fp8" and x.dtype == torch.float16 and capability(x.device) >= (8, 9)
 
 
 def _zeros(weight: NarrowMatrix) -> int:
@@ -251,7 +256,9 @@ def widen(
             low = ((raw ^ 128).to(tl.float32) - 128.0).to(DTYPE)
         high = low
     else:
-        if ASM > 0:
+        if ASM >= 89 and tl.float16 == DTYPE:
+            low = raw.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        elif ASM > 0:
             low = _convert(raw, FP8_2, FP8_4, BYTES)
         else:
             low = (sign_and_rest(raw, 8, 3) * 2.0**120).to(DTYPE)
