@@ -12,10 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, project
-from headrace.fast_decode.skinny_gemm import GemmTile
-from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.activation import act_mul
 from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.lora_product import LowRank
@@ -38,8 +35,7 @@ class Adds(Protocol):
 
 def low_rank(adapters: Adds | None, target: str, x: Tensor, weight: Weight, tile: Tile) -> LowRank | None:
     """What the product is to add; None: nothing, or it is added otherwise."""
-    takes = isinstance(tile, GemvTile) or (isinstance(tile, GemmTile | WideTile) and weight.kind == "float")
-    if adapters is None or not takes or not runs_triton(x):
+    if adapters is None or weight.kind != "float" or not runs_triton(x):
         return None
     return adapters.low_rank(target, x, tile.block_n)
 

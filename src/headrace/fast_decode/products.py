@@ -11,6 +11,7 @@ an activation where it is float16: see halves.py.
 
 `sumsq` [M, tiles] float32 are partial sums of squares of the residual that x is made of: the product of RMSNorm(residual) and
 the weight is norm factor * x @ weight.T (see epilogues.py). Products of many programs to a column add up by `space`.
+`low_rank`: what adapters add to a product of float weights, before the norm factor (kernels/lora_product.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ torch references then serve the CPU). Under TRITON_INTERPRET=1 the kernels run o
 Programmatic dependent launch (PDL, sm_90 and newer): a kernel may start while its predecessor in the stream still runs.
 Rules that every kernel here keeps:
 - each program executes `gdc_wait()` before it touches anything that an earlier kernel of the same step wrote, and before it
-  exits, also when it has nothing to do: a kernel that has ended thus implies that all before it have ended;
+  exits, also when it has nothing to do: a kernel that has ended thus implies that all before it have ended (a product with
+  adapters begins at a flag of the kernel before, which has itself waited, and waits at its end: lora_product.py);
 - before the wait it reads only weights and what the step's first kernels wrote (lengths, tables, positions);
 - `gdc_launch_dependents()` comes after the wait: at once in short kernels, at the end of long ones, where successors that
   wait on the multiprocessors would only be in the way (measured: 2-6 % of a decode step). Before the wait it comes in products
