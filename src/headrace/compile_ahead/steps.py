@@ -242,7 +242,7 @@ class Stage:
         elif not batch.adapted or self.adapters is None:
             self.fast.forward(batch, self.kv)
         else:
-            self.adapters.begin(batch, None)
+            self.adapters.begin(batch, None, fused=True)
             self.fast.forward(batch, self.kv, adapters=self.adapters)
 
     # ---------------------------------------------------------------- what makes tokens of logits
