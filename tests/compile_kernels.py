@@ -345,9 +345,15 @@ def experts(
     def run() -> None:
         x = meta(rows, hidden)
         routing = SimpleNamespace(chosen=chosen, score="softmax", renormalize=True, scale=1.0, groups=1, groups_chosen=1)
-        ids, shares = experts_triton.choose(x, meta(count, hidden, dtype=torch.float32), None, None, routing)
+        router, f32 = meta(count, hidden, dtype=torch.float32), torch.float32
         gpt = {"clamp": 7.0, "gate_up_bias": meta(count * 2 * inner), "down_bias": meta(count * hidden)} if form == "fp4" else {}
         gate_up, down = matrix(count * 2 * inner, hidden), matrix(count * hidden, inner)
+        if rows == 1 and not rank:  # as the fused step runs it, where each program chooses for itself
+            squares = experts_triton.Squares(meta(1, 64, dtype=f32), hidden, 1e-6)
+            joining = experts_triton.Joining(meta(1, hidden, dtype=f32), x, meta(hidden), 1.0, 0.0)
+            experts_triton.add_experts(x, squares, router, gate_up, down, routing, joining, count=count, **gpt)
+            return
+        ids, shares = experts_triton.choose(x, router, None, None, routing)
         adds = None
         if rank:
             pairs = [new_pair(4 * count, *sizes, rank, torch.bfloat16, META) for sizes in (((inner, inner), hidden), ((hidden,), inner))]

@@ -1,6 +1,6 @@
 """Runs the inline PTX of kernels in Triton's interpreter: threads are elements of a tensor, 32 neighbours a warp.
 
-Only what headrace.kernels.warp_products and pairs write: loads, bytes and bits, pairs of bfloat16, and the tensor cores' product m16n8k16.
+Only what headrace.kernels.warp_products and pairs write: loads, bytes and bits, pairs of bfloat16, and the tensor cores' products m16n8k16 and, of bytes, m16n8k32.
 """
 
 from __future__ import annotations
@@ -26,16 +26,33 @@ def _pair(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return rounded(low) | rounded(high) << np.uint32(16)
 
 
-def _prmt(a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
-    out = np.zeros_like(a)
+def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    out, thread = np.zeros_like(a), np.arange(len(a))
+    table = np.concatenate([np.ascontiguousarray(word)[:, None].view(np.uint8) for word in (a, b)], 1)
     for place in range(4):
-        nibble = selector >> 4 * place & 15
-        word, byte = (a, b)[(nibble & 7) // 4], nibble & 3
-        found = word >> np.uint32(8 * byte) & np.uint32(255)
-        if nibble & 8:
-            found = (found >> np.uint32(7)) * np.uint32(255)
+        nibble = selector >> np.uint32(4 * place) & np.uint32(15)
+        found = table[thread, nibble & 7].astype(np.uint32)
+        found = np.where(nibble & 8, (found >> np.uint32(7)) * np.uint32(255), found)
         out |= found << np.uint32(8 * place)
     return out
+
+
+def _bytes_mma(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
+    """As `_mma`, of whole numbers of a byte, four to a register."""
+    warps = len(a[0]) // 32
+    lane = np.arange(32)
+    group, rest = lane // 4, lane % 4
+    left, right, sums = (np.zeros((warps, *shape), np.int64) for shape in ((16, 32), (32, 8), (16, 8)))
+    for part in range(4):
+        for i, register in enumerate(a):
+            value = register.view(np.int8).reshape(warps, 32, 4)[:, :, part]
+            left[:, group + 8 * (i % 2), rest * 4 + part + 16 * (i // 2)] = value
+        for i, register in enumerate(b):
+            right[:, rest * 4 + part + 16 * i, group] = register.view(np.int8).reshape(warps, 32, 4)[:, :, part]
+    for i, register in enumerate(c):
+        sums[:, group + 8 * (i // 2), rest * 2 + i % 2] = register.view(np.int32).reshape(warps, 32)
+    product = (left @ right + sums).astype(np.int32)
+    return [product[:, group + 8 * (i // 2), rest * 2 + i % 2].reshape(-1).view(np.uint32) for i in range(4)]
 
 
 def _mma(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
@@ -87,12 +104,16 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
             results = _load(first[0], len(target))
         elif op.startswith("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"):
             results = _mma(*values)
+        elif op == "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32":
+            results = _bytes_mma(*([np.ascontiguousarray(word) for word in operand] for operand in values))
         elif op.startswith("mov"):
             results = [first[0]]
         elif op == "shr.u32":
             results = [first[0] >> first[1]]
         elif op == "shl.b32":
             results = [first[0] << first[1]]
+        elif op == "xor.b32":
+            results = [first[0] ^ first[1]]
         elif op == "and.b32":
             results = [first[0] & first[1]]
         elif op == "lop3.b32" and operands[-1] == "0xea":
@@ -100,7 +121,7 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
         elif op == "lop3.b32" and operands[-1] == "0xe4":
             results = [first[0] & first[2] | first[1] & ~first[2]]
         elif op == "prmt.b32":
-            results = [_prmt(first[0], first[1], int(first[2][0]))]
+            results = [_prmt(*first)]
         elif op == "mul.rn.bf16x2":
             results = [_pair(*(x * y for x, y in zip(*map(_halves, first), strict=True)))]
         elif op == "fma.rn.bf16x2":
@@ -134,7 +155,7 @@ def install(monkeypatch) -> None:
         handles = []
         for value, kind in zip(found, types, strict=True):
             scalar = kind.scalar
-            data = np.ascontiguousarray(value).view(np.float32) if scalar.is_floating() else value
+            data = np.ascontiguousarray(value).view(np.float32 if scalar.is_floating() else np.int32 if scalar.is_int_signed() else np.uint32)
             handles.append(interpreter.TensorHandle(data, scalar))
         return _Results(handles)
 

@@ -7,6 +7,7 @@ import torch
 
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels import experts_triton, experts_warp
+from headrace.kernels.experts_digits import digits
 from test_kernels_experts import case, reference, routing
 from test_kernels_fused_decode import DEVICE, close, random
 
@@ -34,7 +35,7 @@ def mxfp4(rows: int, hidden: int, inner: int, count: int, chosen: int):
     return (x, gate_up, down, ids, shares), given
 
 
-@pytest.mark.parametrize(("rows", "hidden", "inner", "count", "chosen"), [(1, 144, 12, 3, 2), (2, 48, 20, 3, 1)])
+@pytest.mark.parametrize(("rows", "hidden", "inner", "count", "chosen"), [(1, 144, 12, 3, 2), (2, 48, 20, 3, 1), (1, 400, 40, 2, 2)])
 def test_rows(rows: int, hidden: int, inner: int, count: int, chosen: int) -> None:
     """Rows that end within a run, columns that end within a tile, more warps than runs."""
     arguments, given = mxfp4(rows, hidden, inner, count, chosen)
@@ -42,6 +43,29 @@ def test_rows(rows: int, hidden: int, inner: int, count: int, chosen: int) -> No
     got = experts_triton.run_experts(*arguments, **given)
     assert got.isfinite().all()
     close(got.float(), reference(*arguments, **given), TOLERANCE)
+
+
+@pytest.mark.parametrize("exponent", [-60, 0, 60])
+def test_numbers_of_two_bytes(exponent: int) -> None:
+    """Rows of any size: each number to the 2^15th part of its group's largest, those of bfloat16 near that exactly."""
+    x = torch.exp2(random(3, 100, seed=1).double() * 4 + exponent).float() * random(3, 100, seed=2).sign()
+    x[1, 32:64] = 0.0
+    for rows in (x, x.to(BF16)):
+        numbers, scales = digits(rows, 128)
+        whole = numbers[:, 0].double() * 256 + numbers[:, 1]
+        got = whole * 2 * scales.double().repeat_interleave(32, 1)
+        want = torch.nn.functional.pad(rows.double(), (0, 28))
+        most = want.unflatten(1, (4, 32)).abs().amax(2).repeat_interleave(32, 1)
+        assert ((got - want).abs() <= most * 2.0**-14).all() and (whole.abs() <= 2**14).all()
+        if rows.dtype == BF16:
+            assert torch.equal(torch.where(want.abs() * 64 >= most, got - want, 0.0), torch.zeros_like(want))
+
+
+def test_what_is_no_number_stays_so() -> None:
+    for value in (torch.nan, torch.inf):
+        x = random(1, 64)
+        x[0, 40] = value
+        assert digits(x, 128).scales.isnan().tolist() == [[False, True, False, False]]
 
 
 def test_experts_elsewhere_give_nothing() -> None:
@@ -63,6 +87,6 @@ def test_joining_a_residual() -> None:
     squares = experts_triton.add_experts(
         x, experts_triton.Squares(sums, 48, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
     )
-    close(total, expected, TOLERANCE)
+    close(total, expected, 2e-4)  # both rows are whole numbers of 15 bits then
     close(normed.float(), expected * (norm + 0.25), TOLERANCE)
-    close(squares.sum(1), expected.square().sum(1), TOLERANCE)
+    close(squares.sum(1), expected.square().sum(1), 2e-4)

@@ -3,6 +3,7 @@
 So there is no kernel that chooses, and none that waits for it. Logits come from memory with the same bits for every program,
 and are compared as whole numbers: all programs of a row choose the same experts in the same order. A program of the router's
 kernel has one expert's logit over all columns, so that nothing is summed by another; its weights are loaded before the wait.
+Programs behind these make whole numbers of x, if the experts want them (experts_digits.py).
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.kernels.experts_digits import Digits, row_digits
 from headrace.kernels.experts_route import Routing, Squares, ordered
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 
@@ -23,14 +25,20 @@ BLOCK_K = 128  # columns of a step: 16 bytes of the router for each thread of th
 
 @jit(do_not_specialize=["sumsq_tiles"])
 def _row_logits(
-    x_ptr, router_ptr, bias_ptr, sumsq_ptr, logits_ptr, factors_ptr, E, sumsq_tiles, eps,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, router_ptr, bias_ptr, sumsq_ptr, logits_ptr, factors_ptr, numbers_ptr, scales_ptr, E, sumsq_tiles, eps,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, SUMSQ_BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # at once: the next kernel reads nothing before its own wait
         gdc_launch_dependents()
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(0)
     row = tl.program_id(1)
+    if WIDTH > 0:  # noqa: SIM102  (the compiler decides this one)
+        if expert >= E:
+            if PDL:
+                gdc_wait()
+            row_digits(x_ptr, numbers_ptr, scales_ptr, row, expert - E, K, WIDTH)
+            return
     rk = tl.arange(0, BLOCK_K)
     steps = ()
     for i in tl.static_range(STEPS):
@@ -62,21 +70,33 @@ def _row_logits(
 
 
 @jit
-def best_experts(logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr):
-    """The experts of the highest logits, best first, of equals the lower id, and their logits; and all logits [BLOCK_E].
-    What is no number is chosen last. Read from the L2 cache: it may be before a wait."""
+def _keys(logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Logits [BLOCK_E] as whole numbers of the same order, and themselves. What is no number is the least. Read from the L2
+    cache: it may be before a wait."""
     WORST: tl.constexpr = -3e38
-    TAKEN: tl.constexpr = -(1 << 31)
     experts = tl.arange(0, BLOCK_E)
     logits = tl.load(logits_ptr + experts, mask=experts < EXPERTS, other=0.0, cache_modifier=".cg")
     keys = tl.where(logits > WORST, logits, WORST) + 0.0  # a zero has no sign
-    keys = tl.where(experts < EXPERTS, ordered(keys.to(tl.int32, bitcast=True)), TAKEN)
+    return tl.where(experts < EXPERTS, ordered(keys.to(tl.int32, bitcast=True)), -(1 << 31)), logits
+
+
+@jit
+def _first_of(keys, BLOCK_E: tl.constexpr):
+    """The expert of the largest key, of equals the first, that key, and the keys without it."""
+    experts = tl.arange(0, BLOCK_E)
+    top = tl.max(keys, 0)
+    at = tl.min(tl.where(keys == top, experts, BLOCK_E), 0)
+    return at, top, tl.where(experts == at, -(1 << 31), keys)
+
+
+@jit
+def best_experts(logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr):
+    """The experts of the highest logits, best first, of equals the lower id, and their logits; and all logits [BLOCK_E]."""
+    keys, logits = _keys(logits_ptr, EXPERTS, BLOCK_E)
     ids = ()
     best = ()
     for _ in tl.static_range(CHOSEN):
-        top = tl.max(keys, 0)
-        at = tl.min(tl.where(keys == top, experts, BLOCK_E), 0)
-        keys = tl.where(experts == at, TAKEN, keys)
+        at, top, keys = _first_of(keys, BLOCK_E)
         ids = ids + (at,)
         best = best + (ordered(top).to(tl.float32, bitcast=True),)
     return ids, best, logits
@@ -112,10 +132,10 @@ def shares_of(
 def expert_of(pair, row, ids_ptr, logits_ptr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHOSEN: tl.constexpr):
     """The expert of a pair of a token and one of its choices; read after the wait."""
     if BLOCK_E > 0:
-        ids, _, _ = best_experts(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E, CHOSEN)
-        expert = ids[0]
-        for j in tl.static_range(1, CHOSEN):
-            expert = tl.where(pair % CHOSEN == j, ids[j], expert)
+        keys, _ = _keys(logits_ptr + row * EXPERTS, EXPERTS, BLOCK_E)
+        for _ in range(pair % CHOSEN):
+            _, _, keys = _first_of(keys, BLOCK_E)
+        expert, _, _ = _first_of(keys, BLOCK_E)
     else:
         expert = tl.load(ids_ptr + pair)
     return expert
@@ -145,14 +165,19 @@ def chooses_by_logits(correction: Tensor | None, routing: Routing) -> bool:
     return correction is None and routing.groups == 1
 
 
-def row_logits(x: Tensor, router: Tensor, router_bias: Tensor | None, squares: Squares) -> tuple[Tensor, Tensor]:
-    """x [T, H], router [E, H] float32, bias [E] -> logits [T, E] of the normed rows, and their norm factors [T]."""
+def row_logits(
+    x: Tensor, router: Tensor, router_bias: Tensor | None, squares: Squares, numbers: Digits | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [T, H], router [E, H] float32, bias [E] -> logits [T, E] of the normed rows, and their norm factors [T]; `numbers`
+    become those of x."""
     (rows, width), experts = x.shape, router.shape[0]
     logits = torch.empty((rows, experts), dtype=torch.float32, device=x.device)
     factors = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _row_logits[experts, rows](
-        x, router, router_bias, squares.sums, logits, factors, E=experts, sumsq_tiles=squares.sums.shape[1], eps=squares.eps,
-        K=width, BLOCK_K=BLOCK_K, SUMSQ_BLOCK=max(256, next_power_of_2(squares.sums.shape[1])), num_warps=1, **pdl(x),
+    held = 0 if numbers is None else numbers.numbers.shape[2]
+    _row_logits[experts + held // 128, rows](
+        x, router, router_bias, squares.sums, logits, factors, *(numbers or (None, None)), E=experts,
+        sumsq_tiles=squares.sums.shape[1], eps=squares.eps, K=width, BLOCK_K=BLOCK_K,
+        SUMSQ_BLOCK=max(256, next_power_of_2(squares.sums.shape[1])), WIDTH=held, num_warps=1, **pdl(x),
     )  # fmt: skip
     return logits, factors
 

@@ -3,6 +3,7 @@
 A program of the first kernel has a pair of a token and an expert and some columns of its gated product. One of the second has
 a token and some columns of the result: it goes through the token's experts in the order of ids, the weights of the next ones
 already on their way, the first ones' before the wait for the first kernel. What is loaded and how it is summed: one_row.py.
+Pairs, and tokens, are the first axis of programs: those that share an expert read it at about the same time.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -37,7 +38,8 @@ def _row_glu(
     BLOCK: tl.constexpr = BLOCK_K // PACK
     STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     SUMS: tl.constexpr = BLOCK // 8 if KIND == "float" else BLOCK // 16
-    pair = tl.program_id(1)
+    EVICT: tl.constexpr = "evict_first" if KIND == "float" else ""  # what is read once had better not take others' place
+    pair = tl.program_id(0)
     row = pair // CHOSEN
     rk = tl.arange(0, BLOCK)
     if PDL:
@@ -56,16 +58,16 @@ def _row_glu(
     up_acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
     for i in tl.static_range(TURNS * STEPS + AHEAD):
         if i < TURNS * STEPS:
-            first = (tl.program_id(0) * TURNS + i // STEPS) * BLOCK_N  # past its end a row is 0
+            first = (tl.program_id(1) * TURNS + i // STEPS) * BLOCK_N  # past its end a row is 0
             rows = base + first + tl.arange(0, BLOCK_N)
             pointers = w_ptr + rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
             one = load_step(
                 pointers, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, rows, base + first, base + N, WIDTH, BLOCK_N, BLOCK,
-                EVEN, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                EVEN, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, EVICT,
             )  # fmt: skip
             two = load_step(
                 pointers + N.to(tl.int64) * WIDTH, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, N + rows, base + N + first,
-                base + 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                base + 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, EVICT,
             )  # fmt: skip
             steps = steps + ((one, two),)
         if i >= AHEAD:
@@ -77,7 +79,7 @@ def _row_glu(
                 up_acc, two, x_ptr, rk, (i - AHEAD) % STEPS * BLOCK, COLUMNS, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM
             )  # fmt: skip
             if (i - AHEAD) % STEPS == STEPS - 1:
-                column = (tl.program_id(0) * TURNS + (i - AHEAD) // STEPS) * BLOCK_N + tl.arange(0, BLOCK_N)
+                column = (tl.program_id(1) * TURNS + (i - AHEAD) // STEPS) * BLOCK_N + tl.arange(0, BLOCK_N)
                 rows = base + column
                 g, u = tl.sum(acc, 1) * factor, tl.sum(up_acc, 1) * factor
                 if KIND != "float" and GROUP == 0:
@@ -106,14 +108,14 @@ def row_target(residual_ptr, norm_ptr, row, column, N, norm_offset):
 
 
 @jit
-def finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale):
+def finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale, AXIS: tl.constexpr):
     """Columns of a row's result to where they belong; with a residual they join it, and out gets it times the next norm's
-    weight, sumsq [T, programs along the columns] its part of the sum of squares."""
+    weight, sumsq [T, programs along the columns] its part of the sum of squares. AXIS: of the programs, along the columns."""
     at = row.to(tl.int64) * N + column
     if residual_ptr is not None:
         y = before + scale * y
         tl.store(residual_ptr + at, y, mask=column < N)
-        tl.store(sumsq_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(column < N, y * y, 0.0), 0))
+        tl.store(sumsq_ptr + row * tl.num_programs(AXIS) + tl.program_id(AXIS), tl.sum(tl.where(column < N, y * y, 0.0), 0))
         y = y * norm
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=column < N)
 
@@ -132,8 +134,9 @@ def _row_down(
     BLOCK: tl.constexpr = BLOCK_K // PACK
     STEPS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     SUMS: tl.constexpr = BLOCK // 8 if KIND == "float" else BLOCK // 16
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1)
+    EVICT: tl.constexpr = "evict_first" if KIND == "float" else ""  # what is read once had better not take others' place
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(0)
     rk = tl.arange(0, BLOCK)
     ids, shares = choice_of(
         row, ids_ptr, shares_ptr, logits_ptr, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE
@@ -156,8 +159,8 @@ def _row_down(
             end = tl.where(held, base + N, 0)
             pointers = w_ptr + rows[:, None].to(tl.int64) * WIDTH + rk[None, :]
             step = load_step(
-                pointers, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, rows, base + tl.program_id(0) * BLOCK_N, end, WIDTH,
-                BLOCK_N, BLOCK, False, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                pointers, scales_ptr, zeros_ptr, rk, i % STEPS * BLOCK, rows, base + tl.program_id(1) * BLOCK_N, end, WIDTH,
+                BLOCK_N, BLOCK, False, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, EVICT,
             )  # fmt: skip
             steps = steps + (step,)
         if PDL and i + 1 == AHEAD:
@@ -180,7 +183,7 @@ def _row_down(
                 total += tl.where(held, acc * factor[:, None], 0.0)  # rows of experts elsewhere were not written
                 acc = tl.zeros([BLOCK_N, SUMS], tl.float32)
     y = tl.sum(total, 1) + biases
-    finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale)
+    finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +239,7 @@ def row_glu(
     tile = glu_tile(weight)
     a_program = tile.block_n * tile.turns
     even = out.shape[1] == columns and columns % a_program == 0
-    _row_glu[-(-out.shape[1] // a_program), choice.rows * choice.chosen](
+    _row_glu[choice.rows * choice.chosen, -(-out.shape[1] // a_program)](
         x, bias_ptr=bias, factors_ptr=factors, out_ptr=out, N=columns, out_width=out.shape[1], first_expert=first, count=count,
         clamp=clamp, COLUMNS=x.shape[1], ACTIVATION="clamped" if clamp else activation, EVEN=even, TURNS=tile.turns,
         **choice.arguments(), **tile.arguments(weight, 1), **arguments(weight, x), **pdl(x),
@@ -275,7 +278,7 @@ def row_down(
     tile = down_tile(weight, rows * columns)
     tiles = -(-columns // tile.block_n)
     target = alone(out) if isinstance(out, Tensor) else out.arguments(tiles)
-    _row_down[tiles, rows](
+    _row_down[rows, tiles](
         x, bias_ptr=bias, N=columns, first_expert=first, count=count, **choice.arguments(), **choice.share_arguments(),
         **target, **tile.arguments(weight, choice.chosen), **arguments(weight, x), **pdl(x),
     )  # fmt: skip

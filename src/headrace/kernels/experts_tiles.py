@@ -169,7 +169,7 @@ def _sum_pairs(
         expert = tl.load(ids_ptr + row * CHOSEN + j) - first
         held = (expert >= 0) & (expert < count)
         total += tl.load(parts_ptr + (row * CHOSEN + j) * N + column, mask=held & (column < N), other=0.0).to(tl.float32)
-    finish_row(total, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale)
+    finish_row(total, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale, 0)
 
 
 def sum_pairs(parts: Tensor, ids: Tensor, out: Tensor | Joining, count: int, first: int) -> Tensor | None:

@@ -10,11 +10,13 @@ of it can be captured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.kernels.activation import Activation
+from headrace.kernels.experts_digits import Digits, digits, new_digits
 from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
 from headrace.kernels.experts_lora import ExpertAdds, shrink_pairs, sort_adapted
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts
@@ -66,8 +68,10 @@ def add_experts(
     how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
     few = len(x) <= ROW_FORM and adds is None
     if few and chooses_by_logits(correction, routing):
-        logits, factors = row_logits(x, router, router_bias, squares)
-        sums = _rows(x, gate_up, down, Choice(None, None, logits, routing), factors, joining, how)
+        whole = takes_warps(x, gate_up, down, routing.chosen)
+        numbers = new_digits(len(x), held_width(gate_up), x.device) if whole else None
+        logits, factors = row_logits(x, router, router_bias, squares, numbers)
+        sums = _rows(x, gate_up, down, Choice(None, None, logits, routing), factors, joining, how, numbers)
     else:
         ids, shares, of_rows = route_parts(router_parts(x, router), router_bias, correction, routing, squares)
         choice = Choice(ids, shares)
@@ -113,15 +117,17 @@ class _How:
 
 def _rows(
     x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
-    how: _How,
+    how: _How, numbers: Digits | None = None,
 ) -> Tensor | None:  # fmt: skip
+    held: dict[str, Any] = {"first": how.first, "count": how.count}
+    gating: dict[str, Any] = {"activation": how.activation, "clamp": how.clamp, "factors": factors}
+    if takes_warps(x, gate_up, down, choice.chosen):
+        numbers = numbers or digits(x, held_width(gate_up))
+        inner = warp_glu(numbers, gate_up, how.gate_up_bias, choice, held_width(down), how.inner, **held, **gating)
+        return warp_down(inner, down, how.down_bias, choice, out, **held)
     between = x.new_empty(choice.rows * choice.chosen, held_width(down))
-    glu, finish = (warp_glu, warp_down) if takes_warps(x, gate_up, down, choice.chosen) else (row_glu, row_down)
-    glu(
-        x.contiguous(), gate_up, how.gate_up_bias, choice, between, how.inner, first=how.first, count=how.count,
-        activation=how.activation, clamp=how.clamp, factors=factors,
-    )  # fmt: skip
-    return finish(between, down, how.down_bias, choice, out, first=how.first, count=how.count)
+    row_glu(x.contiguous(), gate_up, how.gate_up_bias, choice, between, how.inner, **held, **gating)
+    return row_down(between, down, how.down_bias, choice, out, **held)
 
 
 def _tiles(

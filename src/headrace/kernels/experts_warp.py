@@ -1,9 +1,12 @@
-"""The experts of one row, or of a few, whose weights are MXFP4: each warp multiplies for itself, by the tensor cores.
+"""The experts of one row, or of a few, whose weights are MXFP4: each warp multiplies for itself, by whole numbers.
 
-As experts_row.py, with the instructions of warp_products.py: words of the weights become bfloat16 in registers, times their
-scale. (A scale is a power of two, so this is exact; it cannot wait for the sums, which are of columns with several scales.)
-A warp of the first kernel has eight gate rows and the eight up rows beside them, and a part of their columns; one of the second
-16 rows of one expert.
+As experts_row.py. Twice a weight is a whole number from -12 to 12, and so a byte for the tensor cores: two instructions look
+four weights up, where four of bfloat16 take a dozen, which are more than the card has time for while it reads them. x comes as
+whole numbers too, of two bytes and with a scale for each 32 columns (experts_digits.py).
+
+A warp has 16 rows of the weights, and goes over K in runs of 128 columns: thread 4 g + q holds bytes 16 q to 16 q + 15 of rows
+g and g + 8, so of two groups of columns. The eight columns of a product m16n8k32 are the run's four groups, two bytes of x
+each, 0 where a thread's weights are of another group: thread 4 g + q gets the sums of group q, which alone it has to scale.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -11,107 +14,129 @@ A warp of the first kernel has eight gate rows and the eight up rows beside them
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from headrace.kernels.activation import gated
+from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
-from headrace.kernels.warp_products import (
-    C_16_6,
-    CONVERT_FP4,
-    LOAD,
-    LOAD_ONCE,
-    LOAD_TWO,
-    M_8,
-    MULTIPLY_8,
-    load_words,
-)
+from headrace.kernels.warp_products import LOAD, LOAD_ONCE, load_words
 
-GLU_WARPS = 4  # that share a program's columns
-DOWN_WARPS = 2  # of each expert
-AHEAD = 4  # runs whose weights are on their way
+COLUMNS = 32  # of the gated product a program has: a group of what comes next
+WARPS = 2  # that share columns
+GLU_AHEAD, DOWN_AHEAD = 6, 4  # runs whose weights are on their way
+DOWN_REGISTERS = 128  # of a thread, at most, so that two programs fit into a multiprocessor
+
+_MMA = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
+# Byte i of a result is the n-th of eight, by nibble i of the selector; with the nibble's highest bit set it is that byte's
+# highest bit, eight times. So weights above 0 give twice their value and 1 by the first eight, and -1 by the second, whose
+# selector has that bit turned; those below 0 nothing, and twice their value.
+_ABOVE, _BELOW = 0x04030200, 0xFDFEFF00
+_ABOVE_REST, _BELOW_REST = "0x0d090705", "0xf4f8fafc"
+
+
+def _multiply_run() -> Any:
+    """$0-$3: sums of a run; $4-$7 and $8-$11: words of rows g and g + 8; $12-$15: x; $16, $17: where its bytes belong;
+    $18, $19: the first four bytes of both tables."""
+    lines = ["mov.b32 z, 0x0;", *(f"mov.b32 ${i}, z;" for i in range(4))]
+    for word in range(4):
+        lines += [f"prmt.b32 x0, ${12 + word}, z, $16;", f"prmt.b32 x1, ${12 + word}, z, $17;"]
+        for row in range(2):
+            given = f"${4 + 4 * row + word}"
+            lines += [f"xor.b32 t, {given}, 0x88888888;", f"shr.u32 u, {given}, 16;", "shr.u32 v, t, 16;"]
+            tables = (("a", "$18", _ABOVE_REST, (given, "u")), ("b", "$19", _BELOW_REST, ("t", "v")))
+            for name, first, rest, selectors in tables:
+                lines += [f"prmt.b32 {name}{row + 2 * i}, {first}, {rest}, {selectors[i]};" for i in range(2)]
+        for name in ("a", "b"):
+            operand = ", ".join(f"{name}{i}" for i in range(4))
+            lines.append(f"{_MMA} {{$0, $1, $2, $3}}, {{{operand}}}, {{x0, x1}}, {{$0, $1, $2, $3}};")
+    registers = ".reg .b32 z, t, u, v, x0, x1, " + ", ".join(f"{name}{i}" for name in "ab" for i in range(4)) + ";"
+    return tl and tl.constexpr("{" + registers + "\n" + "\n".join(lines) + "\n}")
+
+
+MULTIPLY_RUN = _multiply_run()
+RUN_OPERANDS = tl and tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
+ABOVE, BELOW = tl and tl.constexpr(_ABOVE), tl and tl.constexpr(_BELOW - (1 << 32))
 
 
 @jit
-def _load_two(pointers):
-    """Eight bytes of each thread."""
-    TWO: tl.constexpr = (tl.uint32, tl.uint32)
-    return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,l", [pointers.to(tl.int64)], dtype=TWO, is_pure=False, pack=1)
-
-
-@jit
-def _load_row(weights, scales, run, RUNS: tl.constexpr):
-    """A row's four words of a run, and two with its scales; past the last run those of that one."""
-    run = tl.minimum(run, RUNS - 1)
-    words = load_words(weights + run * 64, LOAD_ONCE)
-    factors = _load_two(scales + run * 4)
-    return words[0], words[1], words[2], words[3], factors[0], factors[1]
-
-
-@jit
-def _load_half_x(x, column, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    if WHOLE:
-        found = load_words(x + column, LOAD) + load_words(x + column + 8, LOAD)
+def _load_row(weights, scales, rest, run: tl.constexpr, LAST: tl.constexpr):
+    """A row's four words of a warp's run, and the scale of the group whose sums the thread gets. Of a LAST run, which some
+    warps do not have, it is the one before by `rest`."""
+    if LAST:
+        words, scale = load_words(weights + (run - rest) * 64, LOAD_ONCE), tl.load(scales + (run - rest) * 4)
     else:
-        here = column < COLUMNS
-        x += tl.where(here, column, 0)
-        a, b = load_words(x, LOAD), load_words(x + 8, LOAD)
-        found = (
-            tl.where(here, a[0], 0), tl.where(here, a[1], 0), tl.where(here, a[2], 0), tl.where(here, a[3], 0),
-            tl.where(here, b[0], 0), tl.where(here, b[1], 0), tl.where(here, b[2], 0), tl.where(here, b[3], 0),
-        )  # fmt: skip
-    return found
+        words, scale = load_words(weights + run * 64, LOAD_ONCE), tl.load(scales + run * 4)
+    return words, scale
 
 
 @jit
-def _load_x(x, run, piece, COLUMNS: tl.constexpr, WHOLE: tl.constexpr):
-    """What the thread's bytes are multiplied by: 16 columns of low halves and 16 of high ones. Unless all warps' runs are WHOLE
-    what lies past the row's end counts as 0, as of the weights it may be anything."""
-    column = run * 128 + piece * 16
-    return _load_half_x(x, column, COLUMNS, WHOLE) + _load_half_x(x, column + 64, COLUMNS, WHOLE)
+def _constants(lane):
+    """Where bytes of x belong in the operands of a product, for the first and the last two of four columns: of the group that
+    the thread's column of the product stands for, low halves or high ones, if the thread's weights are of it; 4: nowhere.
+    And the tables, as numbers of which the compiler cannot know that all threads have the same: it would bring them anew."""
+    high = lane // 16
+    own = lane // 8 % 2 == lane % 4 // 2
+    same = lane * tl.program_id(2)
+    return (
+        tl.where(own, tl.where(high == 0, 0x4140, 0x1404), 0x4444).to(tl.uint32),
+        tl.where(own, tl.where(high == 0, 0x4342, 0x3424), 0x4444).to(tl.uint32),
+        (same + ABOVE).to(tl.uint32),
+        (same + BELOW).to(tl.uint32),
+    )
 
 
 @jit
-def _pair(word, shift, DTYPE: tl.constexpr):
-    """One of a word's two scales, 2^64 times as large, as bfloat16 twice in a register. It is a power of two."""
-    scale = (word >> shift).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32) * 2.0**64
-    return (scale.to(tl.uint32, bitcast=True) >> 16) * 0x10001
+def _add_run(acc, upper, lower, x, x_scales, constants, rest, run: tl.constexpr, LAST: tl.constexpr):
+    """acc, of a thread's two rows, + the products of a run; of a run that the warp does not have nothing."""
+    FOUR: tl.constexpr = (tl.int32,) * 4
+    if LAST:
+        words, scale = load_words(x + (run - rest) * 128, LOAD), tl.load(x_scales + run * 4, mask=rest == 0, other=0.0)
+    else:
+        words, scale = load_words(x + run * 128, LOAD), tl.load(x_scales + run * 4)
+    given = upper[0] + lower[0] + words + constants
+    d = tl.inline_asm_elementwise(MULTIPLY_RUN, RUN_OPERANDS, given, dtype=FOUR, is_pure=True, pack=1)
+    return (
+        acc[0] + (d[0] * 256 + d[1]).to(tl.float32) * (scale * upper[1].to(tl.float32)),
+        acc[1] + (d[2] * 256 + d[3]).to(tl.float32) * (scale * lower[1].to(tl.float32)),
+    )
 
 
 @jit
-def _convert(row, shift, DTYPE: tl.constexpr):
-    """A row's numbers as operands, times 2^-62."""
-    SIXTEEN: tl.constexpr = (tl.uint32,) * 16
-    given = (row[0], row[1], row[2], row[3], _pair(row[4], shift, DTYPE), _pair(row[5], shift, DTYPE))
-    return tl.inline_asm_elementwise(CONVERT_FP4, C_16_6, given, dtype=SIXTEEN, is_pure=True, pack=1)
+def _of_weights(w_ptr, scales_ptr, row, lane, first_run, K: tl.constexpr):
+    """Pointers of each thread at its bytes of a row from a run on, and at the scales of its sums."""
+    return w_ptr + row * (K // 2) + first_run * 64 + lane % 4 * 16, scales_ptr + row * (K // 32) + first_run * 4 + lane % 4
 
 
 @jit
-def _add_run(acc, upper, lower, x, shift, DTYPE: tl.constexpr):
-    FOUR: tl.constexpr = (tl.float32,) * 4
-    given = _convert(upper, shift, DTYPE) + _convert(lower, shift, DTYPE) + x + acc
-    return tl.inline_asm_elementwise(MULTIPLY_8, M_8, given, dtype=FOUR, is_pure=True, pack=1)
+def _of_x(x_ptr, scales_ptr, row, lane, first_run, K: tl.constexpr):
+    """The same of x: at the bytes that it multiplies by."""
+    x = x_ptr + row * (2 * K) + lane // 4 % 2 * K + first_run * 128 + lane // 16 * 64 + lane % 4 * 16
+    return x, scales_ptr + row * (K // 32) + first_run * 4 + lane % 4
 
 
 @jit
-def _row_sums(d, SHARING: tl.constexpr, WARPS: tl.constexpr):
-    """A sum of each thread [SHARING * WARPS * 32] -> [SHARING, 8], those of warps that share columns added up."""
-    whole = tl.sum(tl.reshape(d, (SHARING, WARPS, 8, 4)), 1)
-    return tl.sum(tl.where(tl.arange(0, 4)[None, None, :] == 0, whole, 0.0), 2) * 2.0**62
+def _past(warp, RUNS: tl.constexpr, WARPS: tl.constexpr):
+    """By how many runs a warp's last one lies past the last: none or one, unless there are fewer runs than warps."""
+    OWN: tl.constexpr = (RUNS + WARPS - 1) // WARPS
+    return tl.maximum((warp + 1) * OWN - RUNS, 0)
 
 
 @jit(do_not_specialize=["first_expert", "clamp"])
 def _warp_glu(
-    x_ptr, w_ptr, scales_ptr, bias_ptr, ids_ptr, logits_ptr, factors_ptr, out_ptr, N, out_width, first_expert, count, clamp,
-    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, bias_ptr, ids_ptr, logits_ptr, factors_ptr, out_ptr, out_scales_ptr, N,
+    first_expert, count, clamp,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     WARPS: tl.constexpr, AHEAD: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     RUNS: tl.constexpr = K // 128
     OWN: tl.constexpr = (RUNS + WARPS - 1) // WARPS
-    first = tl.program_id(0) * 8
-    pair = tl.program_id(1)
+    first = tl.program_id(1) * 32
+    pair = tl.program_id(0)
     row = pair // CHOSEN
     if PDL:
         gdc_wait()
@@ -119,55 +144,52 @@ def _warp_glu(
     expert = expert_of(pair, row, ids_ptr, logits_ptr, EXPERTS, BLOCK_E, CHOSEN) - first_expert
     if (expert < 0) | (expert >= count):
         return
-    column = first + tl.arange(0, 8)
-    place = out_ptr + pair.to(tl.int64) * out_width + column
-    if first >= N:  # past its end a row is 0
-        tl.store(place, tl.zeros([8], out_ptr.dtype.element_ty), mask=column < out_width)
-        return
     factor = 1.0
     if factors_ptr is not None:
         factor = tl.load(factors_ptr + row)
-    t = tl.arange(0, WARPS * 32)
-    lane, warp = t % 32, t // 32
-    shift = lane % 4 // 2 * 16
-    of_row = expert.to(tl.int64) * (2 * N) + tl.minimum(first + lane // 4, N - 1)
-    beside = of_row + N
-    weights = (w_ptr + of_row * (K // 2) + lane % 4 * 16, w_ptr + beside * (K // 2) + lane % 4 * 16)
-    scales = (scales_ptr + of_row * (K // 32), scales_ptr + beside * (K // 32))
-    x = x_ptr + row.to(tl.int64) * COLUMNS + t * 0
-    zero = tl.zeros([WARPS * 32], tl.float32)
-    acc = (zero, zero, zero, zero)
+    t = tl.arange(0, WARPS * 128)
+    lane, warp, tile = t % 32, t // 32 % WARPS, t // 32 // WARPS
+    of_row = expert.to(tl.int64) * (2 * N) + tl.minimum(first + tile * 8 + lane // 4, N - 1)
+    gate, gate_scales = _of_weights(w_ptr, scales_ptr, of_row, lane, warp * OWN, K)
+    up, up_scales = _of_weights(w_ptr, scales_ptr, of_row + N, lane, warp * OWN, K)
+    x, x_scales = _of_x(x_ptr, x_scales_ptr, row.to(tl.int64), lane, warp * OWN, K)
+    constants, rest = _constants(lane), _past(warp, RUNS, WARPS)
+    zero = tl.zeros([WARPS * 128], tl.float32)
+    acc = (zero, zero)
     runs = ()
     for i in tl.static_range(OWN + AHEAD):
         if i < OWN:
-            upper = _load_row(weights[0], scales[0], warp * OWN + i, RUNS)
-            lower = _load_row(weights[1], scales[1], warp * OWN + i, RUNS)
+            upper = _load_row(gate, gate_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
+            lower = _load_row(up, up_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
             runs = runs + ((upper, lower),)
         if i >= AHEAD:
-            xs = _load_x(x, warp * OWN + i - AHEAD, lane % 4, COLUMNS, ((WARPS - 1) * OWN + i - AHEAD + 1) * 128 <= COLUMNS)
-            acc = _add_run(acc, runs[i - AHEAD][0], runs[i - AHEAD][1], xs, shift, scales_ptr.dtype.element_ty)
-    g = tl.sum(_row_sums(acc[0], 1, WARPS), 0) * factor
-    u = tl.sum(_row_sums(acc[2], 1, WARPS), 0) * factor
+            acc = _add_run(
+                acc, runs[i - AHEAD][0], runs[i - AHEAD][1], x, x_scales, constants, rest, i - AHEAD,
+                RUNS % WARPS > 0 and i - AHEAD + 1 == OWN,
+            )  # fmt: skip
+    column = first + tl.arange(0, 32)
+    g = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[0], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
+    u = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[1], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
     if bias_ptr is not None:
         bias = bias_ptr + expert * (2 * N) + column
         g += tl.load(bias, mask=column < N, other=0.0).to(tl.float32)
         u += tl.load(bias + N, mask=column < N, other=0.0).to(tl.float32)
-    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)
-    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
+    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)  # past its end a row is 0
+    store_digits(split_digits(y), out_ptr, out_scales_ptr, pair, tl.program_id(1), WIDTH)
 
 
 @jit(do_not_specialize=["first_expert"])
 def _warp_down(
-    x_ptr, w_ptr, scales_ptr, bias_ptr, ids_ptr, shares_ptr, logits_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_ptr,
-    N, first_expert, count, scale, norm_offset, share_scale,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, bias_ptr, ids_ptr, shares_ptr, logits_ptr, out_ptr, residual_ptr, norm_ptr,
+    sumsq_ptr, N, first_expert, count, scale, norm_offset, share_scale,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SCORE: tl.constexpr, RENORMALIZE: tl.constexpr,
     K: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     RUNS: tl.constexpr = K // 128
     OWN: tl.constexpr = (RUNS + WARPS - 1) // WARPS
     THREADS: tl.constexpr = CHOSEN * WARPS * 32
-    row = tl.program_id(1)
-    first = tl.program_id(0) * 16
+    row = tl.program_id(0)
+    first = tl.program_id(1) * 16
     ids, shares = choice_of(
         row, ids_ptr, shares_ptr, logits_ptr, share_scale, EXPERTS, BLOCK_E, CHOSEN, SCORE, RENORMALIZE
     )  # fmt: skip
@@ -183,68 +205,73 @@ def _warp_down(
         share = tl.where(slot == j, shares[j], share)
     expert = tl.where((expert >= 0) & (expert < count), expert, 0)
     held = (of_slot >= 0) & (of_slot < count)
-    shift = lane % 4 // 2 * 16
     above = expert.to(tl.int64) * N + tl.minimum(first + lane // 4, N - 1)
     below = expert.to(tl.int64) * N + tl.minimum(first + lane // 4 + 8, N - 1)
-    weights = (w_ptr + above * (K // 2) + lane % 4 * 16, w_ptr + below * (K // 2) + lane % 4 * 16)
-    scales = (scales_ptr + above * (K // 32), scales_ptr + below * (K // 32))
+    above, above_scales = _of_weights(w_ptr, scales_ptr, above, lane, warp * OWN, K)
+    below, below_scales = _of_weights(w_ptr, scales_ptr, below, lane, warp * OWN, K)
     column = first + tl.arange(0, 16)
     before, norm = row_target(residual_ptr, norm_ptr, row, column, N, norm_offset)
-    x = x_ptr + (row * CHOSEN + chosen).to(tl.int64) * K
+    x, x_scales = _of_x(x_ptr, x_scales_ptr, (row * CHOSEN + chosen).to(tl.int64), lane, warp * OWN, K)
+    constants, rest = _constants(lane), _past(warp, RUNS, WARPS)
     zero = tl.zeros([THREADS], tl.float32)
-    acc = (zero, zero, zero, zero)
+    acc = (zero, zero)
     runs = ()
     for i in tl.static_range(OWN + AHEAD):
         if i < OWN:
-            upper = _load_row(weights[0], scales[0], warp * OWN + i, RUNS)
-            lower = _load_row(weights[1], scales[1], warp * OWN + i, RUNS)
+            upper = _load_row(above, above_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
+            lower = _load_row(below, below_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
             runs = runs + ((upper, lower),)
         if PDL and i + 1 == AHEAD:
             gdc_wait()
             gdc_launch_dependents()
         if i >= AHEAD:
-            xs = _load_x(x, warp * OWN + i - AHEAD, lane % 4, K, ((WARPS - 1) * OWN + i - AHEAD + 1) * 128 <= K)
-            acc = _add_run(acc, runs[i - AHEAD][0], runs[i - AHEAD][1], xs, shift, scales_ptr.dtype.element_ty)
-    y = tl.join(_row_sums(acc[0], CHOSEN, WARPS), _row_sums(acc[2], CHOSEN, WARPS))
-    y = tl.reshape(tl.permute(y, (0, 2, 1)), (CHOSEN, 16))
+            acc = _add_run(
+                acc, runs[i - AHEAD][0], runs[i - AHEAD][1], x, x_scales, constants, rest, i - AHEAD,
+                RUNS % WARPS > 0 and i - AHEAD + 1 == OWN,
+            )  # fmt: skip
+    y = tl.join(tl.sum(tl.reshape(acc[0], (CHOSEN, WARPS, 8, 4)), 3), tl.sum(tl.reshape(acc[1], (CHOSEN, WARPS, 8, 4)), 3))
+    y = tl.reshape(tl.permute(tl.sum(y, 1), (0, 2, 1)), (CHOSEN, 16))
     if bias_ptr is not None:
         bias = bias_ptr + of_slot[:, None] * N + column[None, :]
         y += tl.load(bias, mask=held[:, None] & (column < N)[None, :], other=0.0).to(tl.float32)
     y = tl.sum(tl.where(held[:, None], y * share[:, None], 0.0), 0)  # rows of experts elsewhere were not written
-    finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale)
+    finish_row(y, before, norm, out_ptr, residual_ptr, sumsq_ptr, row, column, N, scale, 1)
 
 
 def takes_warps(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, chosen: int) -> bool:
-    """Whether these kernels do: of MXFP4, on a card, for bfloat16 rows of whole sixteens."""
+    """Whether these kernels do: of MXFP4, on a card, for bfloat16 rows."""
     fit = all(w.kind == "fp4" and w.group == 32 and w.scales is not None and w.scales.itemsize == 2 for w in (gate_up, down))
-    return fit and assembly(x) > 0 and x.shape[1] % 16 == 0 and chosen in (1, 2, 4, 8)
+    return fit and assembly(x) > 0 and chosen in (1, 2, 4, 8)
 
 
 def warp_glu(
-    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, choice: Choice, out: Tensor, columns: int, *, first: int, count: int,
+    x: Digits, weight: NarrowMatrix, bias: Tensor | None, choice: Choice, inner: int, columns: int, *, first: int, count: int,
     activation: str, clamp: float, factors: Tensor | None = None,
-) -> None:  # fmt: skip
-    """As experts_row.row_glu."""
+) -> Digits:  # fmt: skip
+    """As experts_row.row_glu, of `columns` and zeros up to `inner` of them."""
     assert weight.scales is not None
-    _warp_glu[-(-out.shape[1] // 8), choice.rows * choice.chosen](
-        x, weight.data, weight.scales, bias, factors_ptr=factors, out_ptr=out, N=columns, out_width=out.shape[1],
-        first_expert=first, count=count, clamp=clamp, **choice.arguments(), K=held_width(weight), COLUMNS=x.shape[1],
-        WARPS=GLU_WARPS, AHEAD=min(AHEAD, -(-held_width(weight) // 128 // GLU_WARPS)),
-        ACTIVATION="clamped" if clamp else activation, num_warps=GLU_WARPS, **pdl(x),
+    pairs, width = choice.rows * choice.chosen, held_width(weight)
+    out = new_digits(pairs, inner, x.scales.device)
+    _warp_glu[pairs, inner // COLUMNS](
+        *x, weight.data, weight.scales, bias, factors_ptr=factors, out_ptr=out.numbers, out_scales_ptr=out.scales, N=columns,
+        first_expert=first, count=count, clamp=clamp, **choice.arguments(), K=width, WIDTH=inner, WARPS=WARPS,
+        AHEAD=min(GLU_AHEAD, -(-width // 128 // WARPS)), ACTIVATION="clamped" if clamp else activation,
+        num_warps=4 * WARPS, **pdl(x.scales),
     )  # fmt: skip
+    return out
 
 
 def warp_down(
-    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, choice: Choice, out: Tensor | Joining, *, first: int, count: int
+    x: Digits, weight: NarrowMatrix, bias: Tensor | None, choice: Choice, out: Tensor | Joining, *, first: int, count: int
 ) -> Tensor | None:
     """As experts_row.row_down."""
     assert weight.scales is not None
     rows, columns = (out if isinstance(out, Tensor) else out.total).shape
-    tiles = -(-columns // 16)
+    tiles, width = -(-columns // 16), held_width(weight)
     target = alone(out) if isinstance(out, Tensor) else out.arguments(tiles)
-    _warp_down[tiles, rows](
-        x, weight.data, weight.scales, bias, N=columns, first_expert=first, count=count, **choice.arguments(),
-        **choice.share_arguments(), **target, K=held_width(weight), WARPS=DOWN_WARPS,
-        AHEAD=min(AHEAD, -(-held_width(weight) // 128 // DOWN_WARPS)), num_warps=DOWN_WARPS * choice.chosen, **pdl(x),
+    _warp_down[rows, tiles](
+        *x, weight.data, weight.scales, bias, N=columns, first_expert=first, count=count, **choice.arguments(),
+        **choice.share_arguments(), **target, K=width, WARPS=WARPS, AHEAD=min(DOWN_AHEAD, -(-width // 128 // WARPS)),
+        num_warps=WARPS * choice.chosen, maxnreg=DOWN_REGISTERS, **pdl(x.scales),
     )  # fmt: skip
     return target["sumsq_ptr"]

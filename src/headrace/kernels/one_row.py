@@ -8,10 +8,12 @@ from headrace.kernels.narrow_row import load_scales, multiply_add_narrow
 
 
 @jit
-def _load_weights(pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr):
+def _load_weights(
+    pointers, rk, k: tl.constexpr, rows_ok, K: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVICT: tl.constexpr
+):  # fmt: skip
     if EVEN_N and k + BLOCK_K <= K:
-        return tl.load(pointers + k)
-    return tl.load(pointers + k, mask=rows_ok[:, None] & (k + rk < K)[None, :], other=0)
+        return tl.load(pointers + k, eviction_policy=EVICT)
+    return tl.load(pointers + k, mask=rows_ok[:, None] & (k + rk < K)[None, :], other=0, eviction_policy=EVICT)
 
 
 @jit
@@ -44,11 +46,12 @@ def add_step(
 def load_step(
     pointers, scales_ptr, zeros_ptr, rk, k: tl.constexpr, rn, first, last, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr, EVEN_N: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, EVICT: tl.constexpr = "",
 ):  # fmt: skip
-    """A step's weights of rows `first` to `last`, and of narrow ones scales and zeros for both halves of the bytes."""
+    """A step's weights of rows `first` to `last`, and of narrow ones scales and zeros for both halves of the bytes. EVICT: how
+    long weights stay in the L2 cache, as tl.load has it."""
     FOUR: tl.constexpr = KIND == "int4" or KIND == "fp4"
-    weights = _load_weights(pointers, rk, k, rn < last, WIDTH, BLOCK, EVEN_N)
+    weights = _load_weights(pointers, rk, k, rn < last, WIDTH, BLOCK, EVEN_N, EVICT)
     scales = (1.0, 1.0)
     zeros = (8.0, 8.0)
     if GROUP > 0:

@@ -73,25 +73,6 @@ lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;
 lop3.b32 b, t, 0x00800080, 0x43004300, 0xea;
 mov.b32 c, 0xbf80bf80;
 fma.rn.bf16x2 {out}, b, c, a;""")
-
-
-def _convert_fp4() -> Any:
-    """Four words of 4-bit floats -> as `_convert_int4`, in order, each pair times a register of two factors: one for all low
-    halves, one for the high ones. Without factors numbers are 2^126 times too small: see kernels/narrow.py."""
-    lines = ["mov.b32 less, 0x80008000;"]
-    # of a pair's sign and of the rest, so that they come to lie as in bfloat16
-    shifts = (("shl", 12, "shl", 6), ("shl", 4, "shr", 2), ("shl", 8, "shl", 2), ("shl", 0, "shr", 6))
-    kinds = {"shl": "shl.b32", "shr": "shr.u32"}
-    for word in range(4):
-        lines.append(f"prmt.b32 w, ${16 + word}, 0, 0x3120;")
-        for part, (to_sign, by, to_rest, by_rest) in enumerate(shifts):
-            out = word * 2 + part if part < 2 else 8 + word * 2 + part - 2
-            lines.append(f"{kinds[to_sign]} a, w, {by};\nand.b32 a, a, 0x80008000;\n{kinds[to_rest]} b, w, {by_rest};")
-            lines.append(f"lop3.b32 b, b, 0x01c001c0, a, 0xea;\nfma.rn.bf16x2 ${out}, b, ${20 + part // 2}, less;")
-    return _text(lines, ".reg .b32 a, b, w, less;")
-
-
-CONVERT_FP4, C_16_6 = _convert_fp4(), _constraints(16, 6)
 SCALE_X = _text(["mov.b32 c, 0x5f805f80;", *(f"mul.rn.bf16x2 ${i}, ${8 + i}, c;" for i in range(8))], ".reg .b32 c;")
 PAIR_X = _text(
     [
@@ -123,7 +104,6 @@ def _sum(count: int) -> Any:
 
 
 LOAD = tl and tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
-LOAD_TWO = tl and tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
 LOAD_ONCE = tl and tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 MULTIPLY_8, MULTIPLY_4 = _multiply(8), _multiply(4)
 SUM_8, SUM_4 = _sum(8), _sum(4)
