@@ -7,7 +7,8 @@ import { Lexer, Marked } from "./vendor/marked.js";
 
 // Parsers have bad cases, and a model may write one: what is longer than these is shown as it is written.
 const LONGEST = 200_000, LONGEST_CODE = 50_000, LONGEST_PARAGRAPH = 4_000; // characters
-const PATIENCE = 150; // ms for all paragraphs of a text
+// marked's time for a paragraph grows with the square of its emphasis marks. Ordinary ones are parsed however busy the machine is.
+const MARKS = 100, PATIENCE = 150; // ms for all paragraphs of a text that have more marks
 const FORMATTING = /^<\/?(?:b|strong|i|em|u|s|del|ins|br|hr|sub|sup|kbd|mark|small|details|summary)\s*\/?>$/i;
 const TAGS = [
   "a", "b", "blockquote", "br", "button", "code", "del", "details", "div", "em", "h3", "h4", "h5", "h6", "hr", "i", "input", "ins", "kbd",
@@ -48,11 +49,17 @@ const marked = new Marked({
 /** marked's own, with a bound on what a text's paragraphs may cost. */
 class BoundedLexer extends Lexer {
   lex(text) {
-    const end = performance.now() + PATIENCE;
     this.blockTokens(text.replace(/\r\n|\r/g, "\n"), this.tokens);
+    let spent = 0;
     for (const { src, tokens } of this.inlineQueue) {
-      if (src.length > LONGEST_PARAGRAPH || performance.now() > end) tokens.push({ type: "html", raw: src, text: src, long: true });
-      else this.inlineTokens(src, tokens);
+      const many = (src.match(/[*_~]+/g) ?? []).length > MARKS;
+      if (src.length > LONGEST_PARAGRAPH || (many && spent > PATIENCE)) {
+        tokens.push({ type: "html", raw: src, text: src, long: true });
+        continue;
+      }
+      const began = performance.now();
+      this.inlineTokens(src, tokens);
+      if (many) spent += performance.now() - began;
     }
     this.inlineQueue = [];
     return this.tokens;
