@@ -69,14 +69,14 @@ def _gemv_kernel(
         early = early + (
             load_step(
                 pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
-                GROUPS, SCALE_ROWS, ZEROS,
+                GROUPS, SCALE_ROWS, ZEROS, "",
             ),
         )
         if MODE == "glu":
             early_up = early_up + (
                 load_step(
                     up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
-                    KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                    KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, "",
                 ),
             )
     row_scale = 1.0
@@ -111,7 +111,7 @@ def _gemv_kernel(
         else:
             step = load_step(
                 pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, rn, first, N, WIDTH, BLOCK_N, BLOCK, EVEN_N, KIND, GROUP,
-                GROUPS, SCALE_ROWS, ZEROS,
+                GROUPS, SCALE_ROWS, ZEROS, "",
             )
         acc = add_step(acc, step, x_ptr, rk, i * BLOCK, K, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
         if MODE == "glu":
@@ -120,7 +120,7 @@ def _gemv_kernel(
             else:
                 step = load_step(
                     up_pointers, scales_ptr, zeros_ptr, rk, i * BLOCK, N + rn, N + first, 2 * N, WIDTH, BLOCK_N, BLOCK, EVEN_N,
-                    KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS,
+                    KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, "",
                 )
             up_acc = add_step(up_acc, step, x_ptr, rk, i * BLOCK, K, BLOCK_N, BLOCK, KIND, GROUP, ZEROS, ASM)
     factor = 1.0

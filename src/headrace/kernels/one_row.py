@@ -46,7 +46,7 @@ def add_step(
 def load_step(
     pointers, scales_ptr, zeros_ptr, rk, k: tl.constexpr, rn, first, last, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr, EVEN_N: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, EVICT: tl.constexpr = "",
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """A step's weights of rows `first` to `last`, and of narrow ones scales and zeros for both halves of the bytes. EVICT: how
     long weights stay in the L2 cache, as tl.load has it."""
