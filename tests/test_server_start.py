@@ -98,6 +98,19 @@ def test_bad_options_of_the_server_alone_are_refused(model, never_starts, capsys
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        ("--api-processes 2 --lora-dir .", "--lora-dir: got '.', allowed: none with several --api-processes"),
+        ("--override-generation-config {\"top_p\":2}", "--override-generation-config: top_p: got 2, allowed: a number in (0, 1]"),
+        ("--override-generation-config {\"top_p\":\"a\"}", "--override-generation-config: top_p: got 'a', allowed: "),
+    ],
+)
+def test_options_of_the_server_say_which_they_are(model, never_starts, capsys, options, said):
+    assert main(["serve", model, "--port", "0", *options.split()]) == 1
+    assert capsys.readouterr().err.startswith(f"headrace: {said}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ("--ray --max-replicas 3 --data-parallel-size 2", "--data-parallel-size: got 2, allowed: nothing beside --max-replicas"),
         ("--ray --min-replicas 2", "--max-replicas: got None, allowed: an integer, with --min-replicas"),
         ("--ray --min-replicas 4 --max-replicas 2", "--max-replicas: got 2, allowed: an integer in [4, 256]"),

@@ -131,7 +131,10 @@ def generation_defaults(text: str) -> dict[str, Any]:
         given = None
     if not isinstance(given, dict) or not set(given) <= set(names):
         raise ParameterError("--override-generation-config", text, "a JSON object with some of " + ", ".join(names))
-    SamplingParams(**given)
+    try:
+        SamplingParams(**given)
+    except ParameterError as e:
+        raise ParameterError(f"--override-generation-config: {e.field}", e.value, e.allowed) from None
     return given
 
 

@@ -109,6 +109,9 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     if args.api_processes > 1 and options.setdefault("responses_store_bytes", 0):  # the next request may reach another one
         allowed = "0 with several --api-processes, which share no memory"
         raise ParameterError("responses_store_bytes", args.responses_store_bytes, allowed)
+    if args.api_processes > 1 and args.lora_dir is not None:
+        allowed = "none with several --api-processes: adapters come and go only where one process serves HTTP"
+        raise ParameterError("lora_dir", args.lora_dir, allowed)
     return ServerConfig(**options, api_keys=server_keys(args), admin_keys=admin_keys(args))
 
 
