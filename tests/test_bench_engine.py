@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,12 @@ def shape(tmp_path_factory) -> str:
     file = directory / "config.json"
     file.write_text("\ufeff" + file.read_text())
     return str(file)
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path, monkeypatch):
+    """Not in /tmp: what goes at the end of a process stays where a worker of the tests ends without one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
