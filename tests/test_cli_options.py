@@ -76,6 +76,17 @@ sys.modules["headrace.cli"] = types.SimpleNamespace(main=command)
 """
 
 
+@pytest.mark.parametrize("words", [["generate", "--model", "/no/where", "--prompt", "a"], ["serve", "/no/where", "--port", "0"]])
+def test_an_interrupt_amid_the_import_of_numpy_comes_behind_it(words):
+    code = (
+        "import signal, sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n        if name == 'numpy':\n"
+        f"            signal.raise_signal(signal.SIGINT)\nsys.meta_path.insert(0, Interrupt())\nsys.argv[1:] = {words!r}\n"
+        "from headrace.__main__ import main\ncode = main()\nprint(code, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True)
+    assert (done.stdout, "Traceback" in done.stderr) == ("130 True\n", False), done.stderr
+
+
 @pytest.mark.parametrize("when", [AMID_IMPORTS, IN_A_CALLBACK], ids=["amid the first imports", "in a callback"])
 def test_an_interrupt_at_a_bad_time_ends_a_command_without_a_traceback(when):
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
@@ -503,6 +514,6 @@ def test_defaults_in_the_operators_text_are_those_of_help():
 
 def test_options_that_documents_name_exist():
     known = {o for words in words_of() for a in parser_of(words)._actions for o in a.option_strings}
-    others = {"--no-deps", "--version", "--help", "--build-arg"}
+    others = {"--no-deps", "--version", "--help", "--build-arg", "--shm-size", "--ipc"}
     for document in (OPERATING, OPERATING.parent / "tour.md", OPERATING.parent / "using.md", OPERATING.parents[1] / "README.md"):
         assert not set(re.findall(r"`(--[a-z][a-z-]+)", document.read_text())) - known - others, document.name

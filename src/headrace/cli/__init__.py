@@ -10,6 +10,7 @@ from typing import Any
 from headrace.cli.parser import CommandParser
 from headrace.cli.sources import refuse_unknown_variables
 from headrace.cli.streams import ReaderLeft, check_output, standard_streams
+from headrace.engine.interrupts import uninterrupted
 from headrace.errors import HeadraceError, ParameterError
 from headrace.extras import missing_package
 from headrace.logs import configure
@@ -86,7 +87,8 @@ def _add_commands(parser: CommandParser, commands: dict[str, Any], dest: str) ->
 
 
 def _fill(module: str, parser: CommandParser) -> None:
-    loaded = importlib.import_module(module)
+    with uninterrupted():  # numpy swallows a Ctrl-C amid its import, and crashes later
+        loaded = importlib.import_module(module)
     loaded.add_arguments(parser)
     parser.set_defaults(run=loaded.run, parser=parser)
     positional = "".join(f" {a.metavar}" if a.required else f" [{a.metavar}]" for a in parser._actions if not a.option_strings)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from headrace.cli.parser import text
 from headrace.cli.sources import UNSET
 from headrace.config import EngineConfig
+from headrace.engine.interrupts import uninterrupted
 from headrace.errors import ParameterError
 from headrace.files import read_text
 from headrace.options import Option, option, options_of
@@ -122,7 +123,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: str = "2
 
 def generation_defaults(text: str) -> dict[str, Any]:
     """What stands in for the checkpoint's generation_config.json. Raises ParameterError for what is not one of its values."""
-    from headrace.sampling.params import SamplingParams
+    with uninterrupted():
+        from headrace.sampling.params import SamplingParams
 
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     try:
@@ -139,7 +141,8 @@ def generation_defaults(text: str) -> dict[str, Any]:
 
 
 def sampling_params(args: argparse.Namespace):
-    from headrace.sampling.params import AtMost, SamplingParams
+    with uninterrupted():  # as in `headrace.cli`
+        from headrace.sampling.params import AtMost, SamplingParams
 
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "n")
     max_tokens = AtMost(256) if args.max_tokens is None else args.max_tokens

@@ -27,6 +27,7 @@ from headrace.cli.port import bind
 from headrace.cli.routing import Routing
 from headrace.cli.serve_options import BUILDER, ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
+from headrace.engine.interrupts import uninterrupted
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.logs import configure
@@ -180,13 +181,14 @@ class Server:
 
     def _parts(self, args: argparse.Namespace, builder: str, early: EarlyCore | None):
         """The client of the engine, its metrics and what serves HTTP, put together and not started."""
-        from headrace.cli.several import check_alone
-        from headrace.config import EngineConfig
-        from headrace.engine.client import EngineClient
-        from headrace.engine.supervision import SupervisionConfig
-        from headrace.metrics.prometheus import PrometheusMetrics
-        from headrace.metrics.trace import TraceFile
-        from headrace.sampling.params import defaults_in_words
+        with uninterrupted():  # as in `headrace.cli`
+            from headrace.cli.several import check_alone
+            from headrace.config import EngineConfig
+            from headrace.engine.client import EngineClient
+            from headrace.engine.supervision import SupervisionConfig
+            from headrace.metrics.prometheus import PrometheusMetrics
+            from headrace.metrics.trace import TraceFile
+            from headrace.sampling.params import defaults_in_words
 
         check_alone(args)
         options = self.options
