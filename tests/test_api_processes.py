@@ -172,7 +172,7 @@ def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
 
 
 def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, tmp_path):
-    options = ["--max-num-seqs", "1", "--max-queued-requests", "1", "--heartbeat-timeout", "4"]
+    options = ["--max-num-seqs", "1", "--max-queued-requests", "1", "--heartbeat-timeout", "6"]
     with start(model, tmp_path, *options) as server:
         one, two = both_ready(server)
         streams = [Stream(server, one, max_tokens=ENDLESS).begun(), Stream(server, two, max_tokens=ENDLESS)]
