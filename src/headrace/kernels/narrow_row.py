@@ -9,8 +9,6 @@ from __future__ import annotations
 from headrace.kernels.launch import jit, tl
 from headrace.kernels.narrow import widen_one_row
 
-GRAIN = 16  # bytes; a scale is of at least so many columns
-
 
 @jit
 def _load_half(
