@@ -57,7 +57,7 @@ from headrace.cli import serve
 from headrace.cli.parser import CommandParser
 parser = CommandParser()
 serve.add_arguments(parser)
-sys.exit(serve.run(parser.parse_args(sys.argv[1:]), "simulate_check:build_paced"))
+sys.exit(serve.run(parser.parse_args(sys.argv[1:]), "fake_model:build_paced"))
 """
 PACED_START = [sys.executable, "-c", PACED]
 
@@ -122,22 +122,6 @@ class Server:
         self._log.close()
 
 
-def build_paced(config: Any) -> Any:
-    """The engine of `--paced`: the real scheduler and core over a model whose steps sleep."""
-    from fake_model import build_fake
-
-    engine = build_fake(config)
-    engine.core.async_scheduling = False  # as on a CPU: a launch that returns is done
-    runner, launch = engine.core.runner, engine.core.runner.launch
-
-    def paced(plan: Any) -> Any:
-        time.sleep(0.02 + 0.001 * len(plan) + 1e-4 * (plan.num_tokens - len(plan)))
-        return launch(plan)
-
-    runner.launch = paced
-    return engine
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", help="a config.json whose shape is served with random weights")
@@ -174,7 +158,7 @@ def main() -> None:
 def check(args: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     options = served_shape(args.config, directory) if args.config else []
     apart = not (args.config or args.paced or args.shared)
-    options += ["--threads", "1"] if apart else []
+    options += ["--threads", "1"] if apart else ["--no-async-scheduling"] if args.paced else []  # a launch that returns is done
     server = Server(PACED_START if args.paced else [*HEADRACE, "serve"], options, directory)
     try:
         server.wait(120)

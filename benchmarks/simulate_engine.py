@@ -42,6 +42,7 @@ import msgspec
 import numpy as np
 import torch
 
+from fake_model import build_paced
 from headrace.config import EngineConfig
 from headrace.engine import core as core_module
 from headrace.engine import process as process_module
@@ -53,7 +54,6 @@ from headrace.engine.wire import Add, FromCore, News, Shutdown, to_wire
 from headrace.metrics.trace import TraceFile
 from headrace.native import runner as runner_module
 from headrace.sampling.params import SamplingParams
-from headrace.scheduler.plan import StepPlan
 from headrace_bench.engine import shape_directory
 from headrace_bench.load import Load, arrival_times
 from headrace_bench.report import distribution
@@ -309,21 +309,6 @@ def main() -> None:
     finally:
         engine.close()
     print(f"took {time.perf_counter() - began:.0f} s")
-
-
-def build_paced(config: EngineConfig) -> Engine:
-    """The real scheduler and core over a model that recites; overlapped, as on a card."""
-    from fake_model import build_fake
-
-    engine = build_fake(config)
-    runner, launch = engine.core.runner, engine.core.runner.launch
-
-    def paced(plan: StepPlan) -> Any:
-        runner._seconds = 0.02 + 0.001 * len(plan) + 1e-4 * (plan.num_tokens - len(plan))  # type: ignore[attr-defined]
-        return launch(plan)
-
-    runner.launch = paced  # type: ignore[method-assign]
-    return engine
 
 
 def prepared(args: argparse.Namespace) -> Any:

@@ -480,6 +480,22 @@ async def test_a_mistake_in_the_options_is_not_tried_again(supply, permanent):
     await client.close()
 
 
+async def test_what_was_no_mistake_when_the_model_was_loaded_is_tried_again(play, supply, monkeypatch):
+    """No memory for weights, a file that cannot be read: streams wait for a try that comes off."""
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+    await play.read()
+    await play.die(1)
+    for why in ("no memory is left", "the weights cannot be read"):
+        async with asyncio.timeout(20):
+            while play.core is None:
+                await asyncio.sleep(0.001)
+        play.core.fatal = Fatal(why, True)
+        play.core.process.exit(2)
+    await play.finish()
+    assert play.readers[0].result() == "length" and play.client.restarts == 3
+    play.check_empty()
+
+
 OF_RANKS = """
 import time
 from types import SimpleNamespace

@@ -104,8 +104,9 @@ async def test_who_leaves_with_requests_behind_each_other_ends_the_first(monkeyp
 async def test_connections_beyond_the_most_are_told_so_and_there_is_room_when_one_goes(monkeypatch, caplog):
     async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 2) as port:
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        for _ in range(2):
-            reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        for request in (WHOLE, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /v1/models HTTP/1.0\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
             said = await asyncio.wait_for(reader.read(), 20)
             assert said.startswith(b"HTTP/1.1 503") and b'"code":"too_many_connections"' in said and b"\r\nretry-after: 5" in said
         assert caplog.text.count("2 connections are open") == 1
@@ -123,6 +124,22 @@ async def test_connections_beyond_the_most_are_told_so_and_there_is_room_when_on
 
         while not await asyncio.wait_for(served(), 20):
             await asyncio.sleep(0.01)
+
+
+async def test_who_asks_whether_the_server_lives_is_answered_however_many_there_are(monkeypatch):
+    """Also behind those beyond the most that say nothing: the oldest of them goes for each that comes."""
+    async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 1, BEYOND=2) as port:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET //health/ HTTP/1.1\r\nHost: x\r\n\r\n")
+            said = await asyncio.wait_for(reader.read(), 20)
+            assert said.startswith(b"HTTP/1.1 200") and b"\r\nconnection: close" in said
+        refused = await asyncio.wait_for(silent[1][0].read(), 20)
+        assert refused.startswith(b"HTTP/1.1 503") and refused.endswith(b"}") and b'"code":"too_many_connections"' in refused
+        for reader, writer in (silent[0], silent[2]):  # the one within the bound, and the youngest beyond it
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await answer(reader)).startswith(b"HTTP/1.1 200")
 
 
 NONE = resource.RLIM_INFINITY

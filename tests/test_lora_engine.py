@@ -19,6 +19,8 @@ from fake_core import FakeCore, FakeSupply
 from headrace import LLM, SamplingParams
 from headrace.api.app import create_app
 from headrace.api.config import ServerConfig
+from headrace.config import EngineConfig
+from headrace.engine.build import build_engine
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.errors import CheckpointError, ParameterError
@@ -229,6 +231,16 @@ def test_names_of_adapters_are_names_of_models(supply: Supply, wanted) -> None:
         assert status == 400 and "not with an adapter" in json.dumps(answer)
 
     served(supply, play)
+
+
+def test_a_core_that_starts_again_does_not_miss_files_that_are_gone(base: str, adapters, tmp_path) -> None:
+    """It is told which adapters there are now, and by what their requests are refused: an end of the server is not it."""
+    gone = shutil.copytree(adapters["all"], tmp_path / "gone")
+    shutil.rmtree(gone)
+    options = {"model": base, "lora": {"gone": str(gone)}, **OPTIONS}
+    build_engine(EngineConfig(**options)).close()
+    with pytest.raises(CheckpointError, match=r"gone/adapter_config\.json does not exist"):
+        build_engine(EngineConfig(**options), adapters=True)
 
 
 def broken(version):

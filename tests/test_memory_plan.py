@@ -26,6 +26,7 @@ from headrace.worker.memory_plan import (
     captured_tokens,
     graph_bytes,
     logits_bytes,
+    never,
     plan_memory,
 )
 from model_harness import load_tiny
@@ -40,7 +41,7 @@ def model(tmp_path_factory) -> ModelConfig:
     return load_tiny(write_tiny("llama", tmp_path_factory.mktemp("tiny")))[0]
 
 
-def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, ranks=1, **options):
+def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, ranks=1, pushes=never, **options):
     resolved = {"max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 256, **options}
     config = EngineConfig(skip_tokenizer_init="speculative_max_rows" not in options, **resolved)
     limits = resolve(config, model, device)
@@ -48,7 +49,7 @@ def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=T
     return plan_memory(
         config, limits, model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft, loaded=loaded,
         activation_bytes=limits.max_num_batched_tokens * widest * dtype.itemsize, cache_dtype=cache_dtype,
-        draft_block_bytes=0 if draft is None else 1000, ranks=ranks,
+        draft_block_bytes=0 if draft is None else 1000, ranks=ranks, pushes=pushes,
     )  # fmt: skip
 
 
@@ -153,6 +154,9 @@ def test_a_card_keeps_room_for_graphs_and_a_draft_model(model, card):
     four = plan(model, CARD, torch.bfloat16, ranks=4)
     sums = 2 * (4 + 4) * (model.num_layers + 1) * (MAX_GRAPHS + MAX_PROMPT_GRAPHS)
     assert four.graphs == ranks.graphs + sums * KERNEL_BYTES, "a sum of more than two is more kernels"
+    few_pushed = plan(model, CARD, torch.bfloat16, ranks=4, pushes=lambda rows: rows <= 256)
+    assert four.graphs - few_pushed.graphs == sums * KERNEL_BYTES * MAX_GRAPHS // (MAX_GRAPHS + MAX_PROMPT_GRAPHS), "decodes'"
+    assert plan(model, CARD, torch.bfloat16, ranks=4, pushes=lambda rows: rows <= 2048).graphs == ranks.graphs
     drafting = plan(model, CARD, torch.bfloat16, weights=5 * GIB, draft=model, speculative_max_rows=64)
     assert drafting.graphs == captured.graphs + graph_bytes(model, 64, 2, MAX_GRAPHS // 2)
     wide = plan(model, CARD, torch.bfloat16, speculative_max_rows=1024)

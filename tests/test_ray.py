@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace.cli import main
 from headrace.errors import HeadraceError, ParameterError
 from server_driver import HERE, SRC, until
 
@@ -44,11 +45,12 @@ def test_streams_survive_a_core(cluster, model, tmp_path):
     until(lambda: not cluster.cores(), 10)
 
 
-def test_an_address_where_no_head_is_is_an_error_in_seconds(monkeypatch):
+def test_an_address_where_no_head_is_is_an_error_in_seconds(monkeypatch, capsys):
     monkeypatch.setattr(ray_cluster, "HEALTH_SECONDS", 4.0)
     for address in ("here", "127.0.0.1:0", "ray://127.0.0.1:1", "127.0.0.1:1"):
         with pytest.raises(ParameterError, match="HOST:PORT of a Ray cluster's head"):
             ray_cluster.join(address)
+    assert main(["ray", "update", "here"]) == 1 and capsys.readouterr().err.startswith("headrace: ADDRESS: got 'here', allowed: HOST:PORT")
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

@@ -26,6 +26,7 @@ from cryptography.x509.oid import NameOID
 
 from headrace.api.tls import tls_context
 from headrace.cli import main, serve
+from headrace.cli.fleet import RayFleet
 from headrace.config import EngineConfig
 from headrace.engine import socket_pair
 from headrace.engine.build import build_engine
@@ -99,6 +100,11 @@ def test_bad_options_of_the_server_alone_are_refused(model, never_starts, capsys
     ("options", "said"),
     [
         ("--api-processes 2 --lora-dir .", "--lora-dir: got '.', allowed: none with several --api-processes"),
+        ("--lora-dir ./nowhere", "--lora-dir: got './nowhere', allowed: a directory that is there"),
+        ("--admin-key x", "--admin-key: got 'a key', allowed: none without --lora-dir or --lora"),
+        ("--admin-key x --lora a=/x --api-processes 2", "--admin-key: got 'a key', allowed: none with several --api-processes"),
+        ("--glass-text --no-page", "--glass-text: got True, allowed: off without the page"),
+        ("--allow-kill-core --no-page", "--allow-kill-core: got True, allowed: off without the page"),
         ("--override-generation-config {\"top_p\":2}", "--override-generation-config: top_p: got 2, allowed: a number in (0, 1]"),
         ("--override-generation-config {\"top_p\":\"a\"}", "--override-generation-config: top_p: got 'a', allowed: "),
     ],
@@ -122,6 +128,20 @@ def test_options_of_a_fleet_that_do_not_go_together_are_refused(model, never_sta
     monkeypatch.setattr("headrace.cli.fleet.require", lambda extra: None)  # whether Ray is installed or not
     assert main(["serve", model, "--port", "0", *options.split()]) == 1
     assert capsys.readouterr().err == f"headrace: {said}\n"
+
+
+def test_a_model_that_nodes_find_by_its_path_is_called_as_it_was_given(model, capsys, monkeypatch):
+    monkeypatch.setattr("headrace.cli.fleet.require", lambda extra: None)
+    monkeypatch.setattr(RayFleet, "join", lambda self, options: EngineConfig(**options | {"model": model, "device": "cpu"}))
+    monkeypatch.setattr(RayFleet, "supply", lambda self, *_: None)
+
+    def start(self):
+        raise HeadraceError(f"its name is {self.model_name}")
+
+    monkeypatch.setattr("headrace.engine.client.EngineClient.start", start)
+    monkeypatch.chdir(Path(model).parent)
+    assert main(["serve", f"./{Path(model).name}", "--port", "0", "--ray"]) == 1
+    assert capsys.readouterr().err.endswith(f"its name is ./{Path(model).name}\n")
 
 
 def test_a_card_that_is_not_there_is_refused(model, never_starts, capsys, monkeypatch):

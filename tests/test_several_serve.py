@@ -111,6 +111,8 @@ WRONG = {
     "--model MODEL --model OTHER --allow-kill-core": "--allow-kill-core: got True",
     "--model MODEL --model OTHER --served-model-name x": "--served-model-name: got ['x'], allowed: with several models: each has names",
     "--model MODEL --model OTHER --lora a=/x": "--lora: got ['a=/x'], allowed: with several models: each model has adapters of its own",
+    "--model MODEL --model OTHER --admin-key x": "--admin-key: got 'a key', allowed: none without --lora-dir",
+    '--model MODEL --models {"model":"OTHER","lora_dir":"./nowhere"}': "--lora-dir: got './nowhere', allowed: a directory",
     "--model MODEL --model OTHER --lora-dir /x": "--lora-dir: got '/x', allowed: with several models: each model has",
     '--model MODEL --models {"model":"OTHER","lora":["a"]}': "models[0].lora: got 'a', allowed: NAME=PATH, with names that differ",
     '--model MODEL --models {"model":"OTHER","lora":[1]}': "models[0].lora: got",

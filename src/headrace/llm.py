@@ -82,7 +82,7 @@ class LLM:
             config = EngineConfig(model=model, **options)
         except TypeError as e:
             raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
-        self.engine: Engine | None = build_engine(config, progress=progress)
+        self.engine: Engine | None = build_engine(config, progress=progress, adapters=True)
         self._adapters = self.engine.begin()
         self.config = self.engine.config
         self.tokenizer = self.engine.tokenizer

@@ -84,6 +84,9 @@ class ServerConfig:
         url = self.otlp_traces_endpoint
         if url is not None and not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url):
             raise ParameterError("otlp_traces_endpoint", url, "http(s)://HOST:PORT of a collector, for OTLP over HTTP")
+        for name in ("glass_text", "allow_kill_core"):
+            if getattr(self, name) and not self.page:
+                raise ParameterError(name, True, "off without the page")
         AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)
         for name, keys in (("api_keys", self.api_keys), ("admin_keys", self.admin_keys)):
             if not all(map(is_api_key, keys)):

@@ -17,14 +17,17 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.api.errors import unavailable
+from headrace.api.errors import ApiError, unavailable
+from headrace.api.middleware import OPEN_PATHS, plain_path
 from headrace.api.sse import DIRECT
 
 logger = logging.getLogger("headrace.server")
 HEAD_SECONDS = 60.0  # for the head of a request to come
 HEAD_BYTES = 1 << 20  # of one that is not whole yet
 FILES = 65_536  # that may be open at least, where the system lets a process have so many
+BEYOND = 32  # connections beyond those that may be open: whether the server lives is answered there, and nothing else
 OTHER_FILES = 256  # that connections leave to the rest: a core that is to be started again, its sockets, what is read
 QUIET_SECONDS = 10.0  # between lines of the log about connections that are refused
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -37,7 +40,7 @@ def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> u
     )
     options.load()
     options.ssl = tls
-    bounds = {"most": room_for_connections()}
+    bounds = {"most": room_for_connections(), "beyond": {}}
     options.http_protocol_class = type("HttpProtocol", (BoundedHeads, options.http_protocol_class), bounds)
     server = uvicorn.Server(options)
     server.capture_signals = contextlib.nullcontext  # type: ignore
@@ -56,21 +59,50 @@ def room_for_connections() -> int:
     return max(files - OTHER_FILES, files // 2)
 
 
-def too_many_connections(most: int) -> bytes:
+def too_many_connections(most: int) -> ApiError:
     error = unavailable(f"{most} connections are open, and no more may be.", 5, "too_many_connections")
+    error.headers["connection"] = "close"
+    return error
+
+
+def whole_answer(error: ApiError) -> bytes:
+    """Where no request has come that it could answer."""
     body = error.body()
-    head = "HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    headers = error.headers | {"content-type": "application/json", "content-length": str(len(body))}
+    lines = ["HTTP/1.1 503 Service Unavailable", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class Beyond:
+    """The application on a connection of those that are too many: who asks whether the server lives must not hear that it does
+    not, and all others do. Then it is closed."""
+
+    def __init__(self, app: ASGIApp, most: int):
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and plain_path(scope["path"]) not in OPEN_PATHS:
+            await too_many_connections(self.most).response(scope)(scope, receive, send)
+            return
+
+        async def and_close(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await self.app(scope, receive, and_close)
 
 
 class BoundedHeads(asyncio.Protocol):
     """Before one of uvicorn's protocols; knows its `loop`, `transport`, all `connections` of the server, and `cycle`: the
     request at hand, or the last."""
 
+    app: Any
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     connections: set[Any]
     most: int  # connections
+    beyond: dict[BoundedHeads, None]  # of the server: connections beyond those without a request yet, the oldest first
     quiet_until = 0.0  # of the server
     cycle: Any
     _late: asyncio.TimerHandle | None = None  # while there is no request, or one has come in part
@@ -80,17 +112,23 @@ class BoundedHeads(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            self._refuse()
-            return
+            self.app = Beyond(self.app, self.most)
+            self.beyond[self] = None
+            self._tell_of_many()
+            if len(self.beyond) > BEYOND:
+                next(iter(self.beyond))._refuse()
         self._late = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def _refuse(self) -> None:
+        self._rest()
+        self.transport.write(whole_answer(too_many_connections(self.most)))
+        self.transport.close()
+
+    def _tell_of_many(self) -> None:
         kind, now = type(self), self.loop.time()
         if now >= kind.quiet_until:
             kind.quiet_until = now + QUIET_SECONDS
             logger.warning("%d connections are open, and others are refused: ulimit -n bounds them", self.most)
-        self.transport.write(too_many_connections(self.most))
-        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -119,6 +157,7 @@ class BoundedHeads(asyncio.Protocol):
 
     def _rest(self) -> None:
         self._bytes = 0
+        self.beyond.pop(self, None)
         if self._late is not None:
             self._late.cancel()
             self._late = None

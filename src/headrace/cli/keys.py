@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from headrace.config import KEY_FORM, api_key_from_environment, is_api_key
 from headrace.errors import ParameterError
@@ -27,6 +28,17 @@ def admin_keys(args: argparse.Namespace) -> tuple[str, ...]:
     if args.admin_key_file is not None:
         keys += _keys_of_file("--admin-key-file", args.admin_key_file)
     return tuple(keys)
+
+
+def check_admin(args: argparse.Namespace, keys: Sequence[str], takes_adapters: bool) -> None:
+    """Raises ParameterError for keys of an operator who would have nothing to do."""
+    if not keys:
+        return
+    option = args.sources["admin_key" if args.admin_key else "admin_key_file"]
+    if args.api_processes > 1:
+        raise ParameterError(option, "a key", "none with several --api-processes, where no adapter comes or goes")
+    if not takes_adapters:
+        raise ParameterError(option, "a key", "none without --lora-dir or --lora: it opens nothing else")
 
 
 def client_key(args: argparse.Namespace) -> str | None:

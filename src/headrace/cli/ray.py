@@ -27,10 +27,13 @@ def run(args: argparse.Namespace) -> int:
     if not 0.0 <= args.drain_timeout <= 1e7:
         raise ParameterError("drain_timeout", args.drain_timeout, "seconds in [0, 1e7]")
     if args.ray == "local":
-        raise ParameterError("ray", args.ray, "HOST:PORT of a cluster's head, or auto")
+        raise ParameterError("ADDRESS", args.ray, "HOST:PORT of a cluster's head, or auto")
     from headrace.distributed import ray_cluster, ray_control
 
-    ray_cluster.join(args.ray)
+    try:
+        ray_cluster.join(args.ray)
+    except ParameterError as e:
+        raise ParameterError("ADDRESS", e.value, e.allowed) from None
     try:
         answer = ray_control.ask(args.server, {"drain_timeout": args.drain_timeout})
     finally:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.api.tls import tls_context
 from headrace.cli.fleet import ray_fleet
-from headrace.cli.keys import admin_keys, server_keys
+from headrace.cli.keys import admin_keys, check_admin, server_keys
 from headrace.cli.options import engine_options, generation_defaults, given, named_model, server_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
@@ -197,6 +197,7 @@ class Server:
         if self.several:
             return self._several(args, builder, config, defaults)
         self.fleet, wanted = ray_fleet(args, options), engine_options(args)
+        check_admin(args, config.admin_keys, any(wanted.get(name) for name in ("lora", "lora_dir")))
         engine = EngineConfig(**wanted) if self.fleet is None else self.fleet.join(wanted)
         self.routing = Routing(options, engine, several=engine.data_parallel_size > 1 or self.fleet is not None)
         engine = self.routing.config
@@ -208,6 +209,7 @@ class Server:
             supplies=None if self.fleet is None else partial(self.fleet.supply, engine, builder, options),
             balancer=self.routing.balancer, early=early,
         )  # fmt: skip
+        client.model_name = wanted.get("model") or client.model_name  # as it was given: for nodes its path may be another
         names = config.served_model_names or (client.model_name,)
         if taken := next((name for name in client.adapters() if name in names), None):
             raise ParameterError("lora", taken, "a name that the model itself does not have")
@@ -233,6 +235,7 @@ class Server:
         self.fleet = ray_fleet(args, self.options)  # None: whatever belongs to one has been refused
         self.routing = Routing(self.options, EngineConfig(), several=False)
         models, metrics, config = several_models(args, self.options, config, builder, defaults)
+        check_admin(args, config.admin_keys, any(model.spec.engine.takes_adapters for model in models.served))
         self.page, self.served = config.page, (args.default_model or models.names[0])
         return models, metrics, http_server(create_models_app(models, config, metrics), self.options.log_level, self.tls)
 

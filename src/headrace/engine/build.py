@@ -127,16 +127,18 @@ def give_memory_back(device: torch.device) -> None:
         trim(0)
 
 
-def build_engine(config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False) -> Engine:
-    """Load the checkpoint and make an engine of it, which is yet to `prepare`. Raises CheckpointError, CapacityError,
-    ParameterError, EngineDeadError."""
+def build_engine(
+    config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False, adapters: bool = False
+) -> Engine:
+    """Load the checkpoint and make an engine of it, which is yet to `prepare`. `adapters`: see check_options. Raises
+    CheckpointError, CapacityError, ParameterError, EngineDeadError."""
     claim_process()
     if config.data_parallel_size != 1:
         raise ParameterError("data_parallel_size", config.data_parallel_size, "1 here: several cores need `headrace serve`")
     began = time.perf_counter()
     checkpoint = checkpoint or resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
-    check_options(config, checkpoint, model)
+    check_options(config, checkpoint, model, adapters=adapters)
     if checkpoint.text_of is not None:
         logger.warning("%s is the text part of a %s: images are not served", checkpoint.name, checkpoint.text_of)
     device, ranks = choose_device(config.device, 0, config.tensor_parallel_size), None
@@ -243,7 +245,7 @@ def build_worker(
     if device.type == "cpu":
         give_memory_back(device)
     part = model if group is None else group.shard.config(model)
-    plan = planned(config, limits, part, forward, draft, loaded_bytes, device)
+    plan = planned(config, limits, part, forward, draft, loaded_bytes, device, group)
     num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)
     limits = with_snapshots(fit_context(config, replace(limits, num_blocks=num_blocks)), plan.num_snapshots, group, device)
     kv = KVCache(part, limits.num_blocks, limits.block_size, forward.cache_dtype, device)
@@ -292,7 +294,7 @@ def with_snapshots(limits: Limits, count: int, group: Group | None, device: torc
 
 def planned(
     config: EngineConfig, limits: Limits, model: ModelConfig, forward: Forward, draft: Draft | None, loaded_bytes: int,
-    device: torch.device,
+    device: torch.device, group: Group | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The memory plan, with what its parts say that they take."""
     rows, forwards = limits.max_decode_rows, [forward, *([draft.forward] if draft else [])]
@@ -305,6 +307,7 @@ def planned(
         draft=draft.model if draft else None,
         draft_block_bytes=draft.block_bytes(limits.block_size) if draft else 0,
         ranks=config.tensor_parallel_size,
+        pushes=lambda n: group is not None and group.push_space(n, model.hidden_size, forward.dtype) is not None,
     )  # fmt: skip
     plan.log()
     return plan

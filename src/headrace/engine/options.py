@@ -22,10 +22,13 @@ from headrace.speculative.checkpoint import draft_checkpoint
 from headrace.tensor_parallel.futex import check_machine
 
 
-def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, here: bool = True) -> None:
+def check_options(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig, here: bool = True, adapters: bool = False
+) -> None:
     """Raises ParameterError, CapacityError or CheckpointError if no device could make an engine of these.
 
     `here`: the engine will run on this machine; else on one that has what `device` asks for, as far as is known now.
+    `adapters`: those that are named are looked at, too. A server's core is told of its own, and may find their files gone.
     """
     check_size(model, config.tensor_parallel_size)
     refuse_narrow_cache(model.latent, config.kv_cache_dtype)
@@ -43,7 +46,7 @@ def check_options(config: EngineConfig, checkpoint: Checkpoint, model: ModelConf
     _check_cache(config, checkpoint, model, driver)
     if config.lora_experts and model.experts is None:
         raise ParameterError("lora_experts", True, "nothing for this model, which has no experts")
-    if here:
+    if adapters:
         named_adapters(config, model)
     needed = [checkpoint]
     if config.speculative_model is not None:

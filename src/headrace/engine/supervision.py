@@ -115,14 +115,18 @@ class Deaths:
         self._limits = limits
         self._recent: deque[float] = deque()
         self._failed_starts = 0  # in a row
+        self.loaded = False  # once: what fails later is none of the options' mistakes
         self.backoff = 0.0
 
     def hopeless(self, core: Core, why: str, killed: bool, progressed: bool) -> str | None:
         """Count a death. Why there is no use in another try; None: there is, in `backoff` seconds."""
+        self.loaded = self.loaded or core.ready is not None
         self._failed_starts = 0 if core.ready is not None else self._failed_starts + (not killed)
         self.backoff = 0.0 if progressed else min(5.0, 2 * self.backoff or self._limits.restart_backoff)
         if core.fatal is not None and core.fatal.permanent:
-            return why
+            if not self.loaded:
+                return why
+            self.backoff = max(SPAWN_BACKOFF, self.backoff)  # memory, or a file: what the machine had when it was loaded before
         return self._too_many(why)
 
     def stillborn(self, why: str) -> str | None:
@@ -168,7 +172,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig, limits: SupervisionConfig, supply: CoreSupply, owner: Owner, number: int = 0):
         self.config, self.limits, self.supply, self.owner, self.number = config, limits, supply, owner, number
         self.core: Core | None = None
-        self._loaded = self._restarted = self._closing = False
+        self._restarted = self._closing = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -213,14 +217,13 @@ class Supervisor:
                 await self._bury()
                 known = isinstance(e, HeadraceError)
                 why = str(e) if known else f"no process can be started for it: {type(e).__name__}: {e}"
-                hopeless = why if known and not self._loaded else deaths.stillborn(why)
+                hopeless = why if known and not deaths.loaded else deaths.stillborn(why)
                 if hopeless is None:
                     logger.error("%s; trying again in %g s", why, deaths.backoff)
             else:
                 why = await self._serve(core)
                 killed = core.killed  # by somebody else: we have not yet
                 await self._bury()
-                self._loaded = self._loaded or core.ready is not None
                 hopeless = deaths.hopeless(core, why, killed, self.owner.died())
                 if hopeless is None:
                     self._restarted = True

@@ -126,7 +126,8 @@ class Heartbeat(msgspec.Struct, tag=True):
 
 
 class Fatal(msgspec.Struct, tag=True):
-    """The core ends because of this; a mistake in the options (`permanent`) is not worth another try."""
+    """The core ends because of this; a mistake in the options (`permanent`) is not worth another try, unless
+    the model has been loaded before."""
 
     error: str
     permanent: bool

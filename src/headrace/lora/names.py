@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -27,7 +28,10 @@ def salted(salt: str, digest: str) -> str:
 
 
 def named_adapters(config: EngineConfig, model: ModelConfig) -> dict[str, Version]:
-    """Those of the options. Raises CheckpointError for one that cannot run with this model."""
+    """Those of the options. Raises CheckpointError for one that cannot run with this model, ParameterError for a `lora_dir`
+    that is none."""
+    if config.lora_dir is not None and not os.path.isdir(os.path.expanduser(config.lora_dir)):
+        raise ParameterError("lora_dir", config.lora_dir, "a directory that is there")
     modules = modules_of(model, config.lora_experts) if config.lora else {}
     return {name: examine(path, modules, config.max_lora_rank) for name, path in config.adapter_paths().items()}
 

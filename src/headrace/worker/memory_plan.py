@@ -8,6 +8,7 @@ device out of memory later. A draft model computes before the target does, so of
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -80,8 +81,8 @@ def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: i
     """Of `count` captured steps of up to `rows` rows, `sampled` (None: all) of which have logits: they share one buffer of
     these, and memory for what they compute.
 
-    That is counted twice: what a size has left there may be too small for the next one. Of more than two
-    `ranks` a sum may be too large for what all cards see, and is then several kernels (CardGroup); a layer has two.
+    That is counted twice: what a size has left there may be too small for the next one. Of more than two `ranks` a sum is
+    several kernels, and a layer has two: ranks is 1 where all cards see what they add up, which is one (CardGroup).
     """
     more = EXPERTS_KERNELS * (model.experts is not None) + DELTA_KERNELS * (model.delta is not None)
     more += 2 * (ranks + SUM_KERNELS) * (ranks > 2)
@@ -101,9 +102,13 @@ def logits_bytes(rows: int, prompt_rows: int, vocab: int, item: int, ranks: int 
     return max(sampled, (4 + gathered) * min(PROMPT_CHUNK_BYTES, 4 * prompt_rows * vocab))
 
 
+def never(rows: int) -> bool:
+    return False
+
+
 def terms_of_limits(
     config: EngineConfig, limits: Limits, model: ModelConfig, dtype: torch.dtype, on_card: bool,
-    draft: ModelConfig | None = None, ranks: int = 1,
+    draft: ModelConfig | None = None, ranks: int = 1, pushes: Callable[[int], bool] = never,
 ) -> dict[str, int]:  # fmt: skip
     """Those that follow from what bounds a step; the recurrent one without snapshots. Arguments as of plan_memory."""
     rows, block_size, item = limits.max_num_seqs, limits.block_size, dtype.itemsize
@@ -117,11 +122,12 @@ def terms_of_limits(
         "reserve": GIB // 2 if on_card else 0,
     }
     if on_card and not config.enforce_eager:
-        terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS, ranks=ranks)
         most = captured_tokens(model, limits.max_num_batched_tokens)
+        apart = [1 if pushes(count) else ranks for count in (limits.max_decode_rows, most)]
+        terms["graphs"] = graph_bytes(model, limits.max_decode_rows, item, MAX_GRAPHS, ranks=apart[0])
         # of several ranks others' parts of a sum, and others' logits, which are put in order
         sampled = rows if ranks == 1 else 3 * rows
-        terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, sampled, ranks)
+        terms["graphs"] += graph_bytes(model, most, item, MAX_PROMPT_GRAPHS, sampled, apart[1])
         terms["graphs"] += 0 if ranks == 1 else 2 * most * 3 * model.hidden_size * item
         if draft is not None:
             terms["graphs"] += graph_bytes(draft, min(rows, DRAFT_GRAPH_ROWS), item, MAX_GRAPHS // 2)
@@ -143,16 +149,17 @@ def plan_memory(
     draft: ModelConfig | None = None,
     draft_block_bytes: int = 0,
     ranks: int = 1,
+    pushes: Callable[[int], bool] = never,
 ) -> MemoryPlan:
     """Divide the device's memory, where the weights are already unless `loaded` says no. `limits.num_blocks` is what could be
     used, or was asked for; `dtype` is that of the logits, and of keys and values without a `cache_dtype`.
 
     `draft`: a draft model or head, whose weights and workspaces are in those terms. `ranks`: `model` and weights are the part
-    of one of so many, each of which has a card to itself, or its share of the machine's memory. Raises CapacityError with
-    the numbers and the options to change.
+    of one of so many, each of which has a card to itself, or its share of the machine's memory; `pushes` says whether a sum of
+    so many rows meets in memory that all cards see. Raises CapacityError with the numbers and the options to change.
     """
     terms = {"weights": weight_bytes, "workspaces": workspace_bytes, "activations": activation_bytes}
-    terms |= terms_of_limits(config, limits, model, dtype, device.type == "cuda", draft, ranks)
+    terms |= terms_of_limits(config, limits, model, dtype, device.type == "cuda", draft, ranks, pushes)
     state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype, limits.max_drafts)
     used_by_others = 0
     if device.type == "cuda":
