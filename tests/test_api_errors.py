@@ -83,9 +83,17 @@ def test_content_types(api, kind, status):
     assert response.status_code == status
     if status != 200:
         assert error_of(response)["code"] == "invalid_content_type"
-    asked_first = kind is None or "json" in kind.partition("/")[2].lower()  # of these a browser asks the server beforehand
+    asked_first = kind is not None and "json" in kind.partition("/")[2].lower()  # of these a browser asks the server beforehand
     response = api.request("POST", "/v1/completions", content=content, headers={**headers, "origin": "http://elsewhere"})
     assert response.status_code == (status if asked_first else 400)
+
+
+def test_a_body_in_another_coding_is_told_so(api):
+    for coding, status in (("identity", 200), ("gzip", 415), ("br, gzip", 415)):
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        response = api.request("POST", "/v1/completions", content=json.dumps({"model": MODEL, "prompt": "hi"}), headers=headers)
+        assert response.status_code == status
+    assert error_of(response)["code"] == "unsupported_content_encoding" and "'br, gzip'" in error_of(response)["message"]
 
 
 def test_what_is_no_json_is_told_whatever_it_is_called(api):

@@ -89,6 +89,39 @@ async def test_answers_and_bodies_take_as_long_as_they_take(monkeypatch):
         writer.close()
 
 
+OFFER = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 400])
+async def test_an_offer_of_another_protocol_is_left_alone_and_the_body_is_read(monkeypatch, pieces):
+    """As Java's client makes it, with its first request on a connection."""
+    offering = WHOLE.replace(b"Host: x\r\n", b"Host: x\r\n" + OFFER)
+    async with listening(monkeypatch, FakeEngine()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(WHOLE + offering if pieces == 1 else b"")
+        parts = [] if pieces == 1 else [offering.partition(b"{")[0], b"{" + offering.partition(b"{")[2]]
+        for part in parts if pieces == 2 else [bytes([byte]) for byte in offering] if pieces == 400 else []:
+            writer.write(part)
+            await asyncio.sleep(0.001)
+        for _ in range(2 if pieces == 1 else 1):
+            assert (await asyncio.wait_for(answer(reader), 20)).startswith(b"HTTP/1.1 200")
+        assert await asyncio.wait_for(reader.read(), 20) == b""  # what else `Connection` says holds
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n" + OFFER + b"\r\n")
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_older_client_is_sent_no_chunks(monkeypatch, stream):
+    body = b'{"prompt": "hi", "max_tokens": 3, "stream": %s}' % (b"true" if stream else b"false")
+    async with listening(monkeypatch, FakeEngine()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head, _, said = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    assert said.startswith(b"data: {") and said.endswith(b"data: [DONE]\n\n") if stream else b"content-length: %d" % len(said) in head
+
+
 async def test_who_leaves_with_requests_behind_each_other_ends_the_first(monkeypatch):
     engine = FakeEngine(script=lambda ids, params: "lorem ipsum " * 400, delay=0.01)
     async with listening(monkeypatch, engine) as port:

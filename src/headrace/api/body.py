@@ -136,8 +136,13 @@ def check_media_type(request: Request) -> None:
     """JSON counts whatever it is called: `curl -d` names it a form. But scripts of foreign pages can send forms and plain
     text without asking first, so that what comes from a browser must be called JSON.
     """
+    if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        text = f"Content-Encoding is {coding[:100]!r}; send the body as it is."
+        raise ApiError(415, text, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
     header = request.headers.get("content-type")
     if header is None:
+        if "origin" in request.headers:
+            raise bad_request("Content-Type is missing; send application/json.", code="invalid_content_type")
         return
     kind, _, rest = header.partition(";")
     kind = kind.strip().lower()

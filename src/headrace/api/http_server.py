@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.errors import ApiError, unavailable
+from headrace.api.http_forms import PlainForms
 from headrace.api.middleware import OPEN_PATHS, plain_path
 from headrace.api.sse import DIRECT
 
@@ -41,7 +42,9 @@ def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> u
     options.load()
     options.ssl = tls
     bounds = {"most": room_for_connections(), "beyond": {}}
-    options.http_protocol_class = type("HttpProtocol", (BoundedHeads, options.http_protocol_class), bounds)
+    protocol: Any = options.http_protocol_class
+    forms = (PlainForms,) if hasattr(protocol, "on_headers_complete") else ()  # httptools'
+    options.http_protocol_class = type("HttpProtocol", (BoundedHeads, *forms, protocol), bounds)
     server = uvicorn.Server(options)
     server.capture_signals = contextlib.nullcontext  # type: ignore
     return server
