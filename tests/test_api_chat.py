@@ -160,10 +160,17 @@ def test_parts_are_joined(api):
     assert api.engine.prompts[-1] == prompt("a\nb")
 
 
-def test_continued_message(api):
-    messages = [*HI, {"role": "assistant", "content": "Well,"}]
-    api.ok(PATH, {"messages": messages, "continue_final_message": True})
-    assert bytes(i for i in api.engine.prompts[-1] if i < 256).endswith(b"assistant\nWell,")
+@pytest.mark.parametrize(
+    ("body", "own", "continued"),
+    [
+        ({"continue_final_message": True}, {}, True), ({}, {"prefix": True}, True), ({}, {"partial": True}, True),  # other APIs' words
+        ({}, {}, False), ({}, {"prefix": False}, False), ({"continue_final_message": False}, {"prefix": True}, False),
+    ],
+)  # fmt: skip
+def test_continued_message(api, body, own, continued):
+    messages = [*HI, {"role": "assistant", "content": "Well,", **own}]
+    api.ok(PATH, {"messages": messages, **body})
+    assert bytes(i for i in api.engine.prompts[-1] if i < 256).endswith(b"assistant\nWell,") == continued
 
 
 def test_template_switches_reach_the_template():

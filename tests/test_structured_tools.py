@@ -128,6 +128,17 @@ def test_what_models_write_is_taken(form):
         assert takes(several, call + BETWEEN[form] + call) and not takes(one, call + BETWEEN[form] + call)
 
 
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral 11", "kimi_k2", "openai", None])
+def test_a_function_without_parameters_is_called_without_arguments(form):
+    """So OpenAI's API has it; under a schema of any object a small model goes on for ever."""
+    bare, of_any = (Tool(function=FunctionDef(name="weather", parameters=p)) for p in (None, {}))
+    call = WRITTEN[form].replace('{"city": "Köln", "days": 3}', "{}")
+    for tool, good in ((bare, False), (of_any, True)):
+        matcher = compiled(grammar=grammar(forced_calls, form, False, [tool]))
+        assert takes(matcher, call)
+        assert takes(matcher, WRITTEN[form]) == good
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "granite", "phi4_mini_json", "deepseek_v3", "kimi_k2"])
 def test_strict_calls_stand_beside_any_text(form):
     matcher = compiled(grammar=grammar(free_calls, form, True))

@@ -30,6 +30,7 @@ from headrace.sampling.params import SamplingParams
 from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
+BEGUN = ("prefix", "partial")  # true of a last message: go on with it (Mistral's and DeepSeek's word, Moonshot's and Qwen's)
 
 
 async def chat_completions(ctx: ApiContext, request: Request) -> Response:
@@ -100,7 +101,9 @@ def thinking_kwargs(body: ChatRequest) -> dict[str, Any]:
 
 def prompt_end(body: Any) -> dict[str, bool]:
     """How the body wants the prompt to end, for prompt_of(). Raises ApiError."""
-    continued = bool(body.continue_final_message)
+    last = body.messages[-1]
+    begun = last.get("role") == "assistant" and any(last.get(name) is True for name in BEGUN)
+    continued = begun if body.continue_final_message is None else body.continue_final_message
     if continued and body.add_generation_prompt:
         text = "continue_final_message and add_generation_prompt cannot both be true."
         raise bad_request(text, "continue_final_message", "invalid_value")

@@ -54,7 +54,7 @@ class ToolPolicy:
         if self.forced:
             tools = [t for t in self.tools if self.named in (None, t.function.name)]
             if self.named is not None and form not in JSON_FORMATS:
-                return Structure("json", tools[0].function.parameters or {"type": "object"}, "tool_choice")
+                return Structure("json", tools[0].function.schema, "tool_choice")
             return Structure("grammar", forced_calls(form, tools, many, self._special, args_tags=args_tags), "tool_choice")
         if not self.strict:
             return None

@@ -29,6 +29,13 @@ class FunctionDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of the arguments: a function that is described without any takes none."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return self.parameters or {"type": "object"}
+
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function: FunctionDef
@@ -54,7 +61,7 @@ def free_calls(
     `reasoning`: markers that may stand in the text, special tokens or not. Raises NotStrict (tagged_grammar).
     """
     if form == "openai" or form in TAGGED:
-        plain = [(tool.function.name, tool.function.parameters or {"type": "object"}) for tool in tools]
+        plain = [(tool.function.name, tool.function.schema) for tool in tools]
         if form == "openai":
             return harmony_calls(plain, special)
         return tagged_calls(form, plain, many, special, _thinking(reasoning, special))
@@ -111,7 +118,7 @@ def _laid_out(
     start = f"{_thinking(thinking, special)}({section}){'*' if many else '?'} TEXT" if free else section
     rules += [f"call: {' | '.join(calls)}"]
     for i, tool in enumerate(tools):
-        schema = {**(tool.function.parameters or {"type": "object"}), "x-guidance": JSON_OPTIONS}
+        schema = {**tool.function.schema, "x-guidance": JSON_OPTIONS}
         rules.append(f"args_{i}: %json {json.dumps(schema)}")
     return "\n".join(("%llguidance {}", f"start: {start}", *rules, ""))
 
@@ -154,7 +161,7 @@ def _rules(form: str | None, tools: Sequence[Tool], args_tags: bool) -> str:
     key = "arguments" if form in ("hermes", "mistral") else "parameters"
     rules = []
     for i, tool in enumerate(tools):
-        arguments = tool.function.parameters or {"type": "object"}
+        arguments = tool.function.schema
         schema = arguments if form == "mistral" and args_tags else _call_schema(tool.function.name, key, arguments)
         schema = {**schema, "x-guidance": JSON_OPTIONS}
         rules.append(f"tool_{i}: %json {json.dumps(schema)}\n")
