@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 import headrace.prewarm
 from headrace.api.config import ServerConfig
-from headrace.cli import COMMANDS, main, make_parser
+from headrace.cli import COMMANDS, _server_options, main, make_parser
 from headrace.cli.completion import script
+from headrace.cli.foreign_flags import FOREIGN_FLAGS, instead_of
 from headrace.cli.keys import client_key, server_keys
 from headrace.cli.serve import server_config
 from headrace.config import EngineConfig
@@ -151,12 +152,19 @@ def test_the_first_help_lists_the_commands(capsys):
 # --------------------------------------------------------------------------------------------------------------- mistakes
 
 
+def test_what_other_servers_call_options_is_told_by_options_that_there_are():
+    known = _server_options()._option_string_actions
+    assert [flag for flag in FOREIGN_FLAGS if flag in known or not instead_of(flag, known)] == []
+
+
 @pytest.mark.parametrize(
     ("line", "usage", "said"),
     [
         ("serve --prot 80", "headrace serve", "did you mean --port?"), ("serve --prot=80", "headrace serve", "did you mean --port?"),
         ("serve --gpu-layers 3", "headrace serve", "--gpu-layers"), ("generate --promt x", "headrace generate", "--prompt?"),
         ("bench serve --num-promts 3", "headrace bench serve", "--num-prompts?"), ("bench latency --bach 3", "headrace bench latency", "--batch?"),
+        ("serve --tool-call-parser hermes", "headrace serve", "(here: --tool-parser)"), ("serve -tp 2", "headrace serve", "(here: --tensor-parallel-size)"),
+        ("serve --trust_remote_code", "headrace serve", "(here: no code of a model"), ("generate --tool-call-parser x", "headrace generate", "unknown: --tool-call-parser x\n"),
         ("serve a b", "headrace serve", "unknown: b"), ("serve --port x", "headrace serve", "--port"), ("sevre", "headrace", "'serve'"),
         ("bench", "headrace bench", "WHAT"), ("bench nothing", "headrace bench", "latency"), ("", "headrace", "COMMAND"),
         ('serve --api-key-file ""', "headrace serve", "--api-key-file"), ('serve --ssl-certfile ""', "headrace serve", "--ssl-certfile"),

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from headrace.cli.foreign_flags import instead_of
 from headrace.cli.sources import settle, unsettled
 from headrace.errors import ParameterError
 from headrace.options import nearest
@@ -86,6 +87,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def _suggestion(self, unknown: list[str]) -> str:
         known = [o for o in self._option_string_actions if o.startswith("--")]
+        if advice := next(filter(None, (instead_of(word, known) for word in unknown)), ""):
+            return advice
         return next(filter(None, (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))), "")
 
 
