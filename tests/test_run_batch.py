@@ -22,6 +22,7 @@ from headrace.api.in_process import post
 from headrace.cli import main, run_batch
 from headrace.cli.batch_file import OutputFile, Response, raw, read_lines
 from headrace.cli.run_batch import Batch
+from headrace.errors import HeadraceError, ParameterError
 from server_driver import MODEL, soon
 from tiny_models import write_tiny
 
@@ -316,3 +317,18 @@ def test_a_real_model(tmp_path, capsys):
     found = {f["custom_id"]: f["response"] for f in map(json.loads, out.read_text().splitlines())}
     assert {i: r["status_code"] for i, r in found.items()} == {**dict.fromkeys([*"12345e"], 200), "x": 400}
     assert found["3"]["body"]["usage"]["completion_tokens"] == 4 and len(found["e"]["body"]["data"][0]["embedding"]) == 96
+
+
+def test_a_device_or_a_pipe_is_not_read_for_old_answers(tmp_path):
+    """/dev/full gives zeros for ever."""
+    line = batch_file.OutputLine.of("a", None, {"code": "x", "message": "y"})
+    full = OutputFile("/dev/full")
+    with pytest.raises(HeadraceError, match="/dev/full: it cannot be written any further"):
+        full.write(line)
+    full.close()
+    OutputFile("/dev/null").write(line)
+    zeros = tmp_path / "zeros"
+    with zeros.open("wb") as file:
+        file.truncate(1 << 40)  # nor is what has no end of a line
+    with pytest.raises(ParameterError, match="its line 1 is something else"):
+        OutputFile(str(zeros))

@@ -12,9 +12,11 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import stat
 import sys
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -189,7 +191,7 @@ class OutputFile:
         self.answered, self.num_failed = Ids(), 0
         try:
             self._file = self._open()
-            if self._read_old():
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode) and self._read_old():  # a pipe or a device has nothing old
                 self._mend()
         except OSError as e:
             raise ParameterError("--output", path, f"a file that can be written ({e.strerror or e})") from None
@@ -206,10 +208,12 @@ class OutputFile:
     def _old_lines(self) -> Iterator[tuple[bytes, OutputLine | None]]:
         """With what they say; None: torn off, which only the last one may be."""
         with open(self.path, "rb") as file:
-            for number, line in enumerate(iter(file.readline, b""), 1):
+            for number, first in enumerate(iter(partial(file.readline, len(BEGIN)), b""), 1):
+                line = first
                 try:
-                    if not line.startswith(BEGIN):
+                    if first != BEGIN:  # whatever it is, it need not have an end
                         raise msgspec.DecodeError("another form")
+                    line += file.readline()
                     yield line, msgspec.json.decode(line, type=OutputLine)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     if line.endswith(b"\n") or not (line.startswith(BEGIN) or BEGIN.startswith(line)):
