@@ -241,6 +241,17 @@ def test_the_trace_is_bounded(tmp_path):
         TraceFile(tmp_path / "no" / "such" / "directory")
 
 
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path, caplog):
+    TraceFile("/dev/full").close()
+    assert "the trace /dev/full ends here: [Errno 28]" in caplog.text
+    trace = TraceFile(tmp_path / "trace")
+    trace._file.close()
+    trace._file = open("/dev/full", "w+b")
+    trace._name(1, "full")
+    trace.close()
+    assert caplog.text.count("ends here") == 2
+
+
 def test_the_dashboard_asks_for_what_there_is():
     dashboard = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text())
     metrics = PrometheusMetrics(Source())

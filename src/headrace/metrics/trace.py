@@ -9,6 +9,7 @@ ones. So it can be read while the server runs, and whatever ends the server.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ class TraceFile:
         try:
             self._file = open(path, "w+b")  # noqa: SIM115  (closed by close)
         except OSError as e:
-            raise ParameterError("--trace", str(path), f"a file that can be written ({e.strerror})") from None
+            raise ParameterError("--trace", str(path), f"a file that can be written ({e.strerror or e})") from None
         self.path, self.max_bytes = path, max_bytes
         self._encoder = msgspec.json.Encoder()
         self._events: list[bytes] = []
@@ -134,15 +135,19 @@ class TraceFile:
                 self._file.seek(-len(TAIL), 2)
             if self._file.tell() + len(data) > self.max_bytes:
                 logger.warning("the trace %s has reached %d bytes and ends here", self.path, self.max_bytes)
-                self._file.close()
+                self._end()
                 return
             self._file.write(data)
             self._file.flush()
             self._first = False
         except OSError as e:
             logger.warning("the trace %s ends here: %s", self.path, e)
+            self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # it tries once more to write what it has
             self._file.close()
 
     def close(self) -> None:
         self.flush()
-        self._file.close()
+        self._end()
