@@ -16,6 +16,7 @@ from server_driver import LOOP, MODEL, Api, after_a_silence
 
 PATH = "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 TOOL = {"name": "f", "description": "does f", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "ü😀"}}\n</tool_call>'
 BASE = {"model": MODEL, "max_tokens": 400, "messages": HI}
@@ -199,7 +200,8 @@ def test_tokens_are_counted_as_they_are_rendered():
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"), ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"), ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
     ({"temperature": 3}, "temperature"), ({"stop_sequences": [""]}, "stop"), ({"max_token": 3}, "max_token"), ({"n": 2}, "n"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"), ({"output_format": {"type": "json_schema"}}, "output_format.schema"),
+    ({"output_format": SCHEMA, "output_config": {"format": SCHEMA}}, "output_format"),
 ])  # fmt: skip
 def test_refusals_have_the_apis_shape(fields, param):
     response = make().post(PATH, {**BASE, **fields})
@@ -242,9 +244,10 @@ def test_models_in_the_form_of_who_asks():
     assert api.request("GET", "/v1/models").json()["object"] == "list"
 
 
-def test_a_schema_for_the_whole_answer():
+@pytest.mark.parametrize("fields", [{"output_config": {"format": SCHEMA}}, {"extra_body": {"output_format": SCHEMA}}])
+def test_a_schema_for_the_whole_answer(fields):
     api = make('{"a": 1}')
-    create(api, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    create(api, **fields)
     assert api.engine.params[-1].structured_outputs.json == {"type": "object"}
 
 

@@ -73,7 +73,7 @@ def test_typos_are_refused_with_what_was_meant(api, name):
     assert error["param"] == name and error["code"] == "unknown_parameter" and "; is it " in error["message"]
 
 
-@pytest.mark.parametrize("name", [*sorted(CHANGES_ANSWERS - {"mm_processor_kwargs"}), "guided_json", "max_new_tokens"])
+@pytest.mark.parametrize("name", [*sorted(CHANGES_ANSWERS - {"mm_processor_kwargs"}), "guided_json", "max_new_tokens", "no_stop_trim", "system_prompt", "prefill", "json_mode"])
 def test_what_changes_answers_elsewhere_is_refused(api, name):
     error = error_of(api.post("/v1/chat/completions", {**CHAT, name: 1}))
     assert error["param"] == name and error["code"] == "unknown_parameter"

@@ -246,7 +246,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path, caplog):
     assert "the trace /dev/full ends here: [Errno 28]" in caplog.text
     trace = TraceFile(tmp_path / "trace")
     trace._file.close()
-    trace._file = open("/dev/full", "w+b")
+    trace._file = open("/dev/full", "w+b")  # noqa: SIM115
     trace._name(1, "full")
     trace.close()
     assert caplog.text.count("ends here") == 2

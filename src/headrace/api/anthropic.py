@@ -81,7 +81,7 @@ async def _render(ctx: ApiContext, request: Request, body: MessagesRequest) -> R
     check_tools(tools, choice)
     parallel = not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use)
     policy = ToolPolicy(ctx, tools, choice, parallel)
-    spec = policy.joined(structure(body.output_config))
+    spec = policy.joined(structure(body))
     chat = conversation(body, ctx.chat_template.keeps_later_systems)
     continued = chat[-1]["role"] == "assistant" and "tool_calls" not in chat[-1]
     if continued:  # a model reads no white space that its words do not begin with

@@ -48,6 +48,7 @@ class MessagesRequest(Body, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # its format, as older clients send it
     # ignored: bookkeeping, and what marks texts for a cache that finds them by itself here
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -102,15 +103,19 @@ def choice_of(choice: ToolChoice | None, tools: list[Tool]) -> str | NamedTool |
     return NamedTool(function=FunctionName(name=choice.name))
 
 
-def structure(config: OutputConfig | None) -> Structure | None:
-    form = None if config is None else config.format
+def structure(body: MessagesRequest) -> Structure | None:
+    form, place = None if body.output_config is None else body.output_config.format, "output_config.format"
+    if form is not None and body.output_format is not None:
+        raise invalid("output_format", f"{place} is given, too: one of them.")
+    if form is None:
+        form, place = body.output_format, "output_format"
     if form is None:
         return None
     if form.get("type") != "json_schema":
-        raise invalid("output_config.format.type", "allowed is json_schema.")
+        raise invalid(f"{place}.type", "allowed is json_schema.")
     if not isinstance(form.get("schema"), dict):
-        raise invalid("output_config.format.schema", "a JSON schema is needed.", "missing_required_parameter")
-    return Structure("json", form["schema"], "output_config.format")
+        raise invalid(f"{place}.schema", "a JSON schema is needed.", "missing_required_parameter")
+    return Structure("json", form["schema"], place)
 
 
 def thinking_kwargs(body: MessagesRequest) -> dict[str, Any]:

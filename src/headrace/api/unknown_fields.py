@@ -32,7 +32,8 @@ CHANGES_ANSWERS = frozenset((
     "forced_eos_token_id", "forced_bos_token_id", "renormalize_logits",
     # servers and gateways
     "lora", "lora_path", "lora_adapter", "adapter_id", "transforms", "plugins", "models", "mm_processor_kwargs", "system",
-    "template", "raw", "context", "custom_logit_processor", "custom_params", "input_embeds", "search_parameters",
+    "template", "raw", "context", "custom_logit_processor", "custom_params", "input_embeds", "search_parameters", "stop_regex",
+    "forced_decoder_ids",
 ))  # fmt: skip
 
 _BOOKKEEPING = frozenset((

@@ -27,11 +27,14 @@ FOREIGN: dict[str, tuple[str, str]] = {
     "do_sample": ("temperature", "0 for the likeliest tokens, more to sample"), "random_seed": ("seed", ""),
     **dict.fromkeys(("n_probs", "top_n_tokens", "num_logprobs", "return_logprob"), ("logprobs", "")),
     "typical_p": ("top_p", "which is the nearest"), "ignore_eos_token": ("ignore_eos", ""),
-    "truncate": ("truncate_prompt_tokens", ""),
+    **dict.fromkeys(("truncate", "prompt_truncate_len"), ("truncate_prompt_tokens", "")),
+    "no_stop_trim": ("include_stop_str_in_output", ""), "json_mode": ("response_format", 'as {"type": "json_object"}'),
+    "system_prompt": ("messages", "of the role system"),
+    **dict.fromkeys(("prefill", "assistant_prefix", "response_prefix"), ("continue_final_message", "on a last message")),
     **dict.fromkeys(("enable_thinking", "thinking", "thinking_budget"), ("chat_template_kwargs", "if its template has it")),
     "inputs": ("prompt", ""), "parameters": ("", "its fields belong at the top of the body"),
     "options": ("", "its fields belong at the top of the body"), "extra_body": ("", "its fields belong at the top of the body"),
-    "sampling_params": ("", "its fields belong at the top of the body"),
+    **dict.fromkeys(("sampling_params", "generation_config"), ("", "its fields belong at the top of the body")),
     "num_ctx": ("", "the context is the server's: --max-model-len"), "keep_alive": ("", "it is of Ollama's API"),
 }  # fmt: skip
 
