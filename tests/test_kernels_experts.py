@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.kernels import experts_triton
+from headrace.kernels import experts_route, experts_triton
 from headrace.kernels.experts_sort import sort_pairs
 from headrace.kernels.experts_tiles import tile_rows
 from headrace.kernels.experts_wide import takes_wide
@@ -87,6 +87,20 @@ def test_router_logits_of_any_number_of_rows(dtype: torch.dtype) -> None:
     expected, of_them = experts_triton.route(logits.sum(0) + bias, None, routing())
     assert torch.equal(ids, expected)
     close(shares, of_them, 1e-5)
+
+
+def test_router_of_many_rows(monkeypatch) -> None:
+    """By more rows of a program, and all experts one after the other where it holds x; on a card the same bits (the interpreter's
+    products round as their shapes make them)."""
+    for width in (260, 2060):
+        x, router = random(70, width, dtype=torch.bfloat16), random(18, width, seed=1)
+        logits = experts_triton.router_parts(x, router)
+        with monkeypatch.context() as many:
+            many.setattr(experts_route, "PROGRAMS", 1)
+            assert experts_route.router_tile(70, 18, width, 2) == (256 if width == 260 else 128, 2)
+            got = experts_triton.router_parts(x, router)
+            close(got, logits.double(), 1e-6)
+            assert DEVICE == "cpu" or torch.equal(got, logits)
 
 
 @pytest.mark.parametrize(("rows", "chosen", "count", "first"), [(5, 2, 7, 0), (40, 4, 5, 0), (70, 3, 4, 6), (3, 1, 40, 0)])

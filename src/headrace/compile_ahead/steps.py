@@ -151,7 +151,8 @@ class Stage:
         experts, counts = self.model.experts, [*PROMPTS, FEW_ROWS_WIDENED + 1, 1024]
         if experts is not None:
             for slots in dict.fromkeys((None, self.expert_slots)):
-                counts += row_steps(experts.chosen, len(experts.here), self.dtype.itemsize, most, slots)
+                router = experts.count, self.model.hidden_size
+                counts += row_steps(experts.chosen, len(experts.here), router, self.dtype.itemsize, most, slots)
         if self.adapters is not None:
             counts += [1 << n for n in range(4, GROUP_BLOCK.bit_length())]
         for tokens in dict.fromkeys(counts):

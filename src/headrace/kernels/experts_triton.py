@@ -19,7 +19,7 @@ from headrace.kernels.activation import Activation
 from headrace.kernels.experts_digits import Digits, digits, new_digits
 from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
 from headrace.kernels.experts_lora import ExpertAdds, shrink_pairs, sort_adapted
-from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts
+from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts, router_tile
 from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
@@ -167,14 +167,16 @@ def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     return min(MOST_ROWS, 1 << (MOST_BYTES // (chosen * (inner * dtype.itemsize + hidden * 4))).bit_length() - 1)
 
 
-def row_steps(chosen: int, count: int, itemsize: int, most: int, slots: int | None = None) -> list[int]:
-    """The fewest rows, up to `most`, of each combination of forms that kernels take: one-row products, sizes of tiles and of a
-    sort's steps. `slots`: of adapters of experts, where some rows have one."""
+def row_steps(
+    chosen: int, count: int, router: tuple[int, int], itemsize: int, most: int, slots: int | None = None
+) -> list[int]:
+    """The fewest rows, up to `most`, of each combination of forms that kernels take: one-row products, sizes of tiles, those of
+    the router [E, H] too, and of a sort's steps. `slots`: of adapters of experts, where some rows have one."""
     found: dict[tuple, int] = {}
     for rows in range(1, most + 1):
         pairs = rows * chosen
         form: tuple = (0,)
         if rows > ROW_FORM or slots is not None:
             form = sort_form(pairs, count * ((slots or 0) + 1), tile_rows(pairs, count, itemsize))
-        found.setdefault(form, rows)
+        found.setdefault((*form, *router_tile(rows, *router, itemsize)), rows)
     return list(found.values())
