@@ -329,6 +329,8 @@ def test_two_engines_live_in_one_process_and_die(tmp_path, llm):
 def test_unknown_options_are_refused(model):
     with pytest.raises(ParameterError, match="frobnicate"):
         LLM(model, frobnicate=1)
+    with pytest.raises(ParameterError, match=r"max_modl_len: got 5, .*did you mean max_model_len\?"):
+        LLM(max_modl_len=5)
     with pytest.raises(ParameterError, match="max_num_seqs"):
         LLM(model, max_num_seqs=0)
     with pytest.raises(ParameterError, match="max_model_len"):

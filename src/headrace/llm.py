@@ -19,6 +19,7 @@ from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import ParameterError
 from headrace.lora.names import salted, with_adapters
 from headrace.model.tokenizer import Tokenizer
+from headrace.options import nearest
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams, defaults_in_words
 from headrace.scoring import ScoreOutput, score_in_core
@@ -78,10 +79,10 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, progress: bool = False, **options: Any):
-        try:
-            config = EngineConfig(model=model, **options)
-        except TypeError as e:
-            raise ParameterError("options", sorted(options), f"options of EngineConfig ({e})") from None
+        known = EngineConfig.__dataclass_fields__
+        for name in options.keys() - known:
+            raise ParameterError(name, options[name], f"nothing: there is no such option{nearest(name, known)}")
+        config = EngineConfig(model=model, **options)
         self.engine: Engine | None = build_engine(config, progress=progress, adapters=True)
         self._adapters = self.engine.begin()
         self.config = self.engine.config
