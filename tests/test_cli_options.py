@@ -152,6 +152,14 @@ def test_the_first_help_lists_the_commands(capsys):
 # --------------------------------------------------------------------------------------------------------------- mistakes
 
 
+def test_a_directory_that_is_gone_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["completion", "bash"]) == 1
+    assert capsys.readouterr().err.startswith("headrace: the current directory is not there any more")
+
+
 def test_what_other_servers_call_options_is_told_by_options_that_there_are():
     known = _server_options()._option_string_actions
     assert [flag for flag in FOREIGN_FLAGS if flag in known or not instead_of(flag, known)] == []

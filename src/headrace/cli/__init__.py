@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from functools import partial
 from typing import Any
@@ -108,6 +109,10 @@ def _run(parser: CommandParser, argv: list[str]) -> int:
         except UnicodeEncodeError:
             raise ParameterError("the command line", word, "UTF-8") from None
     args = parser.parse_args(argv)
+    try:
+        os.getcwd()
+    except OSError as e:  # torch's libraries end the process there, and say that they cannot be loaded
+        raise HeadraceError(f"the current directory is not there any more ({e.strerror}): change to another one") from None
     refuse_unknown_variables(args.parser, _server_options)
     if args.command != "serve":  # a server has a log of its own, and nothing to say on stdout
         configure(args.command, args.log_level)
