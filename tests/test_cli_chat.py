@@ -26,6 +26,7 @@ from headrace.cli.chat import Chat
 from headrace.cli.chat_backends import EngineBackend
 from headrace.cli.chat_screen import PlainScreen, RichScreen, split_blocks
 from headrace.cli.options import generation_defaults
+from headrace.cli.streams import harmless
 from headrace.errors import ParameterError
 from headrace.llm import LLM
 from headrace.sampling.params import SamplingParams
@@ -285,6 +286,18 @@ def test_markdown_looks_the_same_however_it_arrives(cuts):
     whole = rendered(list(MARKDOWN))  # the most cuts there can be
     assert rendered([MARKDOWN[a:b] for a, b in itertools.pairwise(at)]) == whole
     assert "b = 2" in whole and "The end: | not a table." in whole and "Title" in whole
+
+
+def test_what_a_model_writes_moves_nothing_on_a_terminal():
+    """Not the cursor, nor the window's name or the clipboard; a file gets it as it is."""
+    text = "a\x1b]52;c;aGk=\x07b\x9b2Jc\x7f\r\nd\te"
+    assert harmless(text) == "a^[]52;c;aGk=^Gb?2Jc^?\nd\te"
+    assert "\x1b]52" not in rendered([text]) and "]52;c" in rendered([text])
+    for terminal in (True, False):
+        out = io.StringIO()
+        out.isatty = lambda terminal=terminal: terminal
+        PlainScreen(out, out).push(text, False)
+        assert out.getvalue() == (harmless(text) if terminal else text)
 
 
 @given(st.text(alphabet="a`-\n 1", max_size=40), st.text(alphabet="a`-\n 1", max_size=20))

@@ -7,6 +7,8 @@ import re
 import sys
 from typing import TextIO
 
+from headrace.cli.streams import for_stream, harmless
+
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
 _LIST_ITEM = re.compile(r"[-+*\d]")
 
@@ -26,7 +28,7 @@ class PlainScreen:
         if text:
             stream = self._err if reasoning else self._out
             if not reasoning or self._show_reasoning:
-                stream.write(text)
+                stream.write(for_stream(text, stream))
                 stream.flush()
             self._any = self._any or not reasoning
 
@@ -66,7 +68,7 @@ class RichScreen:
         if reasoning != self._reasoning:
             self._print(self._text)
             self._text, self._reasoning = "", reasoning
-        self._text += text
+        self._text += harmless(text)
         *finished, self._text = split_blocks(self._text)
         for block in finished:
             self._print(block)

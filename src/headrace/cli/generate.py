@@ -11,7 +11,7 @@ from typing import Any
 from headrace.cli.options import add_engine_arguments, add_sampling_arguments, engine_options, sampling_params
 from headrace.cli.parser import text
 from headrace.cli.sources import add_config_file
-from headrace.cli.streams import holds_unicode, read_all
+from headrace.cli.streams import for_stream, holds_unicode, read_all
 from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
 from headrace.prewarm import prewarm
@@ -88,7 +88,7 @@ def _generate(llm, inputs, params, args):
         printed[i * params.n + k] += delta.text
         ended[i * params.n + k] = delta.finish_reason is not None
         while live and turn < len(printed):
-            sys.stdout.write(printed[turn])
+            sys.stdout.write(for_stream(printed[turn], sys.stdout))
             printed[turn] = ""
             sys.stdout.flush()
             if not ended[turn]:
@@ -99,7 +99,7 @@ def _generate(llm, inputs, params, args):
     if not args.stream and not args.json:
         for output in ordered:
             for sample in output.outputs:
-                print(sample.text)
+                print(for_stream(sample.text, sys.stdout))
     return ordered
 
 

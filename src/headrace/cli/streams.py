@@ -17,6 +17,10 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.files import decode_text
 
+# as `cat -v` shows them; a return of the carriage, which would write over what stands there, is left out
+CONTROLS = {i: f"^{chr(i ^ 64)}" for i in (*range(32), 127) if chr(i) not in "\t\n"} | dict.fromkeys(range(0x80, 0xA0), "?")
+CONTROLS[ord("\r")] = ""
+
 
 class StreamError(HeadraceError):
     """Standard input cannot be read or standard output not be written; the message is for a human."""
@@ -53,6 +57,17 @@ def check_output() -> None:
 def holds_unicode(stream: Any) -> bool:
     """Whether every text can be written there."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").startswith("utf")
+
+
+def harmless(text: str) -> str:
+    """A model's text for a terminal: there escape sequences, which it may have read in a prompt, could name the window, fill
+    the clipboard or hide what is above."""
+    return text.translate(CONTROLS)
+
+
+def for_stream(text: str, stream: Any) -> str:
+    """`harmless` where it is a terminal; a file or a program gets the text as it is."""
+    return harmless(text) if stream.isatty() else text
 
 
 def read_all() -> str:
