@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import tokenizers
@@ -524,3 +525,11 @@ def test_ids_that_no_token_has_are_not_detokenized():
         error = error_of(response)
         assert response.status_code == 400 and error["param"] == "tokens" and f"got {wrong}," in error["message"]
         assert "[0, 6]" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "said"), [("/x%0aINFO server: forged%1b[2J", r"/x\nINFO server: forged\x1b[2J"), ("/v1/models/ä", "/v1/models/ä")])
+def test_a_path_makes_one_line_of_the_log(api, caplog, path, said):
+    with caplog.at_level(logging.INFO, "headrace.api.middleware"):
+        assert api.request("GET", path).status_code == 404
+    [line] = [record.getMessage() for record in caplog.records if record.name == "headrace.api.middleware"]
+    assert f" GET {said} 404 " in line

@@ -24,7 +24,7 @@ from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
 from headrace.api.glass_hub import Glass
 from headrace.api.limits import Limits
-from headrace.api.middleware import Gate
+from headrace.api.middleware import Gate, shown
 from headrace.api.page_api import KillCore, page_api
 from headrace.api.page_files import page_routes
 from headrace.api.rerank import rerank, score
@@ -52,7 +52,7 @@ class Endpoint:
         except Exception as error:
             known = as_api_error(error)
             if known.status == 500 and not isinstance(error, ApiError):
-                logger.exception("%s %s failed", scope["method"], scope["path"])
+                logger.exception("%s %s failed", scope["method"], shown(scope["path"]))
             await known.response(scope)(scope, receive, send)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -81,7 +81,7 @@ class Gate:
             quiet = scope["path"] in PROBES or scope["path"].startswith("/page/")
             level = logging.DEBUG if quiet else logging.INFO
             seconds = time.monotonic() - arrival
-            logger.log(level, "%s %s %s %d %.3fs", request_id.decode(), scope["method"], scope["path"], status, seconds)
+            logger.log(level, "%s %s %s %d %.3fs", request_id.decode(), scope["method"], shown(scope["path"]), status, seconds)
 
     def _key_of(self, scope: Scope, headers: dict[bytes, bytes]) -> int | None:
         """Checks before anything is read. Returns the key under which the request is to count as in progress, if it is."""
@@ -149,6 +149,11 @@ def plain_path(path: str) -> str:
     if found := _ONE_MODEL.fullmatch(path):
         return "/v1/models/" + found[1].rstrip("/")
     return _SLASHES.sub("/", path).rstrip("/") or "/"
+
+
+def shown(path: str) -> str:
+    """For a line of the log, which a path with a line break in it must not become two of."""
+    return path if path.isprintable() else path.encode("unicode_escape").decode()
 
 
 def _request_id(header: bytes | None) -> bytes:

@@ -37,7 +37,7 @@ class PlainScreen:
         self._out.flush()
 
     def note(self, text: str) -> None:
-        print(text, file=self._err, flush=True)
+        print(for_stream(text, self._err), file=self._err, flush=True)
 
 
 class RichScreen:
@@ -88,7 +88,7 @@ class RichScreen:
     def note(self, text: str) -> None:
         from rich.markup import escape
 
-        self.console.print(f"[dim]{escape(text)}[/dim]", highlight=False)
+        self.console.print(f"[dim]{escape(harmless(text))}[/dim]", highlight=False)
 
     def _print(self, text: str) -> None:
         if text.strip():
