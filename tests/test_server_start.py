@@ -103,6 +103,7 @@ def test_bad_options_of_the_server_alone_are_refused(model, never_starts, capsys
         ("--lora-dir ./nowhere", "--lora-dir: got './nowhere', allowed: a directory that is there"),
         ("--admin-key x", "--admin-key: got 'a key', allowed: none without --lora-dir or --lora"),
         ("--admin-key x --lora a=/x --api-processes 2", "--admin-key: got 'a key', allowed: none with several --api-processes"),
+        ("--router round-robin", "--router: got 'round-robin', allowed: nothing where there is one core"),
         ("--glass-text --no-page", "--glass-text: got True, allowed: off without the page"),
         ("--allow-kill-core --no-page", "--allow-kill-core: got True, allowed: off without the page"),
         ("--override-generation-config {\"top_p\":2}", "--override-generation-config: top_p: got 2, allowed: a number in (0, 1]"),

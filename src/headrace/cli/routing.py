@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 
 class Routing:
-    """What those options come to. Raises ParameterError for an address that is none."""
+    """What those options come to. Raises ParameterError for an address that is none, and for what would have no effect."""
 
     def __init__(self, options: ServeOptions, config: EngineConfig, several: bool):
         """`several`: there are, or may come to be, several cores."""
         from headrace.distributed.balancers import balancer_named
 
+        if not several and options.router != "prefix":
+            raise ParameterError("router", options.router, "nothing where there is one core: it chooses among several")
         self.balancer: Balancer = balancer_named(options.router)
         self.publisher: Publisher | None = None
         events = config.kv_cache_events
