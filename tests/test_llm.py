@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -324,6 +325,27 @@ def test_two_engines_live_in_one_process_and_die(tmp_path, llm):
     assert weights() is None
     with pytest.raises(EngineDeadError):
         other.generate([[5]], params)
+
+
+NO_PROMPTS = [None, 5, b"hi", [None], [5.5], [b"hi"], {"prompt_token_ids": 5}, {"prompt_token_ids": b"hi"}]
+
+
+@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=repr)
+def test_what_is_no_prompt_is_told(llm, prompts):
+    with pytest.raises(ParameterError, match=r"^prompt"):
+        llm.generate(prompts)
+
+
+def test_prompts_of_any_iterable_and_ids_of_any_array(llm):
+    params = SamplingParams(max_tokens=3, temperature=0)
+    want = [r.outputs[0].token_ids for r in llm.generate([[5, 6], [7]], params)]
+    for given in (([5, 6], [7]), iter([[5, 6], [7]]), [{"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": torch.tensor([7])}]):
+        assert [r.outputs[0].token_ids for r in llm.generate(given, params)] == want
+    for wrong in ({"max_tokens": 3}, [5]):
+        with pytest.raises(ParameterError, match=r"^sampling_params: got"):
+            llm.generate([5], wrong)
+    with pytest.raises(ParameterError, match=r"^messages"):
+        llm.chat({"role": "user", "content": "one message, not a list"})
 
 
 def test_unknown_options_are_refused(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,7 +175,7 @@ class LLM:
 
         `special_tokens_in_content`: "text" keeps those that messages spell out as text.
         """
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations = [messages] if isinstance(next(iter(messages), None), dict) else messages
         prompts: list[Prompt] = [
             self.chat_prompt(
                 c,  # type: ignore[arg-type]
@@ -296,8 +296,9 @@ class LLM:
         return _Prepared(given, ids, complete)
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt as a list of one."""
-    if isinstance(prompts, str | dict) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+def _listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one. Raises ParameterError for what is neither a prompt nor several."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise ParameterError("prompts", prompts, "a prompt (a text, token ids, a dict with one of these), or a list of them")
+    found: list[Any] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+    return [found] if found and isinstance(found[0], int) else found

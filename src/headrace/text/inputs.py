@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -49,11 +49,11 @@ class InputProcessor:
             text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt", "")
         else:
             ids = prompt
-        if ids is None:
+        if not isinstance(ids, Iterable) or isinstance(ids, bytes):
             if not isinstance(text, str):
                 raise ParameterError("prompt", prompt, "a text, a list of token ids, or a dict with one of these")
             ids = self.tokenize(text)
-        return GivenPrompt(text, list(ids), salt)
+        return GivenPrompt(text, ids.tolist() if hasattr(ids, "tolist") else list(ids), salt)  # an array, as of numpy
 
     def tokenize(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
         if self.tokenizer is None:
