@@ -106,6 +106,16 @@ def test_files(capsys, tmp_path, server):
         assert code == 1 and "--dataset-path" in err, bad
 
 
+@pytest.mark.parametrize("command", ["bench serve --save-result", "bench serve --plot", "simulate --save-result", "bench latency --out"])
+@pytest.mark.parametrize("place", ["no/such/directory/x.svg", "."])
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(capsys, tmp_path, monkeypatch, command, place):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headrace_bench.serve.measure", None)
+    assert main([*command.split(), place]) == 1
+    err = capsys.readouterr().err
+    assert err == f"headrace: {command.split()[-1]}: got {place!r}, allowed: a file in a directory that can be written\n"
+
+
 def test_failures_are_counted_and_told(capsys, tmp_path, server):
     options = ["--url", server, "--num-prompts", "3", "--random-input-len", "30", "--random-output-len", "1000"]
     code, result, _, err = bench(capsys, tmp_path, *options)

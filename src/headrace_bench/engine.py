@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
-import os
 import random
 import shutil
 import statistics
@@ -26,6 +25,7 @@ from headrace.cli.parser import text
 from headrace.errors import ParameterError
 from headrace.files import read_text
 from headrace.prewarm import prewarm
+from headrace_bench.serve import check_place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +102,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if not all(v >= low for v in (value if isinstance(value, list) else [value])):
             raise ParameterError(name, value, f"at least {low}")
-    if args.out is not None and not os.access(os.path.dirname(args.out) or ".", os.W_OK):
-        raise ParameterError("out", args.out, "a file in a directory that can be written")
+    check_place("out", args.out)
 
 
 class Bench:

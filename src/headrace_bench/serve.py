@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
@@ -109,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
 
     loads = checked_loads(args)
     percentiles, goodput = parse_percentiles(args.metric_percentiles), parse_goodput(args.goodput)
+    for option, path in (("--save-result", args.save_result), ("--plot", args.plot)):
+        check_place(option, path)
     if args.plot:
         check_plot(args.plot)
     allow_many_connections()
@@ -118,6 +121,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot(args.plot, results, percentiles, f"{results[0]['model_id']}, {args.dataset_name}")
     return 0 if all(r["failed"] == 0 for r in results) else 1
+
+
+def check_place(option: str, path: str | None) -> None:
+    """Raises ParameterError before anything is measured whose figures could not be written there."""
+    if path is None:
+        return
+    place = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(place, os.W_OK):
+        raise ParameterError(option, path, "a file in a directory that can be written")
 
 
 def save_result(path: str | None, results: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import ParameterError
 from headrace.machine import usable_cores
 from headrace_bench.load import Load, Run
-from headrace_bench.serve import parse_percentiles, save_result
+from headrace_bench.serve import check_place, parse_percentiles, save_result
 from headrace_bench.simulation.options import add_arguments, checked, setup_of, traffic_of
 from headrace_bench.simulation.sizing import FRONT_CORES, MOST, replicas_needed, shares
 from headrace_bench.simulation.traffic import Traffic
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
     loads = checked(args)
     percentiles, goodput = parse_percentiles(args.metric_percentiles), parse_goodput(args.goodput)
+    for option, path in (("--save-result", args.save_result), ("--plot", args.plot)):
+        check_place(option, path)
     if args.plot:
         check_plot(args.plot)
     setup = setup_of(args)
