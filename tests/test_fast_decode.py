@@ -37,6 +37,7 @@ from headrace.model.delta_config import DeltaConfig
 from headrace.model.experts_config import ExpertsConfig
 from headrace.model.formats.gpt_oss_experts import random_mxfp4
 from headrace.model.narrow import compact
+from headrace.model.shard import WHOLE
 from tile_search import candidates, to_json, tune
 
 CPU = torch.device("cpu")
@@ -304,7 +305,8 @@ def test_what_is_not_supported() -> None:
     assert not FastDecode.supports(CONFIGS["gemma"], alone=False)
     assert most_rows(CONFIGS["gemma"]) < most_rows(PLAIN)
     experts = ExpertsConfig(6, 2, 24)
-    assert FastDecode.supports(replace(PLAIN, experts=experts))
+    assert FastDecode.supports(WHOLE.config(replace(PLAIN, experts=experts)))  # as an engine has it: all are held
+    assert most_rows(replace(PLAIN, experts=experts), {64: None}) < most_rows(PLAIN, {64: None}) == 64
     assert not FastDecode.supports(replace(CONFIGS["gemma"], experts=experts))
     for beside in ({"shared_inner": 16}, {"held": 3}):
         assert not FastDecode.supports(replace(PLAIN, experts=replace(experts, **beside)))

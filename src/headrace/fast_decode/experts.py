@@ -23,7 +23,7 @@ from headrace.model.config import ModelConfig
 def takes_experts(config: ModelConfig) -> bool:
     """Whether a fused step runs the model's experts, if it has any: all of them here, and no shared one beside them."""
     experts = config.experts
-    return experts is None or not (experts.shared_inner or experts.held)
+    return experts is None or not (experts.shared_inner or len(experts.here) < experts.count)
 
 
 def join_experts(

@@ -63,14 +63,17 @@ from headrace.model.shard import Group
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more: see `most_rows`
+MAX_EXPERT_ROWS = 1  # of models with experts, whose products of more rows take most of a step on either path
 MAX_NORMED_ROWS = 8  # of models that norm what they add: of 16 cuBLAS is faster (Gemma-2-2B on an H200)
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
 
 
-def most_rows(config: ModelConfig) -> int:
-    """That an engine gives to this path where no table of tiles says more."""
-    return MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
+def most_rows(config: ModelConfig, tiles: TileTable | None = None) -> int:
+    """That an engine gives to this path, which may have a table of tiles."""
+    if config.experts is not None:
+        return MAX_EXPERT_ROWS
+    return max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
 
 
 def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
