@@ -33,7 +33,7 @@ from headrace.engine.build import build_engine
 from headrace.engine.options import check_options
 from headrace.engine.socket_pair import PREFIX, bind_pair
 from headrace.errors import CapacityError, CheckpointError, HeadraceError, ParameterError
-from headrace.logs import JsonLines
+from headrace.logs import JsonLines, Lines
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from server_driver import SRC, ServerProcess
@@ -357,6 +357,29 @@ def test_json_lines_hold_whatever_is_logged():
     fields = json.loads(line)
     assert "\n" not in line and fields["message"] == "x\nfailed" and fields["process"] == "core" and fields["logger"] == "a.b"
     assert "ValueError" in fields["exception"] and fields["level"] == "ERROR" and fields["time"].endswith("Z")
+
+
+def test_a_log_that_nobody_takes_holds_nobody_up(monkeypatch):
+    """A terminal that is stopped, a pager that waits: whoever writes to them waits for ever."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream, open(reading):
+        handler = Lines()
+        handler.setStream(stream)
+        handler.setFormatter(JsonLines("server"))
+        logger = logging.Logger("x")
+        logger.addHandler(handler)
+        for number in range(400):
+            logger.warning("%d %s", number, "long " * 100)
+        os.set_blocking(reading, False)
+        first = os.read(reading, 1 << 20).decode()
+        assert 10_000 < len(first) < 400 * 600
+        logger.warning("é" * 9000)  # more than a pipe takes at once
+        stream.close()
+        rest = os.read(reading, 1 << 20).decode()
+    lines = [json.loads(line)["message"] for line in (first + rest).splitlines() if line.endswith("}")]
+    kept = sum(" long" in line for line in lines)
+    assert lines[-1] == "é" * 9000 and lines[-2] == f"{400 - kept} lines of the log were not taken, and are lost"
+
 
 
 def test_one_form_of_lines_and_probes_only_when_debugging(model, tmp_path):
