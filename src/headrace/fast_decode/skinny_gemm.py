@@ -104,12 +104,9 @@ def _skinny_kernel(
         if MODE == "glu":
             touch(w_ptr + N.to(tl.int64) * K + lines)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
-    OUTPUTS = 2 * N if MODE == "glu" else N
     if SHRUNK > 0:
         n0 = tile * BLOCK_N
-        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
-        if MODE == "glu":
-            up_begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, N + n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
+        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, RANK, AT_ONCE, PDL)
         wait_for_x(flag_ptr)
     elif PDL:
         gdc_wait()
@@ -142,13 +139,9 @@ def _skinny_kernel(
                 u = _load_weights(up_weights, column_ok, k, k_end, rk, EVEN)
                 up_acc = tl.dot(u, x, up_acc, input_precision="ieee")
     if SHRUNK > 0:
-        if PDL:
-            gdc_wait()
-        acc = add_low_rank(acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 0)
-        if MODE == "glu":
-            up_acc = add_low_rank(
-                up_acc, up_begun, shrunk_ptr, b_ptr, used_ptr, rm, N + n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 0
-            )  # fmt: skip
+        acc, up_acc = add_low_rank(
+            acc, up_acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, N, MODE, SHRUNK, RANK, AT_ONCE, 0, PDL
+        )  # fmt: skip
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 1) / K + eps)
         acc = acc * factor[None, :]

@@ -67,11 +67,8 @@ def _wide_kernel(
     rn = n0 + tl.arange(0, BLOCK_N)
     rm = m0 + tl.arange(0, BLOCK_M)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
-    OUTPUTS = 2 * N if MODE == "glu" else N
     if SHRUNK > 0:
-        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
-        if MODE == "glu":
-            up_begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, N + n0, OUTPUTS, split == 0, BLOCK_N, RANK, AT_ONCE, PDL)
+        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, RANK, AT_ONCE, PDL)
         wait_for_x(flag_ptr)
         if PDL:
             _see_what_others_wrote()
@@ -96,13 +93,9 @@ def _wide_kernel(
         if MODE == "glu":
             up_acc = tl.dot(x, w_tiles.load([N + n0, k]).T, up_acc, input_precision="ieee")
     if SHRUNK > 0:
-        if PDL:
-            gdc_wait()
-        acc = add_low_rank(acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 1)
-        if MODE == "glu":
-            up_acc = add_low_rank(
-                up_acc, up_begun, shrunk_ptr, b_ptr, used_ptr, rm, N + n0, M, OUTPUTS, SHRUNK, RANK, AT_ONCE, 1
-            )  # fmt: skip
+        acc, up_acc = add_low_rank(
+            acc, up_acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, N, MODE, SHRUNK, RANK, AT_ONCE, 1, PDL
+        )  # fmt: skip
     if SUMSQ_BLOCK > 0:
         total = tl.sum(sumsq, 1)
         for s0 in range(SUMSQ_BLOCK, sumsq_tiles, SUMSQ_BLOCK):

@@ -177,51 +177,80 @@ def wait_for_x(flag):
 
 @jit
 def begin_low_rank(
-    b_ptr, slices_ptr, used_ptr, n0, outputs, here, BLOCK_N: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    b_ptr, slices_ptr, used_ptr, n0, N, here, MODE: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of outputs from n0 on has to know before it adds: how many adapters (0 unless `here`), whose outputs these
-    are (all of a tile have one A), the first slots. Their B is asked for, into the L2 cache."""
+    """What a tile of outputs from n0 on, of gate and up both, has to know before it adds: how many adapters (0 unless `here`),
+    the first slots, whose outputs these are (all of a tile have one A). Their B is asked for, into the L2 cache."""
     BLOCK_R: tl.constexpr = RANK if RANK < 64 else 64
     LINES: tl.constexpr = max(1, BLOCK_N * RANK // 64)
+    HALVES: tl.constexpr = 2 if MODE == "glu" else 1
     all_of = tl.load(used_ptr)
     if PDL:
         j = tl.arange(0, AT_ONCE)
         slot = tl.maximum(tl.load(used_ptr + 1 + j, j < all_of, 0), 0).to(tl.int64)[:, None]
-        line = (slot * outputs + n0) * RANK + tl.arange(0, LINES)[None, :] * 64
-        touch(b_ptr + tl.minimum(line, (slot + 1) * outputs * RANK - 1))
+        for half in tl.static_range(HALVES):
+            line = (slot * (HALVES * N) + half * N + n0) * RANK + tl.arange(0, LINES)[None, :] * 64
+            touch(b_ptr + tl.minimum(line, (slot + 1) * (HALVES * N) * RANK - 1))
     count = tl.where(here, all_of, 0)
     of_k = tl.arange(0, AT_ONCE * BLOCK_R) // BLOCK_R
-    return count, tl.load(slices_ptr + n0), tl.load(used_ptr + 1 + of_k, of_k < count, -1)
+    slot = tl.load(used_ptr + 1 + of_k, of_k < count, -1)
+    return count, slot, tl.load(slices_ptr + n0), tl.load(slices_ptr + (HALVES - 1) * N + n0)
+
+
+@jit
+def _both_sides(
+    slot, index, shrunk_ptr, b_ptr, rm, n0, M, outputs, first, low, BLOCK_N: tl.constexpr, SHRUNK: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Of some ranks from `low` on, of adapters from the `first` one on: what a tile's outputs have of B, and what its rows have."""
+    n, k = tl.arange(0, BLOCK_N), tl.arange(0, slot.shape[0])
+    # 16 numbers together at least, which the compiler cannot know
+    at = (slot.to(tl.int64)[None, :] * outputs + (n0 + n)[:, None]) * RANK + (low + k % BLOCK_R)[None, :]
+    at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])
+    b = tl.load(b_ptr + at, (slot >= 0)[None, :] & (n0 + n < outputs)[:, None], 0.0)
+    at = (index * M + rm[:, None]) * SHRUNK + first * RANK + low + (k // BLOCK_R * RANK + k % BLOCK_R)[None, :]
+    at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])
+    return b, tl.load(shrunk_ptr + at, (rm < M)[:, None] & (slot >= 0)[None, :], 0.0)
+
+
+@jit
+def _add_product(acc, b, of_row, COLUMNS: tl.constexpr):
+    if COLUMNS == 0:
+        acc = tl.dot(b, tl.trans(of_row), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(of_row, tl.trans(b), acc, input_precision="ieee")
+    return acc
 
 
 @jit
 def add_low_rank(
-    acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, outputs, SHRUNK: tl.constexpr, RANK: tl.constexpr,
-    AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr,
+    acc, up_acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, N, MODE: tl.constexpr, SHRUNK: tl.constexpr,
+    RANK: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """acc, and what adapters add to the rows rm of a tile of outputs from n0 on, which are its axis COLUMNS (0 or 1)."""
+    """acc, and with gate and up up_acc too, with what adapters add to the rows rm of a tile of outputs from n0 on, which are
+    its axis COLUMNS (0 or 1)."""
     BLOCK_N: tl.constexpr = acc.shape[COLUMNS]
     BLOCK_R: tl.constexpr = RANK if RANK < 64 else 64
     STEPS: tl.constexpr = RANK // BLOCK_R
-    count, index, slot = begun
-    n, k = tl.arange(0, BLOCK_N), tl.arange(0, AT_ONCE * BLOCK_R)
+    OUTPUTS = 2 * N if MODE == "glu" else N
+    count, slot, index, up_index = begun
+    if PDL:
+        gdc_wait()
     for step in tl.range(0, (count + AT_ONCE - 1) // AT_ONCE * STEPS, num_stages=1):
         first, low = step // STEPS * AT_ONCE, step % STEPS * BLOCK_R
-        # 16 numbers together at least, which the compiler cannot know
-        at = (slot.to(tl.int64)[None, :] * outputs + (n0 + n)[:, None]) * RANK + (low + k % BLOCK_R)[None, :]
-        at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])
-        b = tl.load(b_ptr + at, (slot >= 0)[None, :] & (n0 + n < outputs)[:, None], 0.0)
-        at = (index * M + rm[:, None]) * SHRUNK + first * RANK + low + (k // BLOCK_R * RANK + k % BLOCK_R)[None, :]
-        at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])
-        of_row = tl.load(shrunk_ptr + at, (rm < M)[:, None] & (slot >= 0)[None, :], 0.0)
-        if COLUMNS == 0:
-            acc = tl.dot(b, tl.trans(of_row), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(of_row, tl.trans(b), acc, input_precision="ieee")
-        of_k = (step + 1) // STEPS * AT_ONCE + k // BLOCK_R
+        # all of a step is asked for before its first product, whose barriers would stop later loads
+        b, of_row = _both_sides(slot, index, shrunk_ptr, b_ptr, rm, n0, M, OUTPUTS, first, low, BLOCK_N, SHRUNK, RANK, BLOCK_R)
+        if MODE == "glu":
+            up_b, of_up = _both_sides(
+                slot, up_index, shrunk_ptr, b_ptr, rm, N + n0, M, OUTPUTS, first, low, BLOCK_N, SHRUNK, RANK, BLOCK_R
+            )  # fmt: skip
+        acc = _add_product(acc, b, of_row, COLUMNS)
+        if MODE == "glu":
+            up_acc = _add_product(up_acc, up_b, of_up, COLUMNS)
+        of_k = (step + 1) // STEPS * AT_ONCE + tl.arange(0, AT_ONCE * BLOCK_R) // BLOCK_R
         slot = tl.load(used_ptr + 1 + of_k, of_k < count, -1)
-    return acc
+    return acc, up_acc
 
 
 @jit
