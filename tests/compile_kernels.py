@@ -227,7 +227,7 @@ def adapters(rows: int, rank: int) -> Callable[[], None]:
             x, pair = meta(rows, columns), new_pair(4, sizes, columns, rank, torch.bfloat16, META)
             add_lora(meta(rows, sum(sizes)), x, pair, groups)
             if rows <= 64:  # of a fused decode step
-                low_rank = shrink_few(x, pair, members_of(ints(rows, dtype=torch.int64), 4), ints(4), ints(16))
+                low_rank = shrink_few(x, pair, members_of(ints(rows, dtype=torch.int64), 4), ints(32), ints(16))
                 weight, out = Weight(meta(sum(sizes), columns)), meta(1, rows, sum(sizes), dtype=torch.float32)
                 project(x, weight, out, GemmTile(64, 64, 1, 4, 3, prefetch=1), low_rank=low_rank)
 

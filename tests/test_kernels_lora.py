@@ -10,8 +10,9 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import glu, num_splits, project, residual
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels import lora_product
 from headrace.kernels.lora import Pair, add_lora, add_lora_reference, group_rows, new_pair
-from headrace.kernels.lora_product import LowRank, members_of, num_tickets, shrink_few
+from headrace.kernels.lora_product import LowRank, members_of, new_flags, num_tickets, shrink_few
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 from test_kernels_fused_decode import DEVICE, close, random
@@ -90,13 +91,17 @@ def test_a_row_is_the_same_bits_beside_others() -> None:
 
 TILES = {  # rows, rank, tile
     "gemm": (20, 16, GemmTile(16, 32, 1, 4, 2, prefetch=1)), "split": (12, 100, GemmTile(16, 64, 2, 4, 2, touch=1)),
-    "wide": (40, 64, WideTile(64, 16, 32, 2, 4, 2)), "one row": (1, 40, GemvTile(8, 256, 1, 1)),
+    "few": (7, 16, GemmTile(16, 64, 1, 4, 2)), "wide": (40, 64, WideTile(64, 16, 32, 2, 4, 2)),
+    "one row": (1, 40, GemvTile(8, 256, 1, 1)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TILES)
-def test_a_product_adds_what_its_rows_adapters_make(name: str) -> None:
+def test_a_product_adds_what_its_rows_adapters_make(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its three kinds, with the rest of what it does; what a row gets does not depend on other rows' adapters."""
+    if name == "few":  # wider than what is loaded before the wait
+        monkeypatch.setattr(lora_product, "ROW_COLUMNS", 256)
+        monkeypatch.setattr(lora_product, "ROW_STEPS", 1)
     (rows, rank, tile), dtype, outputs, device = TILES[name], DTYPES[-1], sum(SIZES), torch.device(DEVICE)
     pair, x = pair_of(rank, dtype), random(rows, COLUMNS, dtype=dtype, seed=5)
     weight, squares = random(outputs, COLUMNS, dtype=dtype, seed=8) / COLUMNS**0.5, random(rows, 3, seed=7).square() * COLUMNS
@@ -108,7 +113,7 @@ def test_a_product_adds_what_its_rows_adapters_make(name: str) -> None:
 
     def made(of_rows: list[int]) -> LowRank:
         members = members_of(torch.tensor(of_rows, device=DEVICE), SLOTS)
-        return shrink_few(x, pair, members, torch.zeros(4, dtype=torch.int32, device=DEVICE), tickets)
+        return shrink_few(x, pair, members, new_flags(1, device)[0], tickets)
 
     sums = [torch.empty(splits, rows, outputs, device=DEVICE) for _ in range(3)]
     for out, low_rank in zip(sums, (made(adapters), made(others), None), strict=True):

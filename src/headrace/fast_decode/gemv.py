@@ -20,7 +20,7 @@ from headrace.fast_decode.epilogues import Plan, sumsq_block
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.all_reduce import PushSpace, as_sent, empty_mark
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, tl
-from headrace.kernels.lora_product import NOTHING, LowRank, add_to_row, b_of_row, wait_for_x
+from headrace.kernels.lora_product import NOTHING, LowRank, add_to_row, begin_row, wait_for_x
 from headrace.kernels.narrow import arguments, step_columns
 from headrace.kernels.one_row import add_step, load_step
 from headrace.model.weight import Weight
@@ -90,13 +90,12 @@ def _gemv_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + rn, mask=ok, other=0.0).to(tl.float32)
     if SHRUNK > 0:
-        OUTPUTS = 2 * N if MODE == "glu" else N
-        b = b_of_row(b_ptr, used_ptr, first, OUTPUTS, BLOCK_N, RANK)
-        if MODE == "glu":
-            up_b = b_of_row(b_ptr, used_ptr, N + first, OUTPUTS, BLOCK_N, RANK)
-        wait_for_x(flag_ptr)
-    elif PDL:
-        gdc_wait()
+        begun = begin_row(b_ptr, slices_ptr, used_ptr, first, N, MODE, BLOCK_N, RANK)
+    if PDL:
+        if SHRUNK > 0:
+            wait_for_x(flag_ptr)
+        else:
+            gdc_wait()
     # what the epilogue reads is asked for now: behind the sums' barriers its latency would show
     if SUMSQ_BLOCK > 0:
         rs = tl.arange(0, SUMSQ_BLOCK)
@@ -127,14 +126,9 @@ def _gemv_kernel(
     if SUMSQ_BLOCK > 0:
         factor = tl.rsqrt(tl.sum(sumsq, 0) / K + eps)
     y = tl.sum(acc, 1) * (factor * row_scale)
-    if MODE == "glu":
-        up = tl.sum(up_acc, 1) * (factor * up_row_scale)
+    up = tl.sum(up_acc, 1) * (factor * up_row_scale)  # of no use but with gate and up
     if SHRUNK > 0:
-        if PDL:
-            gdc_wait()
-        y += factor * add_to_row(b, shrunk_ptr, slices_ptr, used_ptr, first, SHRUNK, RANK)
-        if MODE == "glu":
-            up += factor * add_to_row(up_b, shrunk_ptr, slices_ptr, used_ptr, N + first, SHRUNK, RANK)
+        y, up = add_to_row(y, up, begun, shrunk_ptr, factor, MODE, SHRUNK, RANK, PDL)
     if HAS_BIAS:
         y += bias
     if MODE == "residual":

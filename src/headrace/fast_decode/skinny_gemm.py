@@ -91,6 +91,9 @@ def _skinny_kernel(
     weights = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
     up_weights = weights + N.to(tl.int64) * K
     rows = x_ptr + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]  # rows past M repeat the last one, unstored
+    if SHRUNK > 0:
+        n0 = tile * BLOCK_N
+        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, SHRUNK, RANK, AT_ONCE)
     early = ()
     early_up = ()
     for i in tl.static_range(PREFETCH):
@@ -104,12 +107,11 @@ def _skinny_kernel(
         if MODE == "glu":
             touch(w_ptr + N.to(tl.int64) * K + lines)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
-    if SHRUNK > 0:
-        n0 = tile * BLOCK_N
-        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, RANK, AT_ONCE, PDL)
-        wait_for_x(flag_ptr)
-    elif PDL:
-        gdc_wait()
+    if PDL:
+        if SHRUNK > 0:
+            wait_for_x(flag_ptr)
+        else:
+            gdc_wait()
     if PDL and PREFETCH + LINES == 0:
         gdc_launch_dependents()
     xs = ()  # all of them are asked for before the first is used: a product's barrier would stop later loads

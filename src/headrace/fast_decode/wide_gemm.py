@@ -68,13 +68,13 @@ def _wide_kernel(
     rm = m0 + tl.arange(0, BLOCK_M)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
     if SHRUNK > 0:
-        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, RANK, AT_ONCE, PDL)
-        wait_for_x(flag_ptr)
-        if PDL:
-            _see_what_others_wrote()
-    elif PDL:
-        gdc_wait()
+        begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, SHRUNK, RANK, AT_ONCE)
     if PDL:
+        if SHRUNK > 0:
+            wait_for_x(flag_ptr)
+            _see_what_others_wrote()
+        else:
+            gdc_wait()
         gdc_launch_dependents()
     # what the epilogue reads is asked for now, where it is small: behind the sums its latency would show
     if SUMSQ_BLOCK > 0:

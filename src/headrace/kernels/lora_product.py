@@ -4,9 +4,10 @@
 
 The small kernel in the middle runs beside the product, which starts as soon as its programs are on the card (programmatic
 dependent launch): it sets a flag when x is there, for which the product waits before it begins, and has ended when the product
-needs what it made. Nobody waits for a program that may have no place. x A^T is cut into parts along x, and an adapter's last
-part adds them up in their order. What is handed on has zeros where an adapter is not a row's, so that a tile of outputs is one
-product of all rows by B of several adapters; adding zeros changes no sum, and what a row gets depends on no other row.
+needs what it made. Nobody waits for a program that may have no place. Where all rows together have few ranks, a program makes
+some of one row's x A^T; else x A^T is cut into parts along x, and an adapter's last part adds them up in their order. What is
+handed on has zeros where an adapter is not a row's, so that a tile of outputs is one product of all rows by B of several
+adapters; adding zeros changes no sum, and what a row gets depends on no other row.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.lora import Pair
 from headrace.kernels.split import count_part
 
@@ -29,6 +30,10 @@ A_NUMBERS = 8192  # of A at a time, at most; so many times MOST_STEPS are loaded
 MOST_STEPS = 3
 MOST_RANK = 64  # of an adapter that a product adds at a time
 WIDTH = 128  # ranks of several adapters that it adds at a time
+ALONE = 128  # ranks of all rows, up to which each row has programs of its own (8 of rank 16 measured; 32 are slower so)
+ROW_RANKS, ROW_COLUMNS = 2, 1024  # of A that one of these programs takes at a time
+ROW_STEPS = 12  # so many times before the wait, at most
+LINE = 32  # int32 numbers in a line of the cache
 TICKETS = 16  # ranks that have one
 
 
@@ -53,7 +58,7 @@ class LowRank(NamedTuple):
     shrunk: Tensor  # [slices, T, slots that may have rows * rank] in x's dtype: x A^T times the scales, or 0
     pair: Pair
     used: Tensor  # see Members
-    flag: Tensor  # [any] int32: 0 until x is there
+    flag: Tensor  # one of new_flags: 0 until x is there
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -70,6 +75,11 @@ NOTHING: dict[str, Any] = dict.fromkeys(("shrunk_ptr", "b_ptr", "slices_ptr", "u
 NOTHING |= {"SHRUNK": 0, "RANK": 0, "AT_ONCE": 0}
 
 
+def new_flags(products: int, device: torch.device) -> Tensor:
+    """[products, LINE] int32, 0: each in a line of its own, as others are looked at meanwhile."""
+    return torch.zeros((products, LINE), dtype=torch.int32, device=device)
+
+
 def num_tickets(pair: Pair) -> int:
     return pair.a.shape[0] * pair.a.shape[1] // TICKETS
 
@@ -78,17 +88,25 @@ def shrink_few(x: Tensor, pair: Pair, members: Members, flag: Tensor, tickets: T
     """x [T, in] -> what the product of x, which is launched next, adds. flag: 0; tickets [num_tickets] int32 are 0 between
     launches."""
     (slots, width, columns), rows, rank = pair.a.shape, len(x), pair.rank
+    most, slices = min(slots, rows), width // rank
+    shrunk = torch.empty((slices, rows, most * rank), dtype=x.dtype, device=x.device)
+    places = x, pair.a, pair.scales, members.used, members.places, flag, shrunk
+    if rows * rank <= ALONE:
+        _shrink_row[(width // ROW_RANKS, rows)](
+            *places, x.stride(0), width, COLUMNS=columns, SLICES=slices, RANK=rank, BLOCK_R=ROW_RANKS, BLOCK_K=ROW_COLUMNS,
+            EARLY=min(ROW_STEPS, -(-columns // ROW_COLUMNS)), MOST=most, PLACES=next_power_of_2(most), num_warps=4, **pdl(x),
+        )  # fmt: skip
+        return LowRank(shrunk, pair, members.used, flag)
     block_r, some = min(rank, MOST_RANK), 16 < rows <= BLOCK_ROWS
     # of 17 to 32 rows fewer columns at a time are 1 % of a step faster (an 8B, on an H200)
     step = min(A_NUMBERS // block_r // (2 if some else 1), next_power_of_2(columns))
     steps = min(MOST_STEPS, -(-columns // ((24 if some else 12) * step)))
-    parts, most = -(-columns // (steps * step)), min(slots, rows)
+    parts = -(-columns // (steps * step))
     sums = torch.empty((parts, rows, width), dtype=torch.float32, device=x.device)
-    shrunk = torch.empty((width // rank, rows, most * rank), dtype=x.dtype, device=x.device)
     _shrink_few[(parts * (width // block_r), most)](
-        x, pair.a, pair.scales, members.used, members.places, flag, sums, shrunk, tickets, rows, x.stride(0), columns, width,
-        SLICES=width // rank, RANK=rank, PARTS=parts, BLOCK_M=min(BLOCK_ROWS, max(16, next_power_of_2(rows))), BLOCK_R=block_r,
-        BLOCK_K=step, STEPS=steps, MOST=most, num_warps=4, num_stages=1, **pdl(x),
+        *places, sums, tickets, rows, x.stride(0), columns, width, SLICES=slices, RANK=rank, PARTS=parts,
+        BLOCK_M=min(BLOCK_ROWS, max(16, next_power_of_2(rows))), BLOCK_R=block_r, BLOCK_K=step, STEPS=steps, MOST=most,
+        num_warps=4, num_stages=1, **pdl(x),
     )  # fmt: skip
     return LowRank(shrunk, pair, members.used, flag)
 
@@ -115,7 +133,7 @@ def _members(adapters, used, places, rows, slots, SLOTS: tl.constexpr):
 
 @jit(do_not_specialize=["rows"])
 def _shrink_few(
-    x, a, scales, used, places, flag, sums, shrunk, tickets, rows, x_stride, columns, width, SLICES: tl.constexpr,
+    x, a, scales, used, places, flag, shrunk, sums, tickets, rows, x_stride, columns, width, SLICES: tl.constexpr,
     RANK: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -137,8 +155,8 @@ def _shrink_few(
     place = tl.load(places + m, m < rows, -1)
     if PDL:
         gdc_wait()
-    if tl.program_id(0) + number == 0:
-        tl.atomic_add(flag, 1, sem="release")
+        if tl.program_id(0) + number == 0:
+            tl.atomic_add(flag, 1, sem="release")
     for first in range(0, rows, BLOCK_M):
         own = (place == number) & busy
         row = (first + m).to(tl.int64)
@@ -163,55 +181,83 @@ def _shrink_few(
             tl.store(tickets + number * (tl.num_programs(0) // PARTS) + block, 0)
 
 
+@jit
+def _shrink_row(
+    x, a, scales, used, places, flag, shrunk, x_stride, width, COLUMNS: tl.constexpr, SLICES: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr,
+    PLACES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_R columns of one row's x A^T, over all of x."""
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    place = tl.load(places + row)
+    slot = tl.load(used + 1 + place, place >= 0, 0).to(tl.int64)
+    r, k = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    matrix = a + (slot * width + r[:, None]) * COLUMNS + k[None, :]
+    x += row * x_stride + k
+    right = ()
+    for step in tl.static_range(EARLY):
+        right = right + (tl.load(matrix + step * BLOCK_K, (k + step * BLOCK_K < COLUMNS)[None, :] & (place >= 0), 0.0),)
+    scale = tl.load(scales + slot * SLICES + r // RANK)
+    if PDL:
+        gdc_wait()
+        if tl.program_id(0) + row == 0:
+            tl.atomic_add(flag, 1, sem="release")
+    total = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+    for step in tl.static_range(EARLY):
+        left = tl.load(x + step * BLOCK_K, (k + step * BLOCK_K < COLUMNS) & (place >= 0), 0.0)
+        total += right[step].to(tl.float32) * left.to(tl.float32)[None, :]
+    for first in range(EARLY * BLOCK_K, COLUMNS, BLOCK_K):
+        ok = (k + first < COLUMNS) & (place >= 0)
+        total += tl.load(matrix + first, ok[None, :], 0.0).to(tl.float32) * tl.load(x + first, ok, 0.0).to(tl.float32)[None, :]
+    number = tl.arange(0, PLACES)[:, None]
+    found = tl.where(number == place, (tl.sum(total, 1) * scale)[None, :], 0.0)
+    at = (r // RANK * tl.num_programs(1) + row) * (MOST * RANK) + r % RANK
+    tl.store(shrunk + at[None, :] + number * RANK, found.to(shrunk.dtype.element_ty), number < MOST)
+
+
 # ---------------------------------------------------------------- in a product
 
 
 @jit
 def wait_for_x(flag):
-    """Until it is not 0; what its writer had seen before is there then."""
-    seen = tl.atomic_add(flag, 0, sem="acquire")
-    while seen == 0:
-        seen = tl.atomic_add(flag, 0, sem="acquire")
+    """Until it is not 0; what its writer had seen before is there then. One thread looks, and acquires when it has seen it,
+    which empties the L1 cache."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 t; mov.b32 $0, 1; mov.u32 t, %tid.x; setp.ne.u32 p, t, 0; @p bra DONE;
+        AGAIN: ld.relaxed.gpu.global.b32 $0, [$1]; setp.eq.u32 p, $0, 0; @p bra AGAIN;
+        ld.acquire.gpu.global.b32 $0, [$1]; DONE: }""",
+        "=&r,l", [flag.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     tl.debug_barrier()
 
 
 @jit
-def begin_low_rank(
-    b_ptr, slices_ptr, used_ptr, n0, N, here, MODE: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+def _part_of_b(
+    b_ptr, used_ptr, here, n0, outputs, first, low, BLOCK_N: tl.constexpr, SHRUNK: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_R: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of outputs from n0 on, of gate and up both, has to know before it adds: how many adapters (0 unless `here`),
-    the first slots, whose outputs these are (all of a tile have one A). Their B is asked for, into the L2 cache."""
-    BLOCK_R: tl.constexpr = RANK if RANK < 64 else 64
-    LINES: tl.constexpr = max(1, BLOCK_N * RANK // 64)
-    HALVES: tl.constexpr = 2 if MODE == "glu" else 1
-    all_of = tl.load(used_ptr)
-    if PDL:
-        j = tl.arange(0, AT_ONCE)
-        slot = tl.maximum(tl.load(used_ptr + 1 + j, j < all_of, 0), 0).to(tl.int64)[:, None]
-        for half in tl.static_range(HALVES):
-            line = (slot * (HALVES * N) + half * N + n0) * RANK + tl.arange(0, LINES)[None, :] * 64
-            touch(b_ptr + tl.minimum(line, (slot + 1) * (HALVES * N) * RANK - 1))
-    count = tl.where(here, all_of, 0)
-    of_k = tl.arange(0, AT_ONCE * BLOCK_R) // BLOCK_R
-    slot = tl.load(used_ptr + 1 + of_k, of_k < count, -1)
-    return count, slot, tl.load(slices_ptr + n0), tl.load(slices_ptr + (HALVES - 1) * N + n0)
+    """BLOCK_R ranks from `low` on of AT_ONCE adapters from the `first` one on, of a tile of outputs: [BLOCK_N, these ranks],
+    zeros where there is none, or not `here`."""
+    n, k = tl.arange(0, BLOCK_N), tl.arange(0, AT_ONCE * BLOCK_R)
+    number = first + k // BLOCK_R
+    slot = tl.load(used_ptr + 1 + number, number < SHRUNK // RANK, -1).to(tl.int64)
+    at = (slot[None, :] * outputs + (n0 + n)[:, None]) * RANK + (low + k % BLOCK_R)[None, :]
+    at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])  # at least, which the compiler cannot know
+    return tl.load(b_ptr + at, ((slot >= 0) & here)[None, :] & (n0 + n < outputs)[:, None], 0.0)
 
 
 @jit
-def _both_sides(
-    slot, index, shrunk_ptr, b_ptr, rm, n0, M, outputs, first, low, BLOCK_N: tl.constexpr, SHRUNK: tl.constexpr,
-    RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+def _part_of_x(
+    shrunk_ptr, count, index, rm, M, first, low, SHRUNK: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Of some ranks from `low` on, of adapters from the `first` one on: what a tile's outputs have of B, and what its rows have."""
-    n, k = tl.arange(0, BLOCK_N), tl.arange(0, slot.shape[0])
-    # 16 numbers together at least, which the compiler cannot know
-    at = (slot.to(tl.int64)[None, :] * outputs + (n0 + n)[:, None]) * RANK + (low + k % BLOCK_R)[None, :]
-    at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])
-    b = tl.load(b_ptr + at, (slot >= 0)[None, :] & (n0 + n < outputs)[:, None], 0.0)
+    """What the rows rm have for these ranks: [rows, ranks]."""
+    k = tl.arange(0, AT_ONCE * BLOCK_R)
     at = (index * M + rm[:, None]) * SHRUNK + first * RANK + low + (k // BLOCK_R * RANK + k % BLOCK_R)[None, :]
     at = tl.multiple_of(tl.max_contiguous(at, [1, 16]), [1, 16])
-    return b, tl.load(shrunk_ptr + at, (rm < M)[:, None] & (slot >= 0)[None, :], 0.0)
+    return tl.load(shrunk_ptr + at, (rm < M)[:, None] & (first + k // BLOCK_R < count)[None, :], 0.0)
 
 
 @jit
@@ -224,6 +270,25 @@ def _add_product(acc, b, of_row, COLUMNS: tl.constexpr):
 
 
 @jit
+def begin_low_rank(
+    b_ptr, slices_ptr, used_ptr, n0, N, here, MODE: tl.constexpr, BLOCK_N: tl.constexpr, SHRUNK: tl.constexpr,
+    RANK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """What a tile of outputs from n0 on, of gate and up both, has to know before it adds: how many adapters (0 unless `here`),
+    whose outputs these are (all of a tile have one A), the first part of their B."""
+    BLOCK_R: tl.constexpr = RANK if RANK < 64 else 64
+    count = tl.load(used_ptr, here, 0)
+    if MODE == "glu":
+        b = _part_of_b(b_ptr, used_ptr, here, n0, 2 * N, 0, 0, BLOCK_N, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+        up_b = _part_of_b(b_ptr, used_ptr, here, N + n0, 2 * N, 0, 0, BLOCK_N, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+        up_index = tl.load(slices_ptr + N + n0)
+    else:
+        b = _part_of_b(b_ptr, used_ptr, here, n0, N, 0, 0, BLOCK_N, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+        up_b, up_index = 0, 0
+    return count, tl.load(slices_ptr + n0), up_index, b, up_b
+
+
+@jit
 def add_low_rank(
     acc, up_acc, begun, shrunk_ptr, b_ptr, used_ptr, rm, n0, M, N, MODE: tl.constexpr, SHRUNK: tl.constexpr,
     RANK: tl.constexpr, AT_ONCE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -233,39 +298,56 @@ def add_low_rank(
     BLOCK_N: tl.constexpr = acc.shape[COLUMNS]
     BLOCK_R: tl.constexpr = RANK if RANK < 64 else 64
     STEPS: tl.constexpr = RANK // BLOCK_R
-    OUTPUTS = 2 * N if MODE == "glu" else N
-    count, slot, index, up_index = begun
+    count, index, up_index, b, up_b = begun
     if PDL:
         gdc_wait()
-    for step in tl.range(0, (count + AT_ONCE - 1) // AT_ONCE * STEPS, num_stages=1):
+    if count > 0:
+        # the selects keep B in registers until now: in shared memory it would take the next kernel's place
+        x = _part_of_x(shrunk_ptr, count, index, rm, M, 0, 0, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+        if MODE == "glu":
+            up_x = _part_of_x(shrunk_ptr, count, up_index, rm, M, 0, 0, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+            up_acc = _add_product(up_acc, tl.where(up_index >= 0, up_b, 0.0), up_x, COLUMNS)
+        acc = _add_product(acc, tl.where(index >= 0, b, 0.0), x, COLUMNS)
+    for step in tl.range(1, (count + AT_ONCE - 1) // AT_ONCE * STEPS, num_stages=1):
         first, low = step // STEPS * AT_ONCE, step % STEPS * BLOCK_R
-        # all of a step is asked for before its first product, whose barriers would stop later loads
-        b, of_row = _both_sides(slot, index, shrunk_ptr, b_ptr, rm, n0, M, OUTPUTS, first, low, BLOCK_N, SHRUNK, RANK, BLOCK_R)
+        outputs = 2 * N if MODE == "glu" else N
+        x = _part_of_x(shrunk_ptr, count, index, rm, M, first, low, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+        b = _part_of_b(b_ptr, used_ptr, True, n0, outputs, first, low, BLOCK_N, SHRUNK, RANK, BLOCK_R, AT_ONCE)
         if MODE == "glu":
-            up_b, of_up = _both_sides(
-                slot, up_index, shrunk_ptr, b_ptr, rm, N + n0, M, OUTPUTS, first, low, BLOCK_N, SHRUNK, RANK, BLOCK_R
-            )  # fmt: skip
-        acc = _add_product(acc, b, of_row, COLUMNS)
-        if MODE == "glu":
-            up_acc = _add_product(up_acc, up_b, of_up, COLUMNS)
-        of_k = (step + 1) // STEPS * AT_ONCE + tl.arange(0, AT_ONCE * BLOCK_R) // BLOCK_R
-        slot = tl.load(used_ptr + 1 + of_k, of_k < count, -1)
+            up_x = _part_of_x(shrunk_ptr, count, up_index, rm, M, first, low, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+            up_b = _part_of_b(b_ptr, used_ptr, True, N + n0, outputs, first, low, BLOCK_N, SHRUNK, RANK, BLOCK_R, AT_ONCE)
+            up_acc = _add_product(up_acc, up_b, up_x, COLUMNS)
+        acc = _add_product(acc, b, x, COLUMNS)
     return acc, up_acc
 
 
 @jit
-def b_of_row(b_ptr, used_ptr, n0, outputs, BLOCK_N: tl.constexpr, RANK: tl.constexpr):
-    """B of the only row's adapter, of a tile of outputs [BLOCK_N, RANK]; zeros if it has none."""
-    count = tl.load(used_ptr)
-    slot = tl.load(used_ptr + 1, count > 0, 0).to(tl.int64)
+def begin_row(b_ptr, slices_ptr, used_ptr, n0, N, MODE: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr):
+    """What a tile of outputs from n0 on, of gate and up both, has to know before it adds what the only row's adapter makes:
+    whether it has one, B [BLOCK_N, RANK] (zeros if not), whose outputs these are."""
+    HALVES: tl.constexpr = 2 if MODE == "glu" else 1
+    slot = tl.load(used_ptr + 1).to(tl.int64)
+    there = slot >= 0
     n = n0 + tl.arange(0, BLOCK_N)
-    matrix = b_ptr + (slot * outputs + n[:, None]) * RANK + tl.arange(0, RANK)[None, :]
-    return tl.load(matrix, (n < outputs)[:, None] & (count > 0), 0.0)
+    matrix = b_ptr + (slot * (HALVES * N) + n[:, None]) * RANK + tl.arange(0, RANK)[None, :]
+    ok = (n < N)[:, None] & there
+    up = matrix + (HALVES - 1) * N.to(tl.int64) * RANK
+    index, up_index = tl.load(slices_ptr + n0), tl.load(slices_ptr + (HALVES - 1) * N + n0)
+    return there, tl.load(matrix, ok, 0.0), tl.load(up, ok, 0.0), index, up_index
 
 
 @jit
-def add_to_row(b, shrunk_ptr, slices_ptr, used_ptr, n0, SHRUNK: tl.constexpr, RANK: tl.constexpr):
-    """What the only row's adapter adds to a tile of outputs from n0 on."""
-    source = shrunk_ptr + tl.load(slices_ptr + n0) * SHRUNK + tl.arange(0, RANK)
-    low = tl.load(source, tl.load(used_ptr) > 0, 0.0)
-    return tl.sum(b.to(tl.float32) * low.to(tl.float32)[None, :], 1)
+def add_to_row(
+    y, up_y, begun, shrunk_ptr, factor, MODE: tl.constexpr, SHRUNK: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """y, and with gate and up up_y too, with `factor` times what the only row's adapter makes of a tile of outputs."""
+    there, b, up_b, index, up_index = begun
+    k = tl.arange(0, RANK)
+    if PDL:
+        gdc_wait()
+    low = tl.load(shrunk_ptr + index * SHRUNK + k, there, 0.0).to(tl.float32)
+    if MODE == "glu":
+        up_low = tl.load(shrunk_ptr + up_index * SHRUNK + k, there, 0.0).to(tl.float32)
+        up_y += factor * tl.sum(up_b.to(tl.float32) * up_low[None, :], 1)
+    y += factor * tl.sum(b.to(tl.float32) * low[None, :], 1)
+    return y, up_y

@@ -24,7 +24,7 @@ from headrace.errors import CheckpointError
 from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, group_rows, new_pair
-from headrace.kernels.lora_product import MAX_ROWS, LowRank, Members, members_of, num_tickets, shrink_few
+from headrace.kernels.lora_product import MAX_ROWS, LowRank, Members, members_of, new_flags, num_tickets, shrink_few
 from headrace.kernels.tables import Int
 from headrace.lora.experts import ExpertsProduct, LayerExperts, Placed, step_bytes
 from headrace.lora.format import TENSORS, Matrices, Version, check, parsed, read_files
@@ -89,7 +89,7 @@ class AdapterPool:
         for spec in parts_of(specs_of(model), model, shard):
             parts = [Part(name, rows, columns or range(spec.shape[1])) for name, rows, columns in spec.reads]
             self._enter(spec.target, parts, dtype)
-        self._flags = torch.zeros((len(self._products), 4), dtype=torch.int32, device=device)  # aligned rows
+        self._flags = new_flags(len(self._products), device)
         self._flag_of = dict(zip(self._products, self._flags, strict=True))
         self._experts = [
             ExpertsProduct(spec, model, shard, slots, max_rank, dtype, device)
