@@ -232,3 +232,10 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("HEADRACE_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+
+
+def keep_bytecode_in(folder: Path) -> None:
+    """Of what this process and those that it starts will import, whatever PYTHONDONTWRITEBYTECODE says."""
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Literal
 
 from headrace.config import KEY_FORM, STORE_BYTES, is_api_key
-from headrace.conversation.answer import AnswerFormat
-from headrace.conversation.template import ALLOWED_KWARGS
+from headrace.conversation.switches import ALLOWED_KWARGS
 from headrace.errors import ParameterError
 from headrace.options import check, option
 
@@ -87,6 +86,8 @@ class ServerConfig:
         for name in ("glass_text", "allow_kill_core"):
             if getattr(self, name) and not self.page:
                 raise ParameterError(name, True, "off without the page")
+        from headrace.conversation.answer import AnswerFormat  # here: whoever reads the command line needs no formats
+
         AnswerFormat.choose(None, self.reasoning_parser, self.tool_parser)
         for name, keys in (("api_keys", self.api_keys), ("admin_keys", self.admin_keys)):
             if not all(map(is_api_key, keys)):

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from typing import Any
 
+from headrace.bytecode import keep_bytecode
 from headrace.cli.parser import CommandParser
 from headrace.cli.sources import refuse_unknown_variables
 from headrace.cli.streams import ReaderLeft, check_output, standard_streams
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     2 an option that is not known, 130 interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
+    keep_bytecode()
     parser = make_parser()
     with standard_streams():
         try:

@@ -16,15 +16,9 @@ import jinja2
 from headrace.conversation.literal_content import LiteralContent
 from headrace.conversation.message_forms import PROBE, MessageForms, check_messages, plain
 from headrace.conversation.sandbox import BoundedSandbox, TemplateLimitError
+from headrace.conversation.switches import ALLOWED_KWARGS
 from headrace.errors import ParameterError
 
-# What `chat_template_kwargs` of a request may set unless the operator says otherwise: switches of known templates.
-# The arguments that are Headrace's own (messages, tools, documents, add_generation_prompt, the special tokens) never.
-ALLOWED_KWARGS = (
-    "enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "clear_thinking",
-    "keep_past_thinking", "truncate_history_thinking", "skip_thinking", "date_string", "model_identity",
-    "builtin_tools", "custom_tools", "tools_in_user_message",
-)  # fmt: skip
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}) | set(
     SPECIAL_TOKENS

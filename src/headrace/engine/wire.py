@@ -11,7 +11,7 @@ from headrace.cache.events import BlockEvents
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineRequest, Outputs
 from headrace.engine.stats import CoreStats, StepTrace
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 
 
 def to_wire(value: Any) -> Any:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 from headrace.lora.targets import EXPERTS, Size, plain
+from headrace.lora.version import Version as Version
 from headrace.model.formats.safetensors_file import read_header, read_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -46,13 +47,6 @@ _UNKNOWN = {
     "alora_invocation_tokens": "an adapter that begins to work at certain tokens",
     "arrow_config": "a choice among several adapters",
 }
-
-
-class Version(NamedTuple):
-    """One content of an adapter, for ever: what requests, caches and cores mean by it."""
-
-    digest: str
-    path: str  # its directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,8 @@ class StepGraphs(ABC, Generic[K]):
             raise
 
     def _capture(self, key: K) -> Captured:
-        began, before = time.perf_counter(), self._driver_bytes()
+        told = logger.isEnabledFor(logging.DEBUG)
+        began, before = time.perf_counter(), self._driver_bytes() if told else 0
         current = torch.cuda.current_stream(self.state.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.inference_mode():
@@ -225,8 +226,9 @@ class StepGraphs(ABC, Generic[K]):
         current.wait_stream(self._stream)
         captured = self._graphs[key] = Captured(graph, logits)
         self._stand_ins.clear()
-        took, grown = 1e3 * (time.perf_counter() - began), (self._driver_bytes() - before) / MIB
-        logger.debug("captured %s in %.1f ms: %.2f MiB of the driver's, %d graphs", key, took, grown, len(self._graphs))
+        if told:
+            took, grown = 1e3 * (time.perf_counter() - began), (self._driver_bytes() - before) / MIB
+            logger.debug("captured %s in %.1f ms: %.2f MiB of the driver's, %d graphs", key, took, grown, len(self._graphs))
         return captured
 
     def _driver_bytes(self) -> int:
