@@ -274,6 +274,20 @@ def test_rows_in_tiles_are_foretold_by_their_number(tmp_path):
         assert found.mean() == pytest.approx(seconds(seqs, seqs, 0.5), rel=0.02), seqs
 
 
+def test_prompts_that_are_padded_are_foretold_by_the_size_that_they_are_padded_to(tmp_path):
+    """As on a card, where a step of 513 rows runs as the captured one of 1,024, and decodes beside a prompt cost more than alone."""
+
+    def seconds(tokens: int, seqs: int, used: float) -> float:
+        return 0.004 + 5e-5 * seqs if tokens == seqs else (0.012 if tokens <= 512 else 0.021) + 1.5e-4 * seqs
+
+    fitted = fit_trace(str(recorded(tmp_path / "trace.json", seconds, count=1600)), 0)
+    assert fitted.errors[1][0] < 0.06
+    for tokens, seqs in ((100, 8), (300, 30), (440, 5), (500, 36), (530, 4), (530, 36), (700, 20)):
+        found = fitted.many_seconds(Work(tokens, seqs, 0, 0.0, seqs, 0.5), 0, 2000)
+        assert found.mean() == pytest.approx(seconds(tokens, seqs, 0.5), rel=0.08), (tokens, seqs)
+        assert np.quantile(found, 0.99) < 1.16 * found.mean()
+
+
 @pytest.mark.parametrize(("stall", "every"), [(0.03, 50), (0.3, 300)])
 def test_what_stalls_some_step_stalls_any_for_as_long(stall, every, tmp_path):
     """Whatever its kind, and however few steps of that were recorded: ten times a decode is half as much again as a prefill."""

@@ -1,14 +1,16 @@
 """The cost of a step from a recorded trace (`headrace serve --trace FILE`): a least-squares fit, and its error.
 
-    seconds = base + a * sequences + b * prefill tokens + c * share of the KV blocks in use, with kinks over the first two
+    seconds = base + a * sequences + b * prefill tokens + c * share of the KV blocks in use, with kinks over the first two, and
+              another `a` where there is prefill
 
-and, without prefill, times a level for that very number of sequences: rows are computed in tiles, or padded to what was
-captured, and one more costs nothing or a third more. No coefficient is negative. What is fitted is the time from one turn of
-the loop to the next, while there is work; so all that the loop does is in it. Each step is then as long as the fit says times
-a ratio (measured to fitted). Those of steps of a kind (decodes of about as many sequences, or about as much prefill) are the
-recorded ones: what the fit is wrong about for all of them is put right. Which of them a step has follows the recorded steps one
-after the other, whatever their kinds: a machine that is slow is so for a while, and queues feel that more than as many slow
-steps here and there. What some step took far beyond its kind is added, as so many seconds, to whichever step has its place.
+times a level: without prefill for that very number of sequences, with prefill for the size that its rows are padded to, for
+they are computed in tiles, or padded to what was captured, and one more costs nothing, a third more, or twice as much. No
+coefficient is negative. What is fitted is the time from one turn of the loop to the next, while there is work; so all that the
+loop does is in it. Each step is then as long as the fit says times a ratio (measured to fitted). Those of steps of a kind
+(decodes of about as many sequences, or about as much prefill) are the recorded ones: what the fit is wrong about for all of
+them is put right. Which of them a step has follows the recorded steps one after the other, whatever their kinds: a machine that
+is slow is so for a while, and queues feel that more than as many slow steps here and there. What some step took far beyond its
+kind is added, as so many seconds, to whichever step has its place.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class Fitted:
         if found is None:
             found = self._expected[shape] = float(features(*shape, 0.0) @ self.coefficients)
         found += work.used * float(self.coefficients[USED])
-        return found * self.levels.get(work.seqs, 1.0) if work.tokens == work.seqs else found
+        return found * self.levels.get(size_of(*shape), 1.0)
 
     def __str__(self) -> str:
         parts = (
@@ -106,7 +108,7 @@ class Fitted:
 def features(tokens: int, seqs: int, used: float) -> np.ndarray:
     prefill = tokens - seqs
     kinks = [max(0, seqs - k) for k in KINKS] + [max(0, prefill - k) for k in PREFILL_KINKS]
-    return np.array([1.0, seqs, prefill, prefill > 0, used, *kinks])
+    return np.array([1.0, seqs, prefill, prefill > 0, used, seqs * (prefill > 0), *kinks])
 
 
 def kind_of(tokens: int, seqs: int) -> int:
@@ -128,8 +130,9 @@ def fit_trace(path: str, seed: int) -> Fitted:
     coefficients = least_squares(x, y)
     ratios = y / (x @ coefficients)
     kinds = np.array([kind_of(sample.tokens, sample.seqs) for sample in samples])
-    levels = levels_of(samples, np.log(without_stalls(ratios, kinds)), kinds)
-    ratios /= [levels.get(s.seqs, 1.0) if s.tokens == s.seqs else 1.0 for s in samples]
+    logs = np.log(without_stalls(ratios, kinds))
+    levels = levels_of(samples, logs, kinds, False) | levels_of(samples, logs, kinds, True)
+    ratios /= [levels[size_of(s.tokens, s.seqs)] for s in samples]
     sorts = [ratios[kinds <= len(DECODES)], ratios[kinds > len(DECODES)]]
     errors = tuple(_half_and_most(np.abs(sort - 1)) for sort in sorts)
     first = random.Random(f"{seed}/steps").randrange(len(ratios))
@@ -139,15 +142,23 @@ def fit_trace(path: str, seed: int) -> Fitted:
     return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, prompt_host, blocking, stalls, levels)
 
 
-def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray) -> dict[int, float]:
-    """How much longer steps of so many decodes take than others of their kind, as far as that is more than chance. Steps in a
-    row are slow together, so each time that the number was seen counts once.
+def size_of(tokens: int, seqs: int) -> int:
+    """What a step has a level by: of decodes their number; with prefill, below 0, the rows that it is padded to if it is
+    captured (as worker/prompt_graphs.py has them)."""
+    width = 64 if tokens <= 1024 else 256 if tokens <= 2048 else 512
+    return seqs if tokens == seqs else -(-(-tokens // width) * width)
+
+
+def levels_of(samples: list[Sample], logs: np.ndarray, kinds: np.ndarray, prefill: bool) -> dict[int, float]:
+    """How much longer steps of a size take than others of their kind, as far as that is more than chance; those with prefill,
+    or those without. Steps in a row are slow together, so each time that the size was seen counts once.
     """
     visits: dict[int, list[float]] = defaultdict(list)
     means = {kind: float(logs[kinds == kind].mean()) for kind in set(kinds.tolist())}
-    decodes = [(s.seqs, log - means[kind]) for s, log, kind in zip(samples, logs, kinds, strict=True) if s.tokens == s.seqs]
-    for seqs, visit in groupby(decodes, key=lambda pair: pair[0]):
-        visits[seqs].append(float(np.mean([off for _, off in visit])))
+    sizes = [size_of(s.tokens, s.seqs) for s in samples]
+    sort = [(size, log - means[kind]) for size, log, kind in zip(sizes, logs, kinds, strict=True) if (size < 0) == prefill]
+    for size, visit in groupby(sort, key=lambda pair: pair[0]):
+        visits[size].append(float(np.mean([off for _, off in visit])))
     several = [np.array(offs) for offs in visits.values() if len(offs) > 1]
     chance = sum(float(((v - v.mean()) ** 2).sum()) for v in several) / max(1, sum(len(v) - 1 for v in several))
     return {n: math.exp(np.mean(offs) * LEVELS**2 / (LEVELS**2 + chance / len(offs))) for n, offs in visits.items()}
