@@ -90,6 +90,19 @@ def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtyp
     return run
 
 
+def roles(heads: int, kv_heads: int, head_dim: int, window: int = 0, softcap: float = 0.0) -> Callable[[], None]:
+    def run() -> None:
+        from headrace.kernels.attention_roles import roles_attention
+
+        cache, q = meta(1000, 64, kv_heads, head_dim), meta(512, heads + 2 * kv_heads, head_dim)[:, :heads]
+        roles_attention(
+            q, cache, cache, meta(512, heads * head_dim), ints(257, 64), ints(32), ints(33), ints(32), first_seq=2, num_seqs=3,
+            num_rows=512, scale=0.1, window=window, softcap=softcap,
+        )  # fmt: skip
+
+    return run
+
+
 def latent(heads: int, block: int = 64) -> Callable[[], None]:
     """Attention over latents of the published sizes, and what writes them; a prompt of one token does not take the tile of a decode."""
 
@@ -431,6 +444,9 @@ CASES: dict[str, Callable[[], None]] = {
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
     "narrow products in pairs": pair_products,
+    "roles 8B": roles(32, 8, 128),
+    "roles head 64 window": roles(64, 8, 64, window=4096),
+    "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
     "decode of 64 rows": decode(64, decode_tiles.default_table),
     "decode of 64 rows 8B": decode(64, decode_tiles.default_table, "8b"),
     "decode of 100 rows": decode(100, decode_tiles.default_table),

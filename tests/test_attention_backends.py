@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from headrace.attention.flash import CudnnAttention, FlashAttention3, split_dens
 from headrace.attention.select import select_attention
 from headrace.attention.triton_backend import TritonAttention, plan_runs
 from headrace.errors import ParameterError
+from headrace.kernels.attention_prefill import varlen_attention
 from headrace.model.config import ModelConfig, RopeConfig
 from kernel_cases import PagedCase, attention_reference, batch_of, cache_of, paged_case
 
@@ -71,6 +73,23 @@ def test_a_single_row_behind_a_context_among_prefills(monkeypatch) -> None:
     monkeypatch.setattr("headrace.attention.triton_backend.SPLIT_CONTEXT", 100)
     case = paged_case([1, 20, 1, 7], [150, 20, 130, 90], 4, 2, 16, 16)
     close(attend(TritonAttention(model(), CPU), case), attention_reference(case, SCALE))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_launches_of_many_rows_go_to_the_kernel_with_roles(monkeypatch, refused: bool) -> None:
+    launched = []
+
+    def roles_attention(*args, num_rows: int, least: int, **options) -> None:
+        launched.append(num_rows)
+        varlen_attention(*args, num_rows=num_rows, max_tokens=num_rows, least=least, **options)
+
+    roles = SimpleNamespace(takes=lambda *_: not refused, roles_attention=roles_attention)
+    monkeypatch.setattr("headrace.attention.triton_backend.find_roles", lambda device: roles)
+    monkeypatch.setattr("headrace.attention.triton_backend.ROLES_ROWS", 40)
+    monkeypatch.setattr("headrace.attention.triton_backend.SPLIT_CONTEXT", 100)
+    case = paged_case([1, 20, 25, 2, 39], [150, 20, 30, 130, 90], 4, 2, 16, 16)
+    close(attend(TritonAttention(model(), CPU), case), attention_reference(case, SCALE))
+    assert launched == ([] if refused else [45])
 
 
 @pytest.mark.parametrize("query_lens, context_lens, dense", [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.attention.latent_triton import AS_IF, TritonLatentAttention
-from headrace.attention.triton_backend import SPLIT_CONTEXT, TritonAttention
+from headrace.attention.triton_backend import ROLES_ROWS, SPLIT_CONTEXT, TritonAttention
 from headrace.attention.widened import WidenedAttention
 from headrace.cache import fp8
 from headrace.cache.state_pool import StatePool
@@ -148,7 +148,7 @@ class Stage:
     def prompts(self) -> None:
         most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
         group = self.attention.group if isinstance(self.attention, TritonAttention) else AS_IF
-        experts, counts = self.model.experts, [*PROMPTS, FEW_ROWS_WIDENED + 1, 1024]
+        experts, counts = self.model.experts, [*PROMPTS, FEW_ROWS_WIDENED + 1, 1024, ROLES_ROWS]
         if experts is not None:
             for slots in dict.fromkeys((None, self.expert_slots)):
                 router = experts.count, self.model.hidden_size
