@@ -243,6 +243,18 @@ def test_a_core_that_starts_again_does_not_miss_files_that_are_gone(base: str, a
         build_engine(EngineConfig(**options), adapters=True)
 
 
+def test_what_a_core_could_not_load_again_is_not_the_requests_mistake(supply: Supply) -> None:
+    async def play(server: Server) -> None:
+        digest = server.client.adapters()["ranks"].digest
+        for core in supply.cores.values():
+            core.core.adapters.state[digest] = "its files are gone"
+        status, answer = await server.post("/v1/completions", model="ranks", prompt="x", max_tokens=1)
+        assert status == 500 and answer["error"]["message"] == "the adapter could not be loaded again: its files are gone"
+        assert await server.says("tiny") is not None
+
+    served(supply, play)
+
+
 def broken(version):
     raise CheckpointError("its files have changed")
 

@@ -82,7 +82,9 @@ class CoreAdapters:
 
 
 def check_adapter(adapters: CoreAdapters | None, digest: str) -> None:
-    """Raises ParameterError if a request cannot have this one."""
+    """Raises ParameterError for one that is not there, HeadraceError for one that should be: that is not the request's mistake."""
     state = {} if adapters is None else adapters.state
-    if digest and (why := state.get(digest, "an adapter that is loaded")):
-        raise ParameterError("lora", digest, why)
+    if digest and digest not in state:
+        raise ParameterError("lora", digest, "an adapter that is loaded")
+    if why := state.get(digest):
+        raise HeadraceError(f"the adapter could not be loaded again: {why}")
