@@ -82,7 +82,7 @@ class CoreAdapters:
 
 
 def check_adapter(adapters: CoreAdapters | None, digest: str) -> None:
-    """Raises ParameterError for one that is not there, HeadraceError for one that should be: that is not the request's mistake."""
+    """Raises ParameterError for one that is not there, HeadraceError for one that should be: no mistake of the request."""
     state = {} if adapters is None else adapters.state
     if digest and digest not in state:
         raise ParameterError("lora", digest, "an adapter that is loaded")
