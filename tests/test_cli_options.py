@@ -172,6 +172,8 @@ def test_what_other_servers_call_options_is_told_by_options_that_there_are():
         ("serve --gpu-layers 3", "headrace serve", "--gpu-layers"), ("generate --promt x", "headrace generate", "--prompt?"),
         ("bench serve --num-promts 3", "headrace bench serve", "--num-prompts?"), ("bench latency --bach 3", "headrace bench latency", "--batch?"),
         ("serve --tool-call-parser hermes", "headrace serve", "(here: --tool-parser)"), ("serve -tp 2", "headrace serve", "(here: --tensor-parallel-size)"),
+        ("serve --quantization awq", "headrace serve", "(here: a quantized checkpoint needs no option)"), ("generate --dtype half", "headrace generate", "(here: float16)"),
+        ("serve --kv-cache-dtype fp8_e5m2", "headrace serve", "(here: fp8)"),
         ("serve --trust_remote_code", "headrace serve", "(here: no code of a model"), ("generate --tool-call-parser x", "headrace generate", "unknown: --tool-call-parser x\n"),
         ("serve a b", "headrace serve", "unknown: b"), ("serve --port x", "headrace serve", "--port"), ("sevre", "headrace", "'serve'"),
         ("bench", "headrace bench", "WHAT"), ("bench nothing", "headrace bench", "latency"), ("", "headrace", "COMMAND"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from types import MappingProxyType
 
@@ -37,6 +38,13 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType({
     ),
 })  # fmt: skip
 
+_QUANTIZED = "a quantized checkpoint needs no option"
+FOREIGN_VALUES: Mapping[str, str] = MappingProxyType({
+    **dict.fromkeys(("half", "fp16"), "float16"), **dict.fromkeys(("float", "fp32"), "float32"), "bf16": "bfloat16",
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), "fp8"),
+    **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "mxfp4"), _QUANTIZED),
+})  # fmt: skip
+
 
 def instead_of(word: str, known: Container[str]) -> str:
     """What to give instead of the unknown option `word`, where there are these; nothing for one that is known nowhere."""
@@ -45,3 +53,10 @@ def instead_of(word: str, known: Container[str]) -> str:
     if not advice or not all(flag in known for flag in flags):
         return ""
     return f" (here: {advice})"
+
+
+def meant_by(message: str) -> str:
+    """What to give instead of the value that argparse's `message` says is no choice."""
+    found = re.search(r"^argument (?:--dtype|--kv-cache-dtype|--quantization): invalid choice: '([^']*)'", message)
+    advice = FOREIGN_VALUES.get(found[1]) if found else None
+    return f" (here: {advice})" if advice else ""

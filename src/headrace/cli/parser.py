@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from headrace.cli.foreign_flags import instead_of
+from headrace.cli.foreign_flags import instead_of, meant_by
 from headrace.cli.sources import settle, unsettled
 from headrace.errors import ParameterError
 from headrace.options import nearest
@@ -75,7 +75,8 @@ class CommandParser(argparse.ArgumentParser):
         return dashed + equals + value if dashed in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help lists what there is\n")
+        said = f"{self.prog}: error: {message}{meant_by(message)}\n{self.prog} --help lists what there is\n"
+        self.exit(2, self.format_usage() + said)
 
     def option_of(self, field: str, sources: Mapping[str, str]) -> str | None:
         """What set `field`: a variable or a file's key, else the option that sets it or adds to it."""
