@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,17 @@ def test_few_rows(sizes, window, softcap, tokens):
     case, wide = in_fp8(paged_case(lens, [150, 1, 77], *sizes))
     got = run_split(case, scale=SCALE, tokens=tokens, window=window, softcap=softcap, chunk=64)
     close(got, attention_reference(wide, SCALE, window, softcap))
+
+
+@interpreted
+def test_numbers_of_any_size_become_float16():
+    """Queries, and values of tokens beside each other, far beyond what it holds."""
+    case = paged_case([1, 1], [150, 77], 8, 2, 64, 16, dtype=torch.bfloat16)
+    sizes = 10.0 ** torch.arange(-12, 12).repeat_interleave(8)[: case.v_cache.shape[1]].view(1, -1, 1, 1)
+    large = replace(case, q=case.q * 1e9, k_cache=case.k_cache * 1e-9, v_cache=(case.v_cache * sizes).to(torch.bfloat16))
+    narrow, wide = in_fp8(large)
+    got, want = run_split(narrow, scale=SCALE, chunk=64).double(), attention_reference(wide, SCALE)
+    assert (got - want).norm() < 0.01 * want.norm()
 
 
 @interpreted

@@ -68,7 +68,7 @@ def _load_all(pointers, at):
 def _add_step(acc, weights, x, ASM: tl.constexpr):
     """acc + the products of a step, of each tile [ROWS, 2 M]: with high and low parts of x. Tensor cores add up 128 columns, in
     less than float32; the sum joins others in that."""
-    exponent = exponents(x)
+    exponent = exponents(x, 0)
     parts, of_block = pairs(x, exponent, ASM), size(exponent)
     of_pair = tl.reshape(tl.join(of_block, of_block), (parts.shape[1],))
     new = ()

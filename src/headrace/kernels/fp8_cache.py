@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.launch import capability, jit, tl
+from headrace.kernels.pairs import exponents, size
 
 
 def fp8_kind(q: Tensor, scales: Tensor | None) -> int:
@@ -36,6 +37,46 @@ def pairs(x, model: tl.constexpr, FP8: tl.constexpr):
         even = (x & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(model)
         odd = ((x >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32).to(model)
     return even, odd
+
+
+@jit
+def half_pairs(x, half: tl.constexpr, FP8: tl.constexpr):
+    """As `pairs`, but of a model in bfloat16 as float16, to the bit: one instruction for two."""
+    if FP8 == 2:
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=&r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even, odd = pairs(x, half, FP8)
+    return even, odd
+
+
+@jit
+def halves_of(q):
+    """Queries [.., n] in bfloat16 -> float16, which has more bits, times what makes the largest of each 128 to 256, and what
+    products with them are multiplied by (NaN where one is not finite); others as they are, and 1."""
+    if q.dtype == tl.bfloat16:
+        exponent = exponents(q, len(q.shape) - 1)
+        factor = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+        q, back = (q.to(tl.float32) * factor[:, None]).to(tl.float16), size(exponent)
+    else:
+        back = tl.max(q, len(q.shape) - 1) * 0.0 + 1.0
+    return q, back
+
+
+@jit
+def log2_and_inverse(scales, FP8: tl.constexpr):
+    """Of scales, which are normal numbers or NaN, by an instruction each."""
+    if FP8 == 2:
+        log2, inverse = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $2; rcp.approx.ftz.f32 $1, $2;", "=&f,=f,f", [scales], dtype=(tl.float32, tl.float32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        log2, inverse = tl.log2(scales), 1.0 / scales
+    return log2, inverse
 
 
 @jit

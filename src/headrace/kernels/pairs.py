@@ -43,10 +43,10 @@ PAIR = tl and tl.constexpr(PAIR_TEXT)
 
 
 @jit
-def exponents(x):
-    """Of the largest of each column of x [K, M] bfloat16, biased by 127, at least 8; 255 if one is not finite."""
+def exponents(x, AXIS: tl.constexpr):
+    """Of the largest along an axis of x bfloat16, biased by 127, at least 8; 255 if one is not finite."""
     bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-    return tl.maximum(tl.max(bits, 0) >> 7, 8)
+    return tl.maximum(tl.max(bits, AXIS) >> 7, 8)
 
 
 @jit
