@@ -134,7 +134,7 @@ def shot(rng: random.Random, server: Drawn = ALONE) -> Shot:
     body = {"model": name, **rng.choice(BODIES[path])}
     data = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
     if kind == "right":
-        return Shot(request("POST", path, data), path, right=name in server.names)
+        return Shot(request("POST", path, data, OFFER * (rng.random() < 0.1)), path, right=name in server.names)
     if kind == "mutated":
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
             body = mutated(rng, body)
@@ -173,6 +173,9 @@ def _filled(rng: random.Random, path: str) -> str:
     for place in ("{id:path}", "{id}", "{digest}"):
         path = path.replace(place, rng.choice(names))
     return path
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAA"  # Java's, which may be left alone
 
 
 def _header(rng: random.Random) -> bytes:
