@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from cryptography.x509.oid import NameOID
 from headrace.api.tls import tls_context
 from headrace.cli import main, serve
 from headrace.cli.fleet import RayFleet
+from headrace.cli.port import KEEP_ALIVE, bind
 from headrace.config import EngineConfig
 from headrace.engine import socket_pair
 from headrace.engine.build import build_engine
@@ -395,3 +397,15 @@ def test_one_form_of_lines_and_probes_only_when_debugging(model, tmp_path):
     assert not odd and any(" core: " in line for line in lines)
     assert sum(" POST /v1/completions 200 " in line for line in lines) == 1
     assert not any("/ready" in line or "/metrics" in line or "/health" in line for line in lines)
+
+
+# ---------------------------------------------------------------- its port
+
+
+def test_a_client_that_is_gone_without_a_word_is_noticed():
+    """And what stands between does not forget who waits long for an answer: each connection asks now and then."""
+    [listener] = bind("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert [accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEP_ALIVE] == list(KEEP_ALIVE.values())
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

@@ -7,6 +7,10 @@ import socket
 
 from headrace.errors import ParameterError
 
+# What is asked of a client who says nothing, in seconds and times, by each connection as by its listener: one that is gone
+# without a word is noticed, and what forgets silent connections on the way (a NAT, a load balancer) lets long answers through.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+
 
 def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
     """Listen on exactly this address, with so many sockets. Raises ParameterError at once if that is not possible.
@@ -21,6 +25,10 @@ def bind(host: str, port: int, count: int = 1) -> list[socket.socket]:
             listener = socket.socket(family, socket.SOCK_STREAM)
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEP_ALIVE.items():
+                if hasattr(socket, name):  # not everywhere
+                    listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             if number > 0:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
