@@ -20,10 +20,10 @@ PART = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-a: "
 
 
 @contextlib.asynccontextmanager
-async def listening(monkeypatch, engine: FakeEngine, **bounds):
+async def listening(monkeypatch, engine: FakeEngine, tls=None, **bounds):
     for name, value in bounds.items():
         monkeypatch.setattr(module, name, value)
-    server = module.http_server(create_app(engine, ServerConfig()), "critical", None)
+    server = module.http_server(create_app(engine, ServerConfig()), "critical", tls)
     server.config.port, server.config.timeout_graceful_shutdown = 0, 1
     task = asyncio.create_task(server._serve())
     await soon(lambda: server.started)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import logging
@@ -11,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
+from fake_engine import FakeEngine
 from headrace.api.tls import tls_context
 from headrace.cli import main, serve
 from headrace.cli.fleet import RayFleet
@@ -39,6 +42,7 @@ from headrace.logs import JsonLines, Lines
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from server_driver import SRC, ServerProcess
+from test_http_heads import listening
 from tiny_models import VOCAB, write_tiny
 
 
@@ -280,6 +284,32 @@ def test_a_file_without_permission_is_named(tls, monkeypatch):
     monkeypatch.setattr("ssl.SSLContext.load_cert_chain", refuse)
     with pytest.raises(ParameterError, match="--ssl-"):
         tls_context(str(tls / "cert"), str(tls / "key"))
+
+
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_who_does_not_shake_hands_takes_nobodys_place(tls, monkeypatch, loop):
+    """However many connect and say nothing, or no TLS: who comes behind them is served, and they go."""
+    context, client = tls_context(str(tls / "cert"), str(tls / "key")), ssl.create_default_context(cafile=str(tls / "cert"))
+
+    async def health(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client, server_hostname="localhost")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        said = await reader.read()
+        writer.close()
+        return said
+
+    async def play() -> None:
+        async with listening(monkeypatch, FakeEngine(), context, room_for_connections=lambda: 2, BEYOND=2) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+            for _, writer in silent[6:8]:
+                writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+            for said in await asyncio.gather(*[health(port) for _ in range(4)]):
+                assert said.startswith(b"HTTP/1.1 200")
+            for reader, _ in silent[:6]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+
+    loop.run(asyncio.wait_for(play(), 60))
 
 
 @pytest.mark.parametrize("files", [("cert", "key"), ("both",)])

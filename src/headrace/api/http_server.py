@@ -23,6 +23,7 @@ from headrace.api.errors import ApiError, unavailable
 from headrace.api.http_forms import PlainForms
 from headrace.api.middleware import OPEN_PATHS, plain_path
 from headrace.api.sse import DIRECT
+from headrace.api.tls_door import TlsDoor
 
 logger = logging.getLogger("headrace.server")
 HEAD_SECONDS = 60.0  # for the head of a request to come
@@ -40,11 +41,19 @@ def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> u
         app, log_config=None, log_level=log_level, access_log=False, lifespan="on", timeout_keep_alive=75, server_header=False
     )
     options.load()
-    options.ssl = tls
-    bounds = {"most": room_for_connections(), "beyond": {}}
+    most = room_for_connections()
+    bounds = {"most": most, "beyond": {}}
     protocol: Any = options.http_protocol_class
     forms = (PlainForms,) if hasattr(protocol, "on_headers_complete") else ()  # httptools'
-    options.http_protocol_class = type("HttpProtocol", (BoundedHeads, *forms, protocol), bounds)
+    kind: Any = type("HttpProtocol", (BoundedHeads, *forms, protocol), bounds)
+    doors: dict[TlsDoor, None] = {}
+
+    def behind_tls(**parts: Any) -> TlsDoor:
+        assert tls is not None
+        inner = kind(**parts)
+        return TlsDoor(inner, tls, doors, inner.connections, most + 2 * BEYOND)
+
+    options.http_protocol_class = kind if tls is None else behind_tls  # type: ignore[assignment]
     server = uvicorn.Server(options)
     server.capture_signals = contextlib.nullcontext  # type: ignore
     return server
