@@ -246,6 +246,7 @@ def test_a_core_that_starts_again_does_not_miss_files_that_are_gone(base: str, a
 def test_what_a_core_could_not_load_again_is_not_the_requests_mistake(supply: Supply) -> None:
     async def play(server: Server) -> None:
         digest = server.client.adapters()["ranks"].digest
+        await soon(lambda: all(digest in core.core.adapters.state for core in supply.cores.values()))
         for core in supply.cores.values():
             core.core.adapters.state[digest] = "its files are gone"
         status, answer = await server.post("/v1/completions", model="ranks", prompt="x", max_tokens=1)
