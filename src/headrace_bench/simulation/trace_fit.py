@@ -76,7 +76,7 @@ class Fitted:
     prompt_host: float
     blocking: bool
     stalls: np.ndarray  # seconds on top of a step, whatever its kind, by its number
-    levels: dict[int, float] = field(default_factory=dict)  # by the sequences of a step without prefill; what is not there is 1
+    levels: dict[int, float] = field(default_factory=dict)  # by `size_of`; of what is not there 1
     _expected: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)  # at no use of the cache, by shape
 
     def seconds(self, work: Work, step: int) -> float:
