@@ -3,10 +3,11 @@
     python benchmarks/gpu_decode.py [--models 0.6b,8b,8b-fp8,8b-int8,8b-int4,llama1b] [--batches 1,2,4,8,16,32,64]
         [--contexts 384,1024] [--tune 1,8,32 --tune-seconds 25] [--tables DIR] [--json FILE] [--profile 1,32] [--ranks 2]
 
-Random weights and cache of the shape of a Qwen3, Llama 3, Qwen2.5, Mistral or Gemma-2, bfloat16 or, but for the head, narrow;
-CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with GEMVs only (`gemv`), skinny GEMMs only (`gemm`, and
-`ahead` with all weights loaded before the wait where they fit), wide GEMMs only (`wide`, and `two` with attention in two
-kernels), and with the table in use (`table`): the shipped one or the defaults, what --tune found, or DIR/<card>-<model>.json.
+Random weights and cache of the shape of a Qwen3, Llama 3, Qwen2.5, Mistral or Gemma-2, bfloat16 or narrow (a head of its own
+in int8, as `--quantization` makes it); CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with GEMVs only
+(`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), wide GEMMs only
+(`wide`, and `two` with attention in two kernels), and with the table in use (`table`): the shipped one or the defaults, what
+--tune found, or DIR/<card>-<model>.json.
 The limit of a step is (weights + keys and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool
 of processes ahead of their use (--compile-only does just that, without a card, into Triton's cache).
 
@@ -90,7 +91,7 @@ TIED = {name for name in MODELS if name.startswith(("0.6b", "1.7b", "4b", "llama
 
 def kinds(name: str) -> Kinds:
     kind = name.partition("-")[2] or "float"
-    return (kind, kind, kind, kind, "float")  # type: ignore[return-value]
+    return (kind, kind, kind, kind, "float" if kind == "float" or name in TIED else "int8")  # type: ignore[return-value]
 
 
 def say(*words: object) -> None:
@@ -121,7 +122,7 @@ def random_weights(
 
     hidden, q, kv, inner = config.hidden_size, config.q_size, config.kv_size, config.intermediate_size
 
-    def matrix(rows: int, columns: int) -> Weight:
+    def matrix(rows: int, columns: int, kind: str = kind) -> Weight:
         if kind == "float":
             return Weight(draw(rows, columns))
         if device.type == "meta":
@@ -144,7 +145,8 @@ def random_weights(
     layers = [layer() for _ in range(config.num_layers)]
     rows = Shard(0, ranks).vocab_rows(config.vocab_size)
     embedding = draw(rows, hidden)
-    return DecoderWeights(embedding, layers, norm(hidden), Weight(embedding if tied else draw(rows, hidden)))
+    head = Weight(embedding) if tied else matrix(rows, hidden, "float" if kind == "float" else "int8")
+    return DecoderWeights(embedding, layers, norm(hidden), head)
 
 
 class Cache(KVCache):
@@ -231,7 +233,7 @@ def reference(config: ModelConfig, weights: DecoderWeights, batch: ForwardBatch,
         gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
         hidden = hidden + rms(F.linear(gate * up, dequantized(layer.down, torch.float32)), layer.post_mlp_norm)
     final = rms(hidden, weights.final_norm)
-    logits = torch.cat([F.linear(final, part.float()) for part in weights.lm_head.data.split(32768)], -1)
+    logits = torch.cat([F.linear(final, part) for part in dequantized(weights.lm_head, torch.float32).split(32768)], -1)
     return capped(logits, config.logit_softcap), keys
 
 

@@ -149,7 +149,7 @@ def test_a_model_is_quantized_alike_by_one_rank_and_by_several_and_when_it_is_ra
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1}
     path = write_tiny("qwen3", tmp_path / "model", **sizes)
     (tmp_path / "shape").mkdir()
-    dummy = Path(write_shape(tmp_path / "shape", **sizes, vocab_size=200))
+    dummy = Path(write_shape(tmp_path / "shape", **sizes, vocab_size=200, tie_word_embeddings=False))
     for model, options in ((path, {}), (dummy, {"load_format": "dummy"})):
         checkpoint = resolve_checkpoint(EngineConfig(model=str(model), **options))
         config = model_config_from_hf(checkpoint.config)
@@ -159,7 +159,8 @@ def test_a_model_is_quantized_alike_by_one_rank_and_by_several_and_when_it_is_ra
 
         plain, whole = floats_of(read(quantization=None)), read()
         layer = whole.layers[0]
-        assert [w.kind for w in (layer.qkv, layer.o, layer.gate_up, layer.down, whole.lm_head)] == [kind] * 4 + ["float"]
+        assert [w.kind for w in (layer.qkv, layer.o, layer.gate_up, layer.down, whole.lm_head)] == [kind] * 4 + ["int8"]
+        assert torch.equal(floats(whole.lm_head), floats(quantized(plain["lm_head"], "int8")))
         assert torch.equal(floats(layer.qkv), floats(quantized(plain["layers.0.qkv"], kind)))
         check_equal(floats_of(read(narrow=False)), floats_of(whole))
         assert not any(torch.equal(plain[f"layers.0.{name}"], floats(getattr(layer, name))) for name in ("qkv", "o", "gate_up", "down"))

@@ -202,7 +202,8 @@ def test_models_of_a_card_share_it_and_have_threads_as_they_are(model, other, mo
         weight_bytes(EngineConfig(model=other, quantization=made), resolve_checkpoint(engines[1]), on_card=True)
         for made in (None, "int4")
     )
-    assert narrow < floats / 3 and memory.budget_of(engines[0], GIB) == (GIB, True)
+    assert 2 * 512 * 96 < narrow < floats / 2, "the embedding stays as it is"
+    assert memory.budget_of(engines[0], GIB) == (GIB, True)
 
 
 # ---------------------------------------------------------------- real ones

@@ -17,7 +17,7 @@ from headrace.model.formats.gpt_oss_experts import GROUP, is_random_mxfp4
 from headrace.model.loader import with_quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources
 from headrace.model.weight import TOGETHER, Kind, Weight
-from headrace.model.weight_names import WeightSpec
+from headrace.model.weight_names import WeightSpec, made_kind
 
 META = torch.device("meta")
 _DATA = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
@@ -32,14 +32,16 @@ def weights_without_data(
     is seen by its numbers.
     """
     plan, narrow = weight_plan(model), {}
+    tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
     if quantization in MADE and (checkpoint.format == "dummy" or not checkpoint.quantized_to()):
-        layers = [spec for spec in plan if spec.target.startswith("layers.") and len(spec.shape) == 2]
-        narrow = {spec.target: _made(spec, quantization) for spec in layers if not (spec.exact or spec.wide)}
+        if tied and checkpoint.format != "dummy":  # and written out once more?
+            tied = not {name for spec in plan if spec.optional for name, _ in spec.sources} <= checkpoint.tensors().keys()
+        here = [spec for spec in plan if not (spec.optional and tied)]
+        narrow = {spec.target: _made(spec, kind) for spec in here if (kind := made_kind(spec, quantization)) is not None}
     elif quantization != "none" and checkpoint.format == "dummy":
         narrow = {spec.target: _mxfp4(spec) for spec in plan if is_random_mxfp4(checkpoint.config, spec)}
     elif quantization != "none" and checkpoint.quantized_to():
         narrow = _as_in_file(checkpoint, plan, dtype, 1 if model.experts is None else model.experts.count)
-    tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
     tensors: dict[str, Tensor | Weight] = {
         spec.target: narrow.get(spec.target)
         or torch.empty(spec.shape, dtype=torch.float32 if spec.exact else dtype, device=META)

@@ -6,9 +6,10 @@ import math
 
 from headrace.config import EngineConfig
 from headrace.lora.targets import num_bytes
-from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.checkpoint import MADE, Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
+from headrace.model.weight_names import made_kind
 from headrace.native.precision import choose_precision, stored_encodings
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,9 +37,8 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) ->
 def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
     plan = weight_plan(model_config_from_hf(checkpoint.config))
     by_name = {} if checkpoint.format == "dummy" else checkpoint.tensors()
-    elements = sum(
-        math.prod(spec.shape) for spec in plan if not spec.optional or any(name in by_name for name, _ in spec.sources)
-    )
+    plan = [spec for spec in plan if not spec.optional or any(name in by_name for name, _ in spec.sources)]
+    elements = sum(math.prod(spec.shape) for spec in plan)
     tensors = list(by_name.values())
     if not on_card:
         native = not config.enforce_eager and config.dtype != "float16"
@@ -52,8 +52,9 @@ def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -
         return sum(_kept_bytes(tensor, precision.format_of(tensor.encoding.name)) for tensor in tensors)
     if checkpoint.quantized_to() and config.quantization != "none":
         return sum(tensor.num_bytes for tensor in tensors)
-    made = config.quantization if config.quantization in KEPT else None
-    return int(elements * (FLOAT_BYTES.get(config.dtype, 2) if made is None else KEPT[made]))
+    floats, made = FLOAT_BYTES.get(config.dtype, 2), config.quantization if config.quantization in MADE else None
+    kinds = [None if made is None else made_kind(spec, made) for spec in plan]
+    return int(sum(math.prod(spec.shape) * (KEPT[kind] if kind else floats) for spec, kind in zip(plan, kinds, strict=True)))
 
 
 def _kept_bytes(tensor: TensorEntry, kept_as: str) -> int:

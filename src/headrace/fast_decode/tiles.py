@@ -345,7 +345,8 @@ def from_json(text: str) -> dict[int, StepTiles]:
 
 def tile_file_name(card: str, config: ModelConfig, kinds: Kinds = FLOAT) -> str:
     shape = (config.hidden_size, config.intermediate_size, config.q_size, config.kv_size, config.head_dim, config.vocab_size)
-    narrow = [] if kinds == FLOAT else [kinds[0]] if len(set(kinds[:-1])) == 1 and kinds[-1] == "float" else kinds
+    layers = kinds[:1] if len(set(kinds[:-1])) == 1 else kinds[:-1]
+    narrow = [] if kinds == FLOAT else [*layers, *(kinds[-1:] if kinds[-1] != "float" or len(layers) > 1 else ())]
     return "-".join([card.lower().replace(" ", "-"), *map(str, shape), *narrow]) + ".json"
 
 

@@ -29,13 +29,13 @@ from headrace.model.formats.quantized_sources import quantized_sources
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.gpt_oss import GPT_OSS
 from headrace.model.narrow import compact, fitted, quantized
-from headrace.model.narrow_loader import KEPT_FLOATS, Source, load_matrices, narrow_sources, part_of
+from headrace.model.narrow_loader import Source, load_matrices, narrow_sources, part_of
 from headrace.model.parts import parts_of, taken
 from headrace.model.rope_layout import in_halves
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, chunks_of, load_chunks
 from headrace.model.weight import Weight, dequantized
-from headrace.model.weight_names import IGNORED_PREFIXES, IGNORED_SUFFIXES, WeightSpec, drafting_layers
+from headrace.model.weight_names import IGNORED_PREFIXES, IGNORED_SUFFIXES, WeightSpec, drafting_layers, made_kind
 
 logger = logging.getLogger(__name__)
 _CPU_CHUNK = 1 << 18  # bytes: with what it decodes to, it stays in a core's cache
@@ -190,8 +190,8 @@ def random_weights(
     for target, tensor in random_tensors(source, config, plan, dtype, device):
         if (part := parts.get(target)) is None:
             continue
-        if len(part.shape) == 2 and not part.exact and not part.wide and target.rpartition(".")[2] not in KEPT_FLOATS:
-            weight = part_of(fitted(quantized(tensor, made)), specs[target], part, dtype)
+        if (kind := made_kind(part, made)) is not None:
+            weight = part_of(fitted(quantized(tensor, kind)), specs[target], part, dtype)
             yield target, compact(weight, part.shape[0]) if keep else dequantized(weight, dtype)
         else:
             yield target, taken(tensor, specs[target], part)

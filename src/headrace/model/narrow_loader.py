@@ -24,12 +24,10 @@ from headrace.model.narrow import columns_of, compact, fitted, quantized, rows_o
 from headrace.model.parts import place_in
 from headrace.model.streaming import Chunk, ChunkQueue, DeviceWorker, load_chunks
 from headrace.model.weight import Weight, dequantized
-from headrace.model.weight_names import Slice, WeightSpec
+from headrace.model.weight_names import Slice, WeightSpec, made_kind
 
 _CPU_PIECE = 1 << 22  # bytes
 _DEVICE_PIECE = 1 << 25
-# what no option quantizes; the gates of a delta net are a few rows that decide how fast all is forgotten
-KEPT_FLOATS = ("embedding", "lm_head", "delta_gates")
 _ALIGNED = 16  # bytes: where tensors begin in a buffer
 Source = TensorEntry | MatrixSource
 
@@ -39,7 +37,7 @@ def narrow_sources(
 ) -> dict[str, Source]:  # fmt: skip
     """`entries`, of which the matrices of `plan` are sources that give narrow weights.
 
-    made: fp8, int8, int4: what becomes of floats, but for embedding and head. `keep`: a file's own blocks stay as they are.
+    made: fp8, int8, int4: what becomes of floats (`made_kind`). `keep`: a file's own blocks stay as they are.
     """
     found = dict(entries)
     if made is None and not keep:
@@ -51,8 +49,8 @@ def narrow_sources(
                 continue
             if keep and spec.target != "embedding" and (source := gguf_source(entry)) is not None:
                 found[name] = source
-            elif made is not None and spec.target.rpartition(".")[2] not in KEPT_FLOATS and entry.encoding.name in FLOATS:
-                found[name] = MatrixSource(name, entry.shape, {"data": Part(entry)}, partial(_quantize, kind=made))
+            elif made is not None and entry.encoding.name in FLOATS and (kind := made_kind(spec, made)) is not None:
+                found[name] = MatrixSource(name, entry.shape, {"data": Part(entry)}, partial(_quantize, kind=kind))
     return found
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from headrace.model.config import ModelConfig
 from headrace.model.latent_config import LatentConfig
 
+# what no option quantizes; the gates of a delta net are a few rows that decide how fast all is forgotten
+_KEPT_FLOATS = ("embedding", "delta_gates")
 # Our name of a layer's weight -> the modules of a Hugging Face layer that are stacked (along dimension 0) to make it.
 _SPLIT = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -180,3 +182,12 @@ def xielu_plan(plan: list[WeightSpec]) -> list[WeightSpec]:
             for alpha in ("alpha_p", "alpha_n"):
                 found.append(WeightSpec(f"{of}.{alpha}", (1,), ((module + alpha, 1),)))
     return found
+
+
+def made_kind(spec: WeightSpec, made: str) -> str | None:
+    """What the option `made` makes of floats that are `spec`'s; None: they stay. A head of its own has 8 bits that are evenly
+    spaced, in any case: what its rounding changes shows in every logit, and FP8 of it is 20 times as far off."""
+    name = spec.target.rpartition(".")[2]
+    if len(spec.shape) != 2 or spec.exact or spec.wide or name in _KEPT_FLOATS:
+        return None
+    return "int8" if name == "lm_head" else made
