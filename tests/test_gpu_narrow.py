@@ -15,7 +15,7 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.attention.triton_backend import TritonAttention
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels.activation import act_mul
-from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, NarrowProduct
+from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, MANY_ROWS, NarrowProduct
 from headrace.model.decoder import Decoder
 from headrace.model.weight import dequantized
 from narrow_cases import FORMS, narrow
@@ -78,6 +78,19 @@ def test_products_of_any_number_of_rows(form: str, rows: int, card) -> None:
     out.fill_(float("nan"))
     graph.replay()
     assert torch.equal(out, got)
+
+
+@pytest.mark.parametrize("rows", [70, FEW_ROWS_WIDENED, FEW_ROWS_WIDENED + 1, 256, 257, MANY_ROWS, MANY_ROWS + 1])
+def test_a_head_in_int8_of_all_sizes_of_steps(rows: int, card) -> None:
+    """All of it, as a tile may be wrong in a few places; replays give the same bits."""
+    w, x = narrow("int8 row", 20000, 4096, card), torch.randn(rows, 4096, device=card).to(BF16)
+    product, expected = NarrowProduct(w, None), torch.nn.functional.linear(x.float(), dequantized(w, torch.float32))
+    got = product(x)
+    worst = max(relative(part, of) for part, of in zip(got.split(500, 1), expected.split(500, 1), strict=True))
+    assert worst < 0.004
+    out = torch.empty_like(got)
+    for _ in range(50):
+        assert torch.equal(product(x, out.fill_(float("nan"))), got)
 
 
 @pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1, 700])

@@ -10,6 +10,7 @@ from headrace.fast_decode.epilogues import glu_reference, project_reference, res
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.kernels import narrow_gemm as narrow_gemm_module
 from headrace.kernels import quantize_rows as quantizing
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
@@ -139,6 +140,14 @@ def test_a_product_alone(form: str, rows: int, dtype: torch.dtype) -> None:
     w, x, bias = narrow(form, 100, width, DEVICE), random(rows, width, dtype=dtype, seed=1), random(100, dtype=dtype, seed=2)
     expected = torch.nn.functional.linear(x.float(), dequantized(w, torch.float32), bias.float())
     close(narrow_gemm(x, w, bias), expected, TOLERANCE if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("rows", [70, 300])
+def test_a_product_of_int8_with_many_rows(rows: int, monkeypatch) -> None:
+    """By the tiles that Hopper takes for it."""
+    monkeypatch.setattr(narrow_gemm_module, "takes_many_rows", lambda weight, x: True)
+    w, x = narrow("int8 row", 150, 200, DEVICE), random(rows, 200, dtype=DTYPES[-1], seed=1)
+    close(narrow_gemm(x, w), torch.nn.functional.linear(x.float(), dequantized(w, torch.float32)), TOLERANCE if DEVICE == "cpu" else 4e-3)
 
 
 @pytest.mark.parametrize("form", FORMS)

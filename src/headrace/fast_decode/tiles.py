@@ -263,8 +263,10 @@ def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, pairs: 
     # of 4 bits: 6 % faster at 32 rows; slower at 64, and of a byte at either (measured on an H200)
     if per_byte == 2 and 16 < rows <= 32 and (wide := wide_narrow_tile(shape)) is not None:
         return wide
-    if not shape.splittable:
-        return GemmTile(64, 256 if rows <= 16 else 128, 1, 4, 3)
+    if not shape.splittable:  # an 8B's head in int8
+        if rows <= 16:
+            return GemmTile(64, 256, 1, 2, 3)
+        return GemmTile(64, 128, 1, 4, 3) if rows <= 32 else GemmTile(128, 128, 1, 8, 3)
     splits = splits_to((5 if rows <= 16 else 3) * FILL, shape, 64, 8)
     return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
+from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.narrow import (
     NarrowMatrix,
     add_products,
@@ -106,19 +107,34 @@ def _narrow_gemm(
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(rm < M)[None, :] & (rn < N)[:, None])
 
 
+def takes_many_rows(weight: NarrowMatrix, x: Tensor) -> bool:
+    """Whether a product of 65 to 512 rows takes no more time than to widen the matrix and multiply by cuBLAS: int8 by rows, on
+    Hopper (an 8B's head on an H200: 0.34, 0.53 and 1.1 ms of 128, 256 and 512 rows, where cuBLAS takes 0.32, 0.45 and 0.82
+    with a matrix of bfloat16)."""
+    by_row = weight.kind == "int8" and weight.group == 0 and weight.zeros is None
+    return by_row and x.dtype == torch.bfloat16 and capability(x.device)[0] == 9
+
+
+def _tile(rows: int, weight: NarrowMatrix, x: Tensor) -> tuple[int, int, int, int, int]:
+    """block_m, block_n, block_k, warps, stages."""
+    if rows > 64 and takes_many_rows(weight, x):
+        return (128, 64, 128, 4, 3) if rows <= 128 else (256, 128, 64, 8, 4)
+    block_m = min(64, max(16, next_power_of_2(rows)))
+    return block_m, 64 if x.dtype.itemsize == 2 else 32, 128 if block_m < 64 or packed(weight.kind) == 2 else 64, 4, 3
+
+
 def narrow_gemm(x: Tensor, weight: NarrowMatrix, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x [M, K] @ weight [N, K].T + bias [N] -> [M, N] in x's dtype, rounded once; `out` [M, N] if it is given."""
     (rows, width), columns = x.shape, weight.shape[0]
     out = x.new_empty(rows, columns) if out is None else out
     if not rows:
         return out
-    block_m = min(64, max(16, next_power_of_2(rows)))
-    block_k = 128 if block_m < 64 or packed(weight.kind) == 2 else 64
-    block_n = 64 if x.dtype.itemsize == 2 else 32
+    block_m, block_n, block_k, num_warps, num_stages = _tile(rows, weight, x)
     _narrow_gemm[-(-rows // block_m), -(-columns // block_n)](
         x.contiguous(), bias_ptr=bias, out_ptr=out, M=rows, N=columns, K=width, **arguments(weight, x),
-        BYTES=bytes_together(block_n, 4, x), WIDTH=span_bytes(weight, block_k), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, HAS_BIAS=bias is not None, EVEN=width % block_k == 0, num_warps=4, num_stages=3, **pdl(x),
+        BYTES=bytes_together(block_n, num_warps, x), WIDTH=span_bytes(weight, block_k), BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, HAS_BIAS=bias is not None, EVEN=width % block_k == 0, num_warps=num_warps, num_stages=num_stages,
+        **pdl(x),
     )  # fmt: skip
     return out
 

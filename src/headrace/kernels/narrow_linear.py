@@ -1,7 +1,7 @@
 """Products with narrow weights on a card, wherever the fused decode step does not run: prompts, mixed steps, other families.
 
 Three ways, by the number of rows alone:
-- few: the weights' own kernel (narrow_gemm.py): activations as they are;
+- few, and of int8 by rows up to some hundreds: the weights' own kernel (narrow_gemm.py): activations as they are;
 - many, FP8 with a scale a row: FP8 tensor cores, activations rounded to FP8 for each row apart (quantize_rows.py);
 - many, of any other form: as many rows of the matrix at a time as stay in the L2 cache are widened to the activations' type,
   and multiplied by cuBLAS.
@@ -17,11 +17,12 @@ from torch import Tensor
 from headrace.kernels.activation import Activation, act_mul
 from headrace.kernels.launch import capability
 from headrace.kernels.narrow import NarrowMatrix
-from headrace.kernels.narrow_gemm import narrow_gemm, widen_rows
+from headrace.kernels.narrow_gemm import narrow_gemm, takes_many_rows, widen_rows
 from headrace.kernels.quantize_rows import quantize_gated, quantize_rows
 
 FEW_ROWS = 64
 FEW_ROWS_WIDENED = 128  # up to here widening the matrix costs more than the slower product
+MANY_ROWS = 512  # of matrices for which the product is made for so many
 WIDENED_BYTES = 32 << 20  # of a matrix at a time
 
 
@@ -43,7 +44,8 @@ class NarrowProduct:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         scaled = self.scaled and x.dtype == torch.bfloat16
-        if len(x) <= (FEW_ROWS if scaled else FEW_ROWS_WIDENED):
+        most = FEW_ROWS if scaled else MANY_ROWS if takes_many_rows(self.weight, x) else FEW_ROWS_WIDENED
+        if len(x) <= most:
             return narrow_gemm(x, self.weight, self.bias, out)
         if not scaled:
             return self._widened(x.contiguous(), out)
