@@ -110,7 +110,7 @@ class StepGraphs(ABC, Generic[K]):
         self._graphs: dict[K, Captured] = {}  # the last used one comes last
         self._todo: list[K] = []
         self._prepared: float | None = None  # time.monotonic() when what covers all had been captured
-        self._missed: Counter[K] = Counter()  # replays for which another step stood in
+        self._missed: Counter[K] = Counter()  # what the replays have cost for which another step stood in
         self._stand_ins: dict[K, K] = {}  # that one, until another is captured
 
     @abstractmethod
@@ -128,6 +128,10 @@ class StepGraphs(ABC, Generic[K]):
     @abstractmethod
     def _order(self, key: K) -> tuple[int, ...]:
         """The smaller of two that cover a step comes first."""
+
+    def _waste(self, cover: K, wanted: K) -> int:
+        """What one replay of the other costs, of which MISSES are worth a capture."""
+        return 1
 
     def _chosen(self, wanted: K) -> K:
         """The step that is to be replayed for it: one that is captured, or shall be now. Time decides, too: of several ranks
@@ -160,12 +164,12 @@ class StepGraphs(ABC, Generic[K]):
             if not covers:
                 return wanted
             cover = self._stand_ins[wanted] = min(covers, key=self._order)
-        self._missed[wanted] += 1
+        if wanted not in self._missed:
+            self._todo.insert(0, wanted)
+        self._missed[wanted] += self._waste(cover, wanted)
         if self._missed[wanted] > MISSES and time.monotonic() - self._prepared > SETTLED_SECONDS:
             del self._missed[wanted]
             return wanted
-        if self._missed[wanted] == 1:
-            self._todo.insert(0, wanted)
         return cover
 
     def _next_planned(self) -> K | None:

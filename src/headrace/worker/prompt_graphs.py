@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE as Pool
 
 FEW_SEQS, MANY_SEQS = (8, 32, 96), (264, 520)  # buckets of sequences, before as many as there may be
+ROWS_WORTH_ONE = 32  # rows of padding that weigh as much as a step that was missed: 640 in a step of 1,024 is soon captured
 LONG_CONTEXT = 16384  # few rows behind more than this are better off where the split kernel takes them: uncaptured
 
 
@@ -160,6 +161,10 @@ class PromptGraphs(StepGraphs[PromptKey]):
         if Tail.LOGITS in (key.tail, wanted.tail) or COVERING[key.tail] < COVERING[wanted.tail]:
             return False
         return all(has >= needs for has, needs in zip(key[:4], wanted[:4], strict=True))
+
+    def _waste(self, cover: PromptKey, wanted: PromptKey) -> int:
+        """Rows that stand for nothing are computed, too."""
+        return 1 + (cover.tokens - wanted.tokens) // ROWS_WORTH_ONE
 
     def _order(self, key: PromptKey) -> tuple[int, ...]:
         return *key[:4], COVERING[key.tail]
