@@ -452,6 +452,7 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "decode of 100 rows": decode(100, decode_tiles.default_table),
     "decode of 256 rows": decode(256, decode_tiles.default_table),
     "decode of 256 rows in two": decode(256, in_two),
+    "decode of 1 row in FP8": decode(1, decode_tiles.default_table, narrow=True),
     "decode of 4 rows in FP8": decode(4, decode_tiles.default_table, narrow=True),
     "two kernels of 256 rows in FP8": decode(256, in_two, narrow=True),
     "split 8B in FP8": attention(32, 8, 128, narrow=True),

@@ -233,7 +233,7 @@ def test_decode_attention_with_sinks(numbers, dtype):
     (4, 2, 32, 32, 16, 0, 0.0, True, 4, 1, 1), (4, 1, 32, 16, 5, 0, 20.0, False, 3, 2, 1), (8, 2, 32, 32, 64, 37, 0.0, True, 5, 1, 2),
     (2, 2, 64, 64, 8, 1, 3.0, False, 1, 1, 1),
 ])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_decode_attention_of_a_program_for_each_query_head(numbers, dtype):
     check_decode_attention(*numbers, dtype=dtype, few=1)
     check_decode_attention(*numbers, dtype=dtype, few=1, sinks=torch.linspace(-9.0, 9.0, numbers[0], device=DEVICE))

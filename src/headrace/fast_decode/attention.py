@@ -292,11 +292,12 @@ def decode_attention(
         ))  # fmt: skip
         return
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
-    if tile.few and not kind and takes_few(heads, 2 * cos.shape[1], num_splits):
+    if tile.few and takes_few(heads, 2 * cos.shape[1], num_splits):
         few_attention(
-            qkv, out, k, v, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens, slot_mapping=slot_mapping,
-            cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window, num_splits=num_splits,
-            block_n=tile.block_n, num_warps=tile.num_warps, min_tiles=tile.min_tiles, space=space, sinks=sinks,
+            qkv, out, k, v, kv.scales[layer], block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
+            slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
+            num_splits=num_splits, block_n=tile.block_n, num_warps=tile.num_warps, min_tiles=tile.min_tiles, space=space,
+            sinks=sinks,
         )  # fmt: skip
         return
     if kind:

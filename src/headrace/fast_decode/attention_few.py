@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from headrace.cache.fp8 import Scales
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.kernels.activation import soft_cap
+from headrace.kernels.fp8_cache import fp8_factors, largest, nearest_fp8
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.split import SplitSpace, count_part
 
@@ -26,30 +28,6 @@ def token_offsets(table, n0, rn, hi, stride_block, stride_token, BLOCK_SIZE: tl.
     token = n0 + rn
     block = tl.load(table + token // BLOCK_SIZE, mask=token < hi, other=0).to(tl.int64)
     return block * stride_block + (token % BLOCK_SIZE) * stride_token
-
-
-@jit
-def _floats(ptr, first, second, LANES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Float32 numbers [LANES, DIM] at indices `first`, and `second` if cached numbers have half their size: a thread then
-    gets those that belong to its eight cached ones, by two loads."""
-    x = tl.load(ptr + first)
-    if PARTS == 2:
-        y = tl.load(ptr + second)
-        x = tl.reshape(x, (LANES, DIM // 8, 4))
-        y = tl.reshape(y, (LANES, DIM // 8, 4))
-        x = tl.reshape(tl.permute(tl.join(x, y), (0, 1, 3, 2)), (LANES, DIM))
-    return x
-
-
-@jit
-def _product(
-    ptr, first, second, slab_stride, SLABS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """The same of a product, summed over its slabs."""
-    x = _floats(ptr, first, second, LANES, DIM, PARTS)
-    for j in tl.static_range(1, SLABS):
-        x += _floats(ptr + j * slab_stride, first, second, LANES, DIM, PARTS)
-    return x
 
 
 @jit
@@ -69,20 +47,70 @@ def _angle(d, HALF: tl.constexpr):
     return _together(tl.where(d < HALF, d, tl.where(d < 2 * HALF, d - HALF, 0)), 4)
 
 
+@jit
+def _four(ptr, d, OF: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, QUARTERS: tl.constexpr):
+    """Float32 numbers of dimensions d, of their partners or of their angles, four of a thread: [LANES, QUARTERS, 4]."""
+    if OF == "partner":
+        d = _partner(d, HALF, 4)
+    elif OF == "angle":
+        d = _angle(d, HALF)
+    return tl.reshape(tl.load(ptr + d), (LANES, QUARTERS, 4))
+
+
+@jit
+def _floats(ptr, first, OF: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Float32 numbers [LANES, DIM]: of each thread those that belong to its 4 * PARTS cached ones, by PARTS loads."""
+    QUARTERS: tl.constexpr = DIM // PARTS // 4
+    x = _four(ptr, first, OF, HALF, LANES, QUARTERS)
+    if PARTS == 2:
+        x = tl.permute(tl.join(x, _four(ptr, first + 4, OF, HALF, LANES, QUARTERS)), (0, 1, 3, 2))
+    return tl.reshape(x, (LANES, DIM))
+
+
+@jit
+def _product(
+    ptr, first, slab_stride, OF: tl.constexpr, HALF: tl.constexpr, SLABS: tl.constexpr, LANES: tl.constexpr,
+    DIM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The same of a product, summed over its slabs."""
+    x = _floats(ptr, first, OF, HALF, LANES, DIM, PARTS)
+    for j in tl.static_range(1, SLABS):
+        x += _floats(ptr + j * slab_stride, first, OF, HALF, LANES, DIM, PARTS)
+    return x
+
+
+@jit
+def _as_kept(x):
+    """x [LANES, DIM] float32 as an FP8 cache keeps it, its scales [LANES], and what is read of it."""
+    factor, scale = fp8_factors(largest(x))
+    x = nearest_fp8(x * factor[:, None])
+    return x.to(tl.float8e4nv), scale, x * scale[:, None]
+
+
+@jit
+def _scales(
+    k_scales_ptr, v_scales_ptr, table, n0, rn, hi, kv_head, ok,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Of keys and values in FP8."""
+    at = token_offsets(table, n0, rn, hi, KV_HEADS * BLOCK_SIZE, 1, BLOCK_SIZE, BLOCK_N) + kv_head * BLOCK_SIZE
+    return tl.load(k_scales_ptr + at, mask=ok, other=0.0), tl.load(v_scales_ptr + at, mask=ok, other=0.0)
+
+
 @jit(do_not_specialize=["num_splits", "window"])
 def _few_attention_kernel(
-    qkv_ptr, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
-    out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr,
+    k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window, scale, softcap, eps, norm_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr,
     MERGE_SPLITS: tl.constexpr, QK_NORM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_N: tl.constexpr = ROWS * LANES
     LOG2E: tl.constexpr = 1.4426950408889634
-    MODEL: tl.constexpr = k_ptr.dtype.element_ty
+    MODEL: tl.constexpr = out_ptr.dtype.element_ty if FP8 else k_ptr.dtype.element_ty
     head = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2)
@@ -91,12 +119,11 @@ def _few_attention_kernel(
     pos = tl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
     table = tables_ptr + tl.load(slots_ptr + b, cache_modifier=".cg").to(tl.int64) * table_stride
     lane = tl.arange(0, LANES)
-    one = tl.arange(0, DIM)
+    one = tl.max_contiguous(tl.multiple_of(tl.arange(0, DIM), 4 * PARTS), 4 * PARTS)  # no more in a thread
     rd = lane[:, None] * 0 + one[None, :]
     r = tl.arange(0, DIM // PARTS)
     r = r // 4 * (4 * PARTS) + r % 4
     first = _together(lane[:, None] * 0 + r[None, :], 4)
-    second = first + 4
     oldest = 0  # token that is seen
     if HAS_WINDOW:
         oldest = tl.maximum(pos - window + 1, 0)
@@ -120,11 +147,14 @@ def _few_attention_kernel(
     ok = (lo + rn < hi) & (lo + rn >= oldest)
     k = tl.load(k_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
     v = tl.load(v_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
+    k_scale, v_scale = 1.0, 1.0
+    if FP8:
+        k_scale, v_scale = _scales(k_scales_ptr, v_scales_ptr, table, lo, rn, hi, kv_head, ok, KV_HEADS, BLOCK_SIZE, BLOCK_N)
     cos_ptr += pos * HALF
     sin_ptr += pos * HALF
     turned = rd < 2 * HALF
-    cos = tl.where(turned, _floats(cos_ptr, _angle(first, HALF), _angle(second, HALF), LANES, DIM, PARTS), 1.0)
-    sin = tl.where(turned, _floats(sin_ptr, _angle(first, HALF), _angle(second, HALF), LANES, DIM, PARTS), 0.0)
+    cos = tl.where(turned, _floats(cos_ptr, first, "angle", HALF, LANES, DIM, PARTS), 1.0)
+    sin = tl.where(turned, _floats(sin_ptr, first, "angle", HALF, LANES, DIM, PARTS), 0.0)
     sin = tl.where(rd < HALF, -sin, sin)
     q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
     if QK_NORM:
@@ -138,9 +168,8 @@ def _few_attention_kernel(
     row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
     q_row = row + head * DIM
     k_row = row + (HEADS + kv_head) * DIM
-    first_partner, second_partner = _partner(first, HALF, 4), _partner(second, HALF, 4)
-    q = _product(q_row, first, second, slab_stride, SLABS, LANES, DIM, PARTS)
-    q_partner = _product(q_row, first_partner, second_partner, slab_stride, SLABS, LANES, DIM, PARTS)
+    q = _product(q_row, first, slab_stride, "own", HALF, SLABS, LANES, DIM, PARTS)
+    q_partner = _product(q_row, first, slab_stride, "partner", HALF, SLABS, LANES, DIM, PARTS)
     m = tl.full([LANES], -float("inf"), tl.float32)
     l = tl.zeros([LANES], tl.float32)
     acc = tl.zeros([LANES, DIM], tl.float32)
@@ -149,33 +178,41 @@ def _few_attention_kernel(
         q_factor = tl.rsqrt(tl.sum(q * q, 1) / DIM + eps)
     q = (q_factor[:, None] * (q * q_cos + q_partner * q_sin)).to(MODEL).to(tl.float32)
     if owner:
-        k_new = _product(k_row, first, second, slab_stride, SLABS, LANES, DIM, PARTS)
-        k_partner = _product(k_row, first_partner, second_partner, slab_stride, SLABS, LANES, DIM, PARTS)
-        v_new = _product(k_row + KV_HEADS * DIM, first, second, slab_stride, SLABS, LANES, DIM, PARTS).to(MODEL)
+        k_new = _product(k_row, first, slab_stride, "own", HALF, SLABS, LANES, DIM, PARTS)
+        k_partner = _product(k_row, first, slab_stride, "partner", HALF, SLABS, LANES, DIM, PARTS)
+        v_new = _product(k_row + KV_HEADS * DIM, first, slab_stride, "own", HALF, SLABS, LANES, DIM, PARTS).to(MODEL)
         k_factor = tl.full([LANES], 1.0, tl.float32)
         if QK_NORM:
             k_factor = tl.rsqrt(tl.sum(k_new * k_new, 1) / DIM + eps)
         k_new = (k_factor[:, None] * (k_new * k_cos + k_partner * k_sin)).to(MODEL)
         place = tl.load(mapping_ptr + b)
+        k_own, v_own = k_new.to(tl.float32), v_new.to(tl.float32)
+        if FP8:  # the next step will read them as they are kept
+            k_new, k_own_scale, k_own = _as_kept(k_own)
+            v_new, v_own_scale, v_own = _as_kept(v_own)
         if (place >= 0) & (head % GROUP == 0):
+            mine = lane == 0
+            if FP8:
+                at = (place // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + place % BLOCK_SIZE + lane
+                tl.store(k_scales_ptr + at, k_own_scale, mask=mine)
+                tl.store(v_scales_ptr + at, v_own_scale, mask=mine)
             place = place // BLOCK_SIZE * stride_block + place % BLOCK_SIZE * stride_token
-            own = (lane == 0)[:, None]
-            tl.store(k_base + place + rd, k_new, mask=own)
-            tl.store(v_base + place + rd, v_new, mask=own)
-        s = tl.sum(q * k_new.to(tl.float32), 1) * scale
+            tl.store(k_base + place + rd, k_new, mask=mine[:, None])
+            tl.store(v_base + place + rd, v_new, mask=mine[:, None])
+        s = tl.sum(q * k_own, 1) * scale
         if HAS_SOFTCAP:
             s = soft_cap(s, softcap)
         mine = lane == 0  # of the groups of lanes one has the new token
         m = tl.where(mine, s * LOG2E, m)
         l = tl.where(mine, 1.0, l)
-        acc = tl.where(mine[:, None], v_new.to(tl.float32), acc)
+        acc = tl.where(mine[:, None], v_own, acc)
     if SINKS:  # a score without a value, which one group of one split counts
         sink = tl.load(sinks_ptr + head) * LOG2E
         mine = (lane == 1) & (split == 0)
         m = tl.where(mine, sink, m)
         l = tl.where(mine, 1.0, l)
     for n0 in range(lo, hi, BLOCK_N):
-        s = tl.sum(k.to(tl.float32) * q[:, None, :], 2) * scale
+        s = tl.sum(k.to(tl.float32) * q[:, None, :], 2) * scale * k_scale
         if HAS_SOFTCAP:
             s = soft_cap(s, softcap)
         s = tl.where(ok, s * LOG2E, -float("inf"))
@@ -184,6 +221,7 @@ def _few_attention_kernel(
         p = tl.exp2(s - safe[:, None])
         shrink = tl.exp2(m - safe)
         l = l * shrink + tl.sum(p, 1)
+        p *= v_scale
         acc = acc * shrink[:, None] + tl.sum(p[:, :, None] * v.to(tl.float32), 1)
         m = top
         if n0 + BLOCK_N < hi:
@@ -191,6 +229,11 @@ def _few_attention_kernel(
             ok = n0 + BLOCK_N + rn < hi
             k = tl.load(k_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
             v = tl.load(v_base + offsets[:, :, None] + one[None, None, :], mask=ok[:, :, None], other=0.0)
+            if FP8:
+                at = n0 + BLOCK_N
+                k_scale, v_scale = _scales(
+                    k_scales_ptr, v_scales_ptr, table, at, rn, hi, kv_head, ok, KV_HEADS, BLOCK_SIZE, BLOCK_N
+                )  # fmt: skip
     top = tl.max(m, 0)
     weight = tl.exp2(m - top)
     total = tl.sum(l * weight, 0)
@@ -228,21 +271,23 @@ def takes_few(heads: HeadShape, rotated: int, num_splits: int) -> bool:
 
 
 def few_attention(
-    qkv: Tensor, out: Tensor, k: Tensor, v: Tensor, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
-    slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
-    window: int, num_splits: int, block_n: int, num_warps: int, min_tiles: int, space: SplitSpace, sinks: Tensor | None,
+    qkv: Tensor, out: Tensor, k: Tensor, v: Tensor, scales: Scales, *, block_tables: Tensor, seq_slots: Tensor,
+    seq_lens: Tensor, slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    heads: HeadShape, window: int, num_splits: int, block_n: int, num_warps: int, min_tiles: int,
+    space: SplitSpace, sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """As `attention.decode_attention`; `block_n` tokens at a time."""
     slabs, rows, _ = qkv.shape
-    together = 16 // k.itemsize  # numbers that a thread loads at once
+    together = min(8, 16 // k.itemsize)  # numbers that a thread loads at once
     lanes = num_warps * 32 * together // heads.head_dim  # groups of lanes
     _few_attention_kernel[heads.num_heads, num_splits, rows](
-        qkv, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin, sinks, out, space.partials,
-        space.lse, space.tickets,
+        qkv, k, v, *scales, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin, sinks, out,
+        space.partials, space.lse, space.tickets,
         qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window, heads.scale,
         heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, HALF=cos.shape[1], SLABS=slabs,
         BLOCK_SIZE=k.shape[1], ROWS=block_n // lanes, LANES=lanes, PARTS=together // 4, MIN_TILES=min_tiles,
         MERGE_SPLITS=next_power_of_2(num_splits), QK_NORM=q_norm is not None, HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, num_warps=num_warps, num_stages=1, **pdl(qkv),
+        HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, FP8=scales[0] is not None,
+        num_warps=num_warps, num_stages=1, **pdl(qkv),
     )  # fmt: skip

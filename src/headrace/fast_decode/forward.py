@@ -84,6 +84,11 @@ def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
 
 
+def few_tokens(tile: AttentionTile, kv: KVCache) -> int:
+    """Of a context that `few_attention` serves. In FP8 fewer: more have not been measured."""
+    return tile.few if kv.scales[0][0] is None else tile.few // 4
+
+
 def kinds_of(weights: DecoderWeights) -> list[Kinds]:
     """Of each layer's matrices, and of the head."""
     return [(*(getattr(layer, name).kind for name in MATRICES), weights.lm_head.kind) for layer in weights.layers]
@@ -252,10 +257,10 @@ class FastDecode:
         config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
+        elif tiles.few_attention is not None and max(batch.context_lens) <= few_tokens(tiles.few_attention, kv):
+            tiles = replace(tiles, attention=tiles.few_attention)
         elif kv.scales[0][0] is not None:
             tiles = with_fp8_cache(tiles, config, rows)
-        elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
-            tiles = replace(tiles, attention=tiles.few_attention)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         of_head, layers = normed, weights.layers[: self.depth]
         if self.halves and rows > halves.ABOVE and adapters is None and layers:

@@ -254,7 +254,7 @@ def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, pairs: 
     """Of weights of a byte or half of one. What limits is the conversion in registers rather than memory: several programs to a
     multiprocessor, with few steps in flight (measured on an H200)."""
     per_byte = packed(kind)
-    if warps and per_byte == 2 and rows <= WARP_ROWS and (tile := warp_tile(shape, per_byte)) is not None:
+    if warps and per_byte == 2 and rows <= WARP_ROWS and (tile := warp_tile(shape, per_byte, rows)) is not None:
         return tile
     if rows == 1:
         return narrow_gemv_tile(shape, per_byte)
@@ -291,13 +291,16 @@ def without_pairs(table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
     return found
 
 
-def warp_tile(shape: Shape, per_byte: int) -> WarpTile | None:
+def warp_tile(shape: Shape, per_byte: int, rows: int) -> WarpTile | None:
     """16 rows of the weights, and more warps along K where there are few of these; None where warps would have unequal parts.
-    A program that has little of a row loads all of it before the wait (whole steps of an 8B with 4 bits, on an H200)."""
+    A program that has little of a row loads all of it before the wait, and of few rows of the weights, for several of x, as
+    much as that (whole steps of an 8B with 4 bits, on an H200)."""
     block_n, runs = (8 if shape.gated else 16), shape.width // (RUN_BYTES * per_byte)
     warps = 8 if shape.columns // block_n <= 2 * FILL else 4
     if shape.width % (RUN_BYTES * per_byte) or runs % warps:
         return None
+    if rows > 1 and 1.5 * FILL <= shape.columns // block_n <= 2 * FILL:
+        return WarpTile(block_n, 4, 4, 8)
     chunk = runs // warps if runs // warps <= 4 else 2
     lines = shape.width // per_byte // 128
     return WarpTile(block_n, warps, warps, chunk, touch=lines if lines in (8, 16) and chunk == 2 and not shape.gated else 0)

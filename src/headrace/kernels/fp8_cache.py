@@ -94,6 +94,16 @@ def fp8_factors(top):
 
 
 @jit
+def nearest_fp8(x):
+    """x float32, at most 448, rounded to what e4m3 has, in float32: to make it that is then exact. It need not be made float32
+    again, which ptxas 12.8 gets wrong beside the making (it reads R1)."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    small = (x + 24576.0) - 24576.0  # the last bit of these sums is 2^-9
+    return tl.where(tl.abs(x) < 0.015625, small, normal)
+
+
+@jit
 def store_head(
     cache, scales, low, high, tail, low_at, tail_at, half, rest, scale_at, there,
     HALF: tl.constexpr, REST: tl.constexpr, FP8: tl.constexpr,
