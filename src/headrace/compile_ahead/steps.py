@@ -108,6 +108,8 @@ class Stage:
         else:  # the fused path's kernel also adds up what the others' layers give
             self.decoder = FastDecoder(model, weights, self.attention, self.fast, **options, group=self.group)
         self.decoder.adapters = self.adapters
+        kinds = {layer.more["experts_gate_up"].kind for layer in weights.layers if "experts_gate_up" in layer.more}
+        self.mxfp4_experts = "fp4" in kinds
         slots = limits.max_num_seqs + 1
         self.tables = SlotTables(
             empty(slots, limits.max_model_len + 1), empty(slots, -(-limits.max_model_len // limits.block_size)),
@@ -152,7 +154,8 @@ class Stage:
         if experts is not None:
             for slots in dict.fromkeys((None, self.expert_slots)):
                 router = experts.count, self.model.hidden_size
-                counts += row_steps(experts.chosen, len(experts.here), router, self.dtype.itemsize, most, slots)
+                sizes = experts.chosen, len(experts.here), router, self.dtype.itemsize, most
+                counts += row_steps(*sizes, slots, whole=self.mxfp4_experts)
         if self.adapters is not None:
             counts += [1 << n for n in range(4, GROUP_BLOCK.bit_length())]
         for tokens in dict.fromkeys(counts):

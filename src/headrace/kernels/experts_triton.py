@@ -1,10 +1,10 @@
 """A mixture of experts on a card: `route` chooses (experts_route.py), `run_experts` computes, by one of two forms.
 
 Up to ROW_FORM rows each pair of a token and an expert is a product of one row (experts_row.py, of MXFP4 experts_warp.py). Of
-more rows the pairs are sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py, experts_wide.py), whose size
-follows the rows that an expert has on average. A row's result is the same beside any others as long as the form and the tiles'
-size are the same; between forms sums round differently. Nothing is read on the host and no grid depends on the choice, so all
-of it can be captured.
+more rows the pairs are sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py, experts_wide.py, of few rows in
+MXFP4 experts_warp_tiles.py), whose size follows the rows that an expert has on average. A row's result is the same beside any
+others as long as the form and the tiles' size are the same; between forms sums round differently. Nothing is read on the host
+and no grid depends on the choice, so all of it can be captured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
 from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
+from headrace.kernels.experts_warp_tiles import ROWS as WHOLE_ROWS
+from headrace.kernels.experts_warp_tiles import warp_tiles_down, warp_tiles_glu
 from headrace.kernels.experts_wide import takes_wide, wide_down
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
@@ -31,6 +33,7 @@ from headrace.kernels.narrow import NarrowMatrix, held_width
 __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
+WHOLE_PAIRS = 2  # for each expert, up to which MXFP4 is multiplied by whole numbers (measured on an H200 with 32 experts)
 MOST_BYTES = 2 << 30  # of what lies between the kernels; more rows are computed in parts
 
 MOST_ROWS = 1 << 15
@@ -136,6 +139,8 @@ def _tiles(
 ) -> Tensor | None:  # fmt: skip
     ids, shares = choice.ids, choice.shares
     assert ids is not None and shares is not None
+    if adds is None and _are_whole(ids.numel(), how.count) and takes_warps(x, gate_up, down, ids.shape[1]):
+        return _whole_tiles(x, gate_up, down, choice, factors, out, how)
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
     block_m = tile_rows(pairs, how.count, x.itemsize)
     between, low, low_down = x.new_empty(pairs, held_width(down)), None, None
@@ -162,21 +167,43 @@ def _tiles(
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 
+def _are_whole(pairs: int, count: int) -> bool:
+    return pairs <= WHOLE_PAIRS * count
+
+
+def _whole_tiles(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
+    how: _How,
+) -> Tensor | None:  # fmt: skip
+    ids, shares = choice.ids, choice.shares
+    assert ids is not None and shares is not None
+    chosen, hidden = ids.shape[1], down.shape[0] // how.count
+    in_order = sort_pairs(ids, how.count, how.first, WHOLE_ROWS)
+    between = warp_tiles_glu(
+        digits(x, held_width(gate_up)), gate_up, how.gate_up_bias, in_order, chosen, held_width(down), how.inner,
+        activation=how.activation, clamp=how.clamp, factors=factors,
+    )  # fmt: skip
+    parts = warp_tiles_down(between, down, how.down_bias, in_order, shares, hidden)
+    return sum_pairs(parts, ids, out, how.count, how.first)
+
+
 def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     """That are computed at once: a power of two."""
     return min(MOST_ROWS, 1 << (MOST_BYTES // (chosen * (inner * dtype.itemsize + hidden * 4))).bit_length() - 1)
 
 
 def row_steps(
-    chosen: int, count: int, router: tuple[int, int], itemsize: int, most: int, slots: int | None = None
+    chosen: int, count: int, router: tuple[int, int], itemsize: int, most: int, slots: int | None = None, whole: bool = False
 ) -> list[int]:
     """The fewest rows, up to `most`, of each combination of forms that kernels take: one-row products, sizes of tiles, those of
-    the router [E, H] too, and of a sort's steps. `slots`: of adapters of experts, where some rows have one."""
+    the router [E, H] too, and of a sort's steps. `slots`: of adapters of experts, where some rows have one; `whole`: the
+    experts are MXFP4."""
     found: dict[tuple, int] = {}
     for rows in range(1, most + 1):
         pairs = rows * chosen
         form: tuple = (0,)
         if rows > ROW_FORM or slots is not None:
-            form = sort_form(pairs, count * ((slots or 0) + 1), tile_rows(pairs, count, itemsize))
+            by_whole = whole and slots is None and _are_whole(pairs, count)
+            form = sort_form(pairs, count * ((slots or 0) + 1), WHOLE_ROWS if by_whole else tile_rows(pairs, count, itemsize))
         found.setdefault((*form, *router_tile(rows, *router, itemsize)), rows)
     return list(found.values())

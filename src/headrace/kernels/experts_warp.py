@@ -9,7 +9,7 @@ g and g + 8, so of two groups of columns. The eight columns of a product m16n8k3
 each, 0 where a thread's weights are of another group: thread 4 g + q gets the sums of group q, which alone it has to scale.
 """
 
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, attr-defined, var-annotated"
 # (kernels grow tuples in loops that the compiler unrolls)
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headrace.kernels.activation import gated
 from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
 from headrace.kernels.warp_products import LOAD, LOAD_ONCE, load_words
 
 COLUMNS = 32  # of the gated product a program has: a group of what comes next
 WARPS = 2  # that share columns
-GLU_AHEAD, DOWN_AHEAD = 6, 4  # runs whose weights are on their way
-DOWN_REGISTERS = 128  # of a thread, at most, so that two programs fit into a multiprocessor
+AHEAD = 2  # runs whose weights are on their way
+GLU_REGISTERS, DOWN_REGISTERS = 80, 128  # of a thread, at most, so that three and two programs fit into a multiprocessor
 
 _MMA = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
 # Byte i of a result is the n-th of eight, by nibble i of the selector; with the nibble's highest bit set it is that byte's
@@ -39,43 +39,51 @@ _ABOVE, _BELOW = 0x04030200, 0xFDFEFF00
 _ABOVE_REST, _BELOW_REST = "0x0d090705", "0xf4f8fafc"
 
 
-def _multiply_run() -> Any:
-    """$0-$3: sums of a run; $4-$7 and $8-$11: words of rows g and g + 8; $12-$15: x; $16, $17: where its bytes belong;
-    $18, $19: the first four bytes of both tables."""
-    lines = ["mov.b32 z, 0x0;", *(f"mov.b32 ${i}, z;" for i in range(4))]
-    for word in range(4):
-        lines += [f"prmt.b32 x0, ${12 + word}, z, $16;", f"prmt.b32 x1, ${12 + word}, z, $17;"]
-        for row in range(2):
-            given = f"${4 + 4 * row + word}"
-            lines += [f"xor.b32 t, {given}, 0x88888888;", f"shr.u32 u, {given}, 16;", "shr.u32 v, t, 16;"]
-            tables = (("a", "$18", _ABOVE_REST, (given, "u")), ("b", "$19", _BELOW_REST, ("t", "v")))
-            for name, first, rest, selectors in tables:
-                lines += [f"prmt.b32 {name}{row + 2 * i}, {first}, {rest}, {selectors[i]};" for i in range(2)]
-        for name in ("a", "b"):
+def _multiply_word(rows: int) -> Any:
+    """Of each row of x four sums that grow by the products with a word of each of a thread's two rows of the weights: $0 and on
+    the sums, as many before; then the two words, the first four bytes of both tables, where bytes of x belong, and x."""
+    words = 8 * rows
+    a, b, first, second, places = (f"${words + i}" for i in range(5))
+    lines = []
+    for row, given in enumerate((a, b)):
+        lines += [f"xor.b32 t, {given}, 0x88888888;", f"shr.u32 u, {given}, 16;", "shr.u32 v, t, 16;"]
+        tables = (("a", first, _ABOVE_REST, (given, "u")), ("b", second, _BELOW_REST, ("t", "v")))
+        for name, table, rest, selectors in tables:
+            lines += [f"prmt.b32 {name}{row + 2 * i}, {table}, {rest}, {selectors[i]};" for i in range(2)]
+    for r in range(rows):
+        x = f"${words + 6 + r}"
+        lines += [f"prmt.b32 x0, {x}, z, {places};", f"prmt.b32 x1, {x}, z, ${words + 5};"]
+        sums = ", ".join(f"${4 * r + i}" for i in range(4))
+        before = ", ".join(f"${4 * rows + 4 * r + i}" for i in range(4))
+        for name, c in (("a", before), ("b", sums)):
             operand = ", ".join(f"{name}{i}" for i in range(4))
-            lines.append(f"{_MMA} {{$0, $1, $2, $3}}, {{{operand}}}, {{x0, x1}}, {{$0, $1, $2, $3}};")
+            lines.append(f"{_MMA} {{{sums}}}, {{{operand}}}, {{x0, x1}}, {{{c}}};")
     registers = ".reg .b32 z, t, u, v, x0, x1, " + ", ".join(f"{name}{i}" for name in "ab" for i in range(4)) + ";"
-    return tl and tl.constexpr("{" + registers + "\n" + "\n".join(lines) + "\n}")
+    return tl and tl.constexpr("{" + registers + "\nmov.b32 z, 0x0;\n" + "\n".join(lines) + "\n}")
 
 
-MULTIPLY_RUN = _multiply_run()
-RUN_OPERANDS = tl and tl.constexpr(",".join(["=&r"] * 4 + ["r"] * 16))
+def _operands(rows: int) -> Any:
+    return tl and tl.constexpr(",".join(["=&r"] * 4 * rows + ["r"] * (5 * rows + 6)))
+
+
+WORD_1, WORD_2 = _multiply_word(1), _multiply_word(2)
+OPERANDS_1, OPERANDS_2 = _operands(1), _operands(2)
 ABOVE, BELOW = tl and tl.constexpr(_ABOVE), tl and tl.constexpr(_BELOW - (1 << 32))
 
 
 @jit
-def _load_row(weights, scales, rest, run: tl.constexpr, LAST: tl.constexpr):
-    """A row's four words of a warp's run, and the scale of the group whose sums the thread gets. Of a LAST run, which some
-    warps do not have, it is the one before by `rest`."""
-    if LAST:
-        words, scale = load_words(weights + (run - rest) * 64, LOAD_ONCE), tl.load(scales + (run - rest) * 4)
-    else:
-        words, scale = load_words(weights + run * 64, LOAD_ONCE), tl.load(scales + run * 4)
-    return words, scale
+def load_run(rows, run, own):
+    """Of each of a thread's two rows the four words of a warp's run, and the scale of the group whose sums the thread gets."""
+    place = tl.minimum(run, own - 1)  # past a warp's last run it is that again, multiplied by nothing
+    found = ()
+    for i in tl.static_range(2):
+        weights, scales = rows[i]
+        found = found + ((load_words(weights + place * 64, LOAD_ONCE), tl.load(scales + place * 4)),)
+    return found
 
 
 @jit
-def _constants(lane):
+def constants_of(lane):
     """Where bytes of x belong in the operands of a product, for the first and the last two of four columns: of the group that
     the thread's column of the product stands for, low halves or high ones, if the thread's weights are of it; 4: nowhere.
     And the tables, as numbers of which the compiler cannot know that all threads have the same: it would bring them anew."""
@@ -91,39 +99,97 @@ def _constants(lane):
 
 
 @jit
-def _add_run(acc, upper, lower, x, x_scales, constants, rest, run: tl.constexpr, LAST: tl.constexpr):
-    """acc, of a thread's two rows, + the products of a run; of a run that the warp does not have nothing."""
-    FOUR: tl.constexpr = (tl.int32,) * 4
-    if LAST:
-        words, scale = load_words(x + (run - rest) * 128, LOAD), tl.load(x_scales + run * 4, mask=rest == 0, other=0.0)
-    else:
-        words, scale = load_words(x + run * 128, LOAD), tl.load(x_scales + run * 4)
-    given = upper[0] + lower[0] + words + constants
-    d = tl.inline_asm_elementwise(MULTIPLY_RUN, RUN_OPERANDS, given, dtype=FOUR, is_pure=True, pack=1)
-    return (
-        acc[0] + (d[0] * 256 + d[1]).to(tl.float32) * (scale * upper[1].to(tl.float32)),
-        acc[1] + (d[2] * 256 + d[3]).to(tl.float32) * (scale * lower[1].to(tl.float32)),
-    )
+def load_x(xs, run, own):
+    """Of each row of x the columns of a run, and the scale of the group whose sums the thread gets."""
+    place = tl.minimum(run, own - 1)
+    found = ()
+    for r in tl.static_range(len(xs)):
+        x, scales = xs[r]
+        found = found + ((load_words(x + place * 128, LOAD), tl.load(scales + place * 4, mask=run < own, other=0.0)),)
+    return found
 
 
 @jit
-def _of_weights(w_ptr, scales_ptr, row, lane, first_run, K: tl.constexpr):
+def add_run(acc, weights, x, constants):
+    """acc, for each row of x of a thread's two rows of the weights, + the products of a run."""
+    ROWS: tl.constexpr = len(x)
+    SUMS: tl.constexpr = (tl.int32,) * (4 * ROWS)
+    upper, lower = weights
+    sums = ()
+    for _ in tl.static_range(4 * ROWS):
+        sums = sums + (tl.zeros(acc[0].shape, tl.int32),)
+    for word in tl.static_range(4):
+        given = sums + (upper[0][word], lower[0][word], constants[2], constants[3], constants[0], constants[1])
+        for r in tl.static_range(ROWS):
+            given = given + (x[r][0][word],)
+        if ROWS == 1:
+            sums = tl.inline_asm_elementwise(WORD_1, OPERANDS_1, given, dtype=SUMS, is_pure=True, pack=1)
+        else:
+            sums = tl.inline_asm_elementwise(WORD_2, OPERANDS_2, given, dtype=SUMS, is_pure=True, pack=1)
+    above, below = upper[1].to(tl.float32), lower[1].to(tl.float32)
+    new = ()
+    for r in tl.static_range(ROWS):
+        d0, d1, d2, d3 = sums[4 * r], sums[4 * r + 1], sums[4 * r + 2], sums[4 * r + 3]
+        new = new + (
+            acc[2 * r] + (d0 * 256 + d1).to(tl.float32) * (x[r][1] * above),
+            acc[2 * r + 1] + (d2 * 256 + d3).to(tl.float32) * (x[r][1] * below),
+        )
+    return new
+
+
+@jit
+def add_runs(rows, runs, xs, constants, own, OWN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
+    """Each thread's sums over the runs of its warp, OWN or fewer; `runs`: the first AHEAD of them. As many are on their way,
+    and one of x."""
+    acc = ()
+    for _ in tl.static_range(2 * len(xs)):
+        acc = acc + (tl.zeros(own.shape, tl.float32),)
+    LAST: tl.constexpr = (OWN - 1) // AHEAD * AHEAD
+    x = load_x(xs, 0, own)
+    for first in range(0, LAST, AHEAD):
+        following = ()
+        for i in tl.static_range(AHEAD):
+            following = following + (load_run(rows, first + AHEAD + i, own),)
+            next_x = load_x(xs, first + i + 1, own)
+            if PDL:
+                hold()
+            acc = add_run(acc, runs[i], x, constants)
+            x = next_x
+        runs = following
+    for i in tl.static_range(OWN - LAST):
+        acc = add_run(acc, runs[i], x, constants)
+        if i + 1 < OWN - LAST:
+            x = load_x(xs, LAST + i + 1, own)
+    return acc
+
+
+@jit
+def load_first(rows, own, OWN: tl.constexpr, AHEAD: tl.constexpr):
+    """The runs that `add_runs` begins with."""
+    runs = ()
+    for i in tl.static_range(AHEAD):
+        runs = runs + (load_run(rows, i, own),)
+    return runs
+
+
+@jit
+def of_weights(w_ptr, scales_ptr, row, lane, first_run, K: tl.constexpr):
     """Pointers of each thread at its bytes of a row from a run on, and at the scales of its sums."""
     return w_ptr + row * (K // 2) + first_run * 64 + lane % 4 * 16, scales_ptr + row * (K // 32) + first_run * 4 + lane % 4
 
 
 @jit
-def _of_x(x_ptr, scales_ptr, row, lane, first_run, K: tl.constexpr):
+def of_x(x_ptr, scales_ptr, row, lane, first_run, K: tl.constexpr):
     """The same of x: at the bytes that it multiplies by."""
     x = x_ptr + row * (2 * K) + lane // 4 % 2 * K + first_run * 128 + lane // 16 * 64 + lane % 4 * 16
     return x, scales_ptr + row * (K // 32) + first_run * 4 + lane % 4
 
 
 @jit
-def _past(warp, RUNS: tl.constexpr, WARPS: tl.constexpr):
-    """By how many runs a warp's last one lies past the last: none or one, unless there are fewer runs than warps."""
+def own_runs(warp, RUNS: tl.constexpr, WARPS: tl.constexpr):
+    """How many runs a warp has."""
     OWN: tl.constexpr = (RUNS + WARPS - 1) // WARPS
-    return tl.maximum((warp + 1) * OWN - RUNS, 0)
+    return tl.minimum(RUNS - warp * OWN, OWN)
 
 
 @jit(do_not_specialize=["first_expert", "clamp"])
@@ -150,23 +216,12 @@ def _warp_glu(
     t = tl.arange(0, WARPS * 128)
     lane, warp, tile = t % 32, t // 32 % WARPS, t // 32 // WARPS
     of_row = expert.to(tl.int64) * (2 * N) + tl.minimum(first + tile * 8 + lane // 4, N - 1)
-    gate, gate_scales = _of_weights(w_ptr, scales_ptr, of_row, lane, warp * OWN, K)
-    up, up_scales = _of_weights(w_ptr, scales_ptr, of_row + N, lane, warp * OWN, K)
-    x, x_scales = _of_x(x_ptr, x_scales_ptr, row.to(tl.int64), lane, warp * OWN, K)
-    constants, rest = _constants(lane), _past(warp, RUNS, WARPS)
-    zero = tl.zeros([WARPS * 128], tl.float32)
-    acc = (zero, zero)
-    runs = ()
-    for i in tl.static_range(OWN + AHEAD):
-        if i < OWN:
-            upper = _load_row(gate, gate_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
-            lower = _load_row(up, up_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
-            runs = runs + ((upper, lower),)
-        if i >= AHEAD:
-            acc = _add_run(
-                acc, runs[i - AHEAD][0], runs[i - AHEAD][1], x, x_scales, constants, rest, i - AHEAD,
-                RUNS % WARPS > 0 and i - AHEAD + 1 == OWN,
-            )  # fmt: skip
+    gate, gate_scales = of_weights(w_ptr, scales_ptr, of_row, lane, warp * OWN, K)
+    up, up_scales = of_weights(w_ptr, scales_ptr, of_row + N, lane, warp * OWN, K)
+    x, x_scales = of_x(x_ptr, x_scales_ptr, row.to(tl.int64), lane, warp * OWN, K)
+    rows, own = ((gate, gate_scales), (up, up_scales)), own_runs(warp, RUNS, WARPS)
+    runs = load_first(rows, own, OWN, AHEAD)
+    acc = add_runs(rows, runs, ((x, x_scales),), constants_of(lane), own, OWN, AHEAD, PDL)
     column = first + tl.arange(0, 32)
     g = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[0], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
     u = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[1], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
@@ -207,28 +262,17 @@ def _warp_down(
     held = (of_slot >= 0) & (of_slot < count)
     above = expert.to(tl.int64) * N + tl.minimum(first + lane // 4, N - 1)
     below = expert.to(tl.int64) * N + tl.minimum(first + lane // 4 + 8, N - 1)
-    above, above_scales = _of_weights(w_ptr, scales_ptr, above, lane, warp * OWN, K)
-    below, below_scales = _of_weights(w_ptr, scales_ptr, below, lane, warp * OWN, K)
+    above, above_scales = of_weights(w_ptr, scales_ptr, above, lane, warp * OWN, K)
+    below, below_scales = of_weights(w_ptr, scales_ptr, below, lane, warp * OWN, K)
     column = first + tl.arange(0, 16)
     before, norm = row_target(residual_ptr, norm_ptr, row, column, N, norm_offset)
-    x, x_scales = _of_x(x_ptr, x_scales_ptr, (row * CHOSEN + chosen).to(tl.int64), lane, warp * OWN, K)
-    constants, rest = _constants(lane), _past(warp, RUNS, WARPS)
-    zero = tl.zeros([THREADS], tl.float32)
-    acc = (zero, zero)
-    runs = ()
-    for i in tl.static_range(OWN + AHEAD):
-        if i < OWN:
-            upper = _load_row(above, above_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
-            lower = _load_row(below, below_scales, rest, i, RUNS % WARPS > 0 and i + 1 == OWN)
-            runs = runs + ((upper, lower),)
-        if PDL and i + 1 == AHEAD:
-            gdc_wait()
-            gdc_launch_dependents()
-        if i >= AHEAD:
-            acc = _add_run(
-                acc, runs[i - AHEAD][0], runs[i - AHEAD][1], x, x_scales, constants, rest, i - AHEAD,
-                RUNS % WARPS > 0 and i - AHEAD + 1 == OWN,
-            )  # fmt: skip
+    x, x_scales = of_x(x_ptr, x_scales_ptr, (row * CHOSEN + chosen).to(tl.int64), lane, warp * OWN, K)
+    rows, own = ((above, above_scales), (below, below_scales)), own_runs(warp, RUNS, WARPS)
+    runs = load_first(rows, own, OWN, AHEAD)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = add_runs(rows, runs, ((x, x_scales),), constants_of(lane), own, OWN, AHEAD, PDL)
     y = tl.join(tl.sum(tl.reshape(acc[0], (CHOSEN, WARPS, 8, 4)), 3), tl.sum(tl.reshape(acc[1], (CHOSEN, WARPS, 8, 4)), 3))
     y = tl.reshape(tl.permute(tl.sum(y, 1), (0, 2, 1)), (CHOSEN, 16))
     if bias_ptr is not None:
@@ -255,8 +299,8 @@ def warp_glu(
     _warp_glu[pairs, inner // COLUMNS](
         *x, weight.data, weight.scales, bias, factors_ptr=factors, out_ptr=out.numbers, out_scales_ptr=out.scales, N=columns,
         first_expert=first, count=count, clamp=clamp, **choice.arguments(), K=width, WIDTH=inner, WARPS=WARPS,
-        AHEAD=min(GLU_AHEAD, -(-width // 128 // WARPS)), ACTIVATION="clamped" if clamp else activation,
-        num_warps=4 * WARPS, **pdl(x.scales),
+        AHEAD=min(AHEAD, -(-width // 128 // WARPS)), ACTIVATION="clamped" if clamp else activation,
+        num_warps=4 * WARPS, maxnreg=GLU_REGISTERS, **pdl(x.scales),
     )  # fmt: skip
     return out
 
@@ -271,7 +315,7 @@ def warp_down(
     target = alone(out) if isinstance(out, Tensor) else out.arguments(tiles)
     _warp_down[rows, tiles](
         *x, weight.data, weight.scales, bias, N=columns, first_expert=first, count=count, **choice.arguments(),
-        **choice.share_arguments(), **target, K=width, WARPS=WARPS, AHEAD=min(DOWN_AHEAD, -(-width // 128 // WARPS)),
+        **choice.share_arguments(), **target, K=width, WARPS=WARPS, AHEAD=min(AHEAD, -(-width // 128 // WARPS)),
         num_warps=WARPS * choice.chosen, maxnreg=DOWN_REGISTERS, **pdl(x.scales),
     )  # fmt: skip
     return target["sumsq_ptr"]

@@ -44,6 +44,7 @@ __all__ = [
     "capability",
     "gdc_launch_dependents",
     "gdc_wait",
+    "hold",
     "is_roomy",
     "jit",
     "next_power_of_2",
@@ -64,6 +65,13 @@ def touch(pointers):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
+
+
+@jit
+def hold():
+    """Loads before this line are asked for before those behind it: left alone, the assembler moves them to where their results
+    are needed. That is not always worse (benchmarks/results/h200-experts.json)."""
+    tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @functools.cache
