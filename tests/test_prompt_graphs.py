@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_driver import BLOCK, assert_all_same, make_core, plain_requests, requests_of_all_kinds, run
+from headrace.attention import triton_backend
 from headrace.attention.triton_backend import FEW_TOKENS, TritonAttention
 from headrace.engine.preparation import Preparation
 from headrace.kernels.prepare import rows_on_host
@@ -105,12 +106,16 @@ def test_the_kernel_makes_the_same_rows(count, seqs, num_rows) -> None:
 
 @interpreted
 @pytest.mark.parametrize("window, softcap", [(0, 0.0), (11, 0.0), (0, 3.0)])
-@pytest.mark.parametrize("query_lens, context_lens, rows", [
-    ([1, 1, 40, 1, 2, 3, 17], [90, 1, 40, 33, 2, 70, 17], 80), ([1, 2, 1], [5, 70, 64], 5), ([50], [81], 50),
+@pytest.mark.parametrize("query_lens, context_lens, rows, launches", [
+    ([1, 1, 40, 1, 2, 3, 17], [90, 1, 40, 33, 2, 70, 17], 80, 2), ([1, 1, 40, 1, 2, 3, 17], [90, 1, 40, 33, 2, 70, 17], 80, 1),
+    ([1, 2, 1], [5, 70, 64], 5, 2), ([50], [81], 50, 1),
 ])  # fmt: skip
-def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_lens, rows, window, softcap) -> None:
+def test_attention_of_sequences_that_only_the_device_knows(
+    monkeypatch, query_lens, context_lens, rows, launches, window, softcap
+) -> None:  # fmt: skip
     """All in one batch with padded sequences and padded rows: each kernel takes its own, and nothing of the others."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(triton_backend, "ONE_LAUNCH", range(10, 11) if launches == 1 else ())
     seqs, pads = len(query_lens), 3
     padded = rows - sum(query_lens)  # rows of the last sequence, which has no context
     case = paged_case([*query_lens, *[0] * pads], [*context_lens, *[0] * pads], 4, 2, 16, 16)
@@ -128,7 +133,7 @@ def test_attention_of_sequences_that_only_the_device_knows(query_lens, context_l
     out = attention.attend(q, 0, kv, batch, scale=0.3, window=window, softcap=softcap)
     torch.testing.assert_close(out[: len(want)].double(), want, rtol=1e-4, atol=2e-5)
     assert not out[len(want) :].any(), "padded rows are zeros"
-    assert [run.kind for run in attention.runs] == (["split", "varlen"] if decodes else ["varlen"])
+    assert [run.kind for run in attention.runs] == ["split", "varlen"][-launches:]
 
 
 class Noted(UncapturedPrompts):
