@@ -143,7 +143,7 @@ def noted(work: Work) -> tuple[Any, list[Any]]:
     return original, sorted(launches, key=lambda found: not found.name.startswith(SLOW))
 
 
-SLOW = ("_wide", "_varlen", "_filter", "_narrow", "_skinny", "_gemv", "_decode_attention", "_split")
+SLOW = ("_roles", "_wide", "_varlen", "_filter", "_narrow", "_skinny", "_gemv", "_decode_attention", "_split")
 
 
 def dtype_name(wanted: str, stored: str, narrow: bool) -> str:
