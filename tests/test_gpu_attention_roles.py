@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,3 +87,20 @@ def test_the_same_bits_each_time():
     case = case_of([1000, 517, 64], [1000, 1500, 64], (32, 8, 128))
     want = attend(case)
     assert all(torch.equal(attend(case), want) for _ in range(50))
+
+
+def test_a_captured_launch_takes_whatever_lengths_the_device_knows():
+    case = case_of([128] * 4, [1024] * 4, (8, 4, 256))
+    attend(case)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        out = attend(case)
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    for counts, contexts in (([128] * 4, [1024] * 4), ([500, 10, 1, 1], [1000, 10, 70, 1]), ([3, 200, 300, 9], [3, 0, 640, 9])):
+        case.query_start.copy_(torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()]))
+        case.seq_lens.copy_(torch.tensor(contexts))
+        graph.replay()
+        close(out, attention_reference(replace(case, query_lens=counts, context_lens=contexts), SCALE))
