@@ -405,12 +405,12 @@ def test_a_log_that_nobody_takes_holds_nobody_up(monkeypatch):
         os.set_blocking(reading, False)
         first = os.read(reading, 1 << 20).decode()
         assert 3000 < len(first) < 400 * 600
-        logger.warning("é" * 2500)  # more than is written at once
+        logger.warning("é" * 2500)
         stream.close()
         rest = os.read(reading, 1 << 20).decode()
     lines = [json.loads(line)["message"] for line in (first + rest).splitlines() if line.endswith("}")]
-    kept = sum(" long" in line for line in lines)
-    assert lines[-1] == "é" * 2500 and lines[-2] == f"{400 - kept} lines of the log were not taken, and are lost"
+    lost = [int(line.split()[0]) for line in lines if line.endswith(" lines of the log were not taken, and are lost")]
+    assert lines[-1] == "é" * 2500 and " lost" in lines[-2] and sum(" long" in line for line in lines) + sum(lost) == 400 > lost[-1] > 100
 
 
 

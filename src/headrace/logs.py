@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import select
+import os
+import stat
 import time
+from typing import Any
 
 FORMATS = ("text", "json")
 TEXT = "%(asctime)s.%(msecs)03d %(levelname)s {part}: %(message)s"
 TIME = "%Y-%m-%d %H:%M:%S"
 LOST = "%d lines of the log were not taken, and are lost"
-PIECE = 4096  # bytes, which a pipe that has room takes at once
 PATIENCE = 0.2  # seconds that a line waits for room, unless there was none for the one before
 
 
@@ -47,34 +49,50 @@ class Lines(logging.StreamHandler):
         super().__init__()
         self._lost = 0
         self._torn = False  # the last line has no end
+        self._known: Any = None  # the stream that `_own` belongs to
+        self._own: int | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self._lost and self._has_room(0.0):
-                lost, self._lost = self._lost, 0
-                self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, LOST, (lost,), None)))
-            self._write(self.format(record))
+            if self._lost:  # the line that says so is how it is found out whether there is room again
+                if not self._put(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, LOST, (self._lost,), None))):
+                    self._lost += 1
+                    return
+                self._lost = 0
+            self._lost += not self._put(self.format(record))
         except Exception:
             self.handleError(record)
 
-    def _write(self, line: str) -> None:
+    def _put(self, line: str) -> bool:
+        """Whether all of it has been taken."""
         text = "\n" * self._torn + line + self.terminator
-        size = PIECE if text.isascii() else PIECE // 4
-        for start in range(0, len(text), size):
-            if not self._has_room(0.0 if self._lost else PATIENCE):
-                self._lost, self._torn = self._lost + 1, self._torn or start > 0
-                return
-            self.stream.write(text[start : start + size])
+        if (own := self._without_waiting()) is None:
+            self.stream.write(text)
             self.flush()
-        self._torn = False
-
-    def _has_room(self, seconds: float) -> bool:
-        try:
-            looked = select.poll()
-            looked.register(self.stream.fileno(), select.POLLOUT)
-        except (AttributeError, OSError, ValueError):  # no file
             return True
-        return bool(looked.poll(1000 * seconds))
+        data = text.encode(self.stream.encoding or "utf-8", "backslashreplace")
+        end = time.monotonic() + (0.0 if self._lost else PATIENCE)
+        while data:
+            try:
+                data = data[os.write(own, data) :]
+                self._torn = bool(data)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(PATIENCE / 20)
+        return True
+
+    def _without_waiting(self) -> int | None:
+        """The terminal or pipe that is stderr, opened again: how it is written to is then this process's own affair, where a
+        flag of stderr would be everybody's who has it. None: it is something else."""
+        if self._known is not self.stream:
+            self._known, self._own = self.stream, None
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # no file, or it cannot be opened again
+                number = self.stream.fileno()
+                mode = os.fstat(number).st_mode
+                if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+                    self._own = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        return self._own
 
 
 def settings() -> tuple[str, str, str]:
