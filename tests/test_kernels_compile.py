@@ -52,7 +52,7 @@ def of(kernels: list[dict], *parts: str) -> list[dict]:
 
 def test_sampling_kernels_compile(compiled):
     kernels = [kernel for kernel in of(compiled[90], "sampling") if "ranks" not in kernel["case"]]
-    variants = {"_reduce": 3, "_pick": 3, "_filter": 2, "_filter_all": 1, "_add_mask": 1}
+    variants = {"_reduce": 3, "_pick": 3, "_filter": 1, "_add_mask": 1}
     assert Counter(kernel["kernel"] for kernel in kernels) == variants
 
 
@@ -124,6 +124,6 @@ def test_a_changing_load_compiles_each_kernel_once(tmp_path):
     found = json.loads(run("compile_engine.py", str(tmp_path), TRITON_CACHE_DIR=str(tmp_path / "cache")))
     assert not found["unforeseen"]
     forms = found["forms"]
-    assert {"_pick", "_filter_all", "_prepare_rows", "_expand_rows", "_split_attention", "_varlen_attention"} <= set(forms)
+    assert {"_pick", "_filter", "_prepare_rows", "_expand_rows", "_split_attention", "_varlen_attention"} <= set(forms)
     assert {count for counts in forms.values() for count in counts} == {1}, forms
     assert {"_push_sum_kernel", "_choose"} <= set(found["of_ranks"])

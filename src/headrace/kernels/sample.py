@@ -4,9 +4,9 @@
                   largest logit
     _pick         one program per row: greedy rows, rows with temperature only (inverse CDF: the block, then the id in it),
                   broken rows
-    _filter       one program per row with filters: only chunks whose largest logit may matter are gathered, the edge of
-                  top-k and of top-p is found by bisection in registers, then the inverse CDF over what is kept
-    _filter_all   the rows of which _filter found that its candidates do not suffice: the same over the whole row
+    _filter       one program per row with filters (sample_filter.py): only chunks whose largest logit may matter are gathered,
+                  the edge of top-k and of top-p is found by bisection in registers, then the inverse CDF over what is kept;
+                  where these candidates do not suffice the same over the whole row
 
     key = bits of |y| for y = (logit - largest) / temperature <= 0: an integer that orders the ids, the smallest first,
     so that bisection ends at an exact edge and ties share one fate
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, on_gpu, pdl, tl
-from headrace.kernels.sample_filter import PARAMETERS, _filter, _filter_all, block_sums, first_over, is_filtered, uniform
+from headrace.kernels.sample_filter import PARAMETERS, _filter, block_sums, first_over, is_filtered, uniform
 
 BLOCK, CHUNK = 2048, 32
 FEW_CHUNKS, MANY_CHUNKS = 128, 512  # candidates of rows with a small top_k, and of all others; top_k up to half of it
@@ -66,22 +66,15 @@ def sample_rows(
     stages = {"RANDOM": not all_greedy, "FILTERED": any_filter}
     _reduce[(rows, num_blocks)](*common, CHUNK=CHUNK, num_warps=4, **stages, **options)
     padded_blocks = next_power_of_2(num_blocks)
-    flags = torch.empty(rows, dtype=torch.int32, device=logits.device) if any_filter else token_ids
     _pick[(rows,)](
-        *common, *filters, *draw, token_ids, failed, flags,
-        BLOCKS=padded_blocks, PURPOSE=purpose, num_warps=4, **stages, **options,
-    )  # fmt: skip
+        *common, *filters, *draw, token_ids, failed, BLOCKS=padded_blocks, PURPOSE=purpose, num_warps=4, **stages, **options
+    )
     if any_filter:
         candidates = torch.empty(rows, MANY_CHUNKS, dtype=torch.int32, device=logits.device)
-        for wanted, warps in ((FEW_CHUNKS, 4), (MANY_CHUNKS, 8)):
-            _filter[(rows,)](
-                *common, *filters, *draw, token_ids, failed, flags, candidates, MANY_CHUNKS, num_chunks,
-                BLOCKS=padded_blocks, CHUNKS=next_power_of_2(num_chunks), WANTED=wanted, FEW=FEW_CHUNKS,
-                CHUNK=CHUNK, PURPOSE=purpose, num_warps=warps, **options,
-            )  # fmt: skip
-        _filter_all[(rows,)](
-            *common, *filters, *draw, token_ids, flags,
-            BLOCKS=padded_blocks, TILE=ROW_TILE, SECTIONS=SECTIONS, PURPOSE=purpose, num_warps=8, **options,
+        _filter[(rows,)](
+            *common, *filters, *draw, token_ids, failed, candidates, MANY_CHUNKS, num_chunks,
+            BLOCKS=padded_blocks, CHUNKS=next_power_of_2(num_chunks), FEW=FEW_CHUNKS, MANY=MANY_CHUNKS, CHUNK=CHUNK,
+            TILE=ROW_TILE, SECTIONS=SECTIONS, PURPOSE=purpose, num_warps=8, **options,
         )  # fmt: skip
     return token_ids, failed
 
@@ -123,7 +116,7 @@ def _reduce(
 @jit(do_not_specialize_on_alignment=PARAMETERS)
 def _pick(
     logits_ptr, row_stride, work_ptr, work_ids_ptr, work_stride, vocab, num_blocks, temperature_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, failed_ptr, flag_ptr,
+    top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, index_ptr, sample_ptr, out_ptr, failed_ptr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, PURPOSE: tl.constexpr,
     RANDOM: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -157,8 +150,6 @@ def _pick(
             token = first_over(tl.exp((x - largest) * inverse), ids, rest)
     tl.store(out_ptr + row, tl.where(failed, 0, token))
     tl.store(failed_ptr + row, failed)
-    if FILTERED:
-        tl.store(flag_ptr + row, 0)
 
 
 def uniform_rows(seed: Tensor, index: Tensor, sample_index: Tensor, purpose: int) -> Tensor:
