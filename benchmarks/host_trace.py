@@ -1,13 +1,14 @@
 """A steady decode under the profiler: what the host does in a step, and whether the device ever waits for it.
 
     python benchmarks/host_trace.py --config benchmarks/shapes/qwen3-0.6b.json [--batch 1 8 64 256] [--context 512]
-        [--steps 50] [--temperature 0.6] [--out FILE.json] [--trace FILE.json]
+        [--steps 50] [--temperature 0.6] [--top-k 20] [--top-p 0.95] [--out FILE.json] [--trace FILE.json]
 
 Two passes over the same running requests, each of --steps steps. The first is timed without a profiler: what the parts of a
 step take on the host, and in how many steps the device was still busy with the step before when the next one had been
 launched, so that it went from one to the other without a pause. The second runs under torch.profiler: the time in which no
 kernel and no copy ran, in all and between the last of one step and the first of the next (each captured step begins with
-`prepare_rows`). Tracing itself slows the launches, so the second pass is an upper bound. --trace keeps its events (Perfetto).
+`prepare_rows`), and by how much each of the kernels that are no layer's makes a step longer: it ends so long after what began
+before it. Tracing itself slows the launches, so the second pass is an upper bound. --trace keeps its events (Perfetto).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from headrace_bench.engine import shape_directory
 PARTS = ("schedule", "launch", "wait", "settle")
 WARM = 16  # steps before the first pass
 FIRST = "prepare_rows"  # in the name of a step's first kernel
+ONCE = 1.5  # launches a step, at most, of kernels that are no layer's
 
 
 def main() -> None:
@@ -42,6 +44,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each sequence")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out")
     parser.add_argument("--trace")
@@ -67,7 +71,9 @@ def main() -> None:
 def steady(engine: Engine, batch: int, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
     """Let `batch` requests run until all decode, then measure both passes; with few `tokens` just run to the end."""
     core, rng = engine.core, random.Random(0)
-    settings = SamplingParams(temperature=args.temperature, max_tokens=tokens, ignore_eos=True).resolved({})
+    settings = SamplingParams(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_tokens=tokens, ignore_eos=True
+    ).resolved({})
     for i in range(batch):
         prompt = [rng.randrange(core.vocab_size) for _ in range(args.context)]
         core.add(EngineRequest(f"{batch}.{tokens}.{i}", prompt, settings, i))
@@ -144,17 +150,20 @@ def idle_times(events: list[tuple[float, float, str]]) -> dict[str, Any]:
         return {"device_steps": 0}
     events = events[firsts[0] : firsts[-1] + 1]
     busy_until, idle, between = events[0][1], 0.0, []
+    added: dict[str, list[float]] = {}
     for start, end, name in events[1:]:
         gap = max(0.0, start - busy_until)
         idle += gap
         if FIRST in name:
             between.append(gap)
+        added.setdefault(name, []).append(max(0.0, end - max(start, busy_until)))
         busy_until = max(busy_until, end)
+    alone = {name: statistics.median(of) for name, of in added.items() if len(of) <= ONCE * len(between)}
     span = events[-1][0] - events[0][0]
     return {
         "device_steps": len(between), "device_idle_percent": 100 * idle / span,
         "idle_between_steps_percent": 100 * sum(between) / span, "idle_between_steps_us": statistics.median(between),
-        "traced_step_ms": span / len(between) / 1e3,
+        "traced_step_ms": span / len(between) / 1e3, "outside_layers_us": alone,
     }  # fmt: skip
 
 
@@ -165,7 +174,8 @@ def line(row: dict[str, Any]) -> str:
     text += f"the device was busy at {row['device_busy_at_launch']} of {row['steps']} launches"
     if row.get("device_steps"):
         text += f"; traced: device idle {row['device_idle_percent']:.1f} %, between steps "
-        text += f"{row['idle_between_steps_percent']:.2f} % ({row['idle_between_steps_us']:.1f} us)"
+        text += f"{row['idle_between_steps_percent']:.2f} % ({row['idle_between_steps_us']:.1f} us); us: "
+        text += ", ".join(f"{name} {us:.1f}" for name, us in row["outside_layers_us"].items())
     return text
 
 

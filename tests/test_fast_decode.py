@@ -13,6 +13,7 @@ from torch import Tensor
 import gpu_decode
 from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights, states_of, with_narrow
 from headrace.attention.torch_backend import TorchAttention
+from headrace.cache import fp8
 from headrace.fast_decode import forward as fast_decode
 from headrace.fast_decode import halves
 from headrace.fast_decode.attention import AttentionTile, decode_attention
@@ -260,6 +261,27 @@ def test_short_attention_is_for_short_contexts(monkeypatch, longest: int, relate
     batch.context_lens, batch.related = [longest, 40], related
     fast.forward(batch, kv)
     assert seen == (set() if expected is None else {expected})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, fp8.DTYPE])
+def test_a_program_for_each_query_head_is_for_contexts_that_are_not_long(monkeypatch, dtype) -> None:
+    """Whatever the cache keeps; above, one in FP8 has tiles of its own."""
+    tiles = replace(GEMM, few_attention=AttentionTile(16, few=100), attention=AttentionTile(64), attention_programs=4)
+    fast = FastDecode(PLAIN, random_weights(PLAIN), 1, CPU, {1: tiles})
+    seen: list[AttentionTile] = []
+
+    def spy(*args, tile: AttentionTile, **options) -> None:
+        seen.append(tile)
+        decode_attention(*args, tile=tile, **options)
+
+    monkeypatch.setattr(fast_decode, "decode_attention", spy)
+    batch, kv = decode_batch(PLAIN, [40], 16, dtype)
+    for longest in (100, 101):
+        batch.context_lens = [longest]
+        fast.forward(batch, kv)
+    layers = PLAIN.num_layers
+    assert seen[:layers] == [tiles.few_attention] * layers
+    assert [tile.block_n for tile in seen[layers:]] == [64 if dtype == torch.float32 else 128] * layers
 
 
 @pytest.mark.parametrize("model", ["0.6b", "1.7b", "4b", "8b"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from headrace.fast_decode.forward import FastDecode
 from headrace.kernels.attention_prefill import VarlenTile
 from headrace.kernels.qkv import qkv_rope_write
 from headrace.kernels.split import split_space
+from headrace.model.config import RopeConfig
 from headrace.model.decoder import Decoder
 from kernel_cases import attention_reference, check_qkv_fp8, in_fp8, paged_case, run_split, run_varlen, run_widened
 from test_fp8_cache import NEAR, SCHEDULES
@@ -78,20 +81,23 @@ def test_a_graph_follows_lengths_and_its_replays_are_identical():
             assert torch.equal(out, first)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40, 100])
+@pytest.mark.parametrize("rows, dim", [(1, 64), (1, 128), (5, 64), (40, 64), (100, 64)])
 @pytest.mark.parametrize("related", [False, True])
-def test_the_fused_step_is_the_decoder_with_such_a_cache(rows, related):
-    """Captured and replayed: the same bits, in the cache too; rows of one request go through two kernels."""
+def test_the_fused_step_is_the_decoder_with_such_a_cache(rows, dim, related):
+    """Captured and replayed: the same bits, in the cache too; rows of one request go through two kernels, one row with heads of
+    128 through a program for each query head."""
     lengths = [(17 * i) % 300 + 1 for i in range(rows)]
     lengths[-1] = 400
-    weights = random_weights(WIDE, dtype=BF16)
-    batch, kv = decode_batch(WIDE, lengths, 64, fp8.DTYPE)
+    config = replace(WIDE, head_dim=dim, rope=RopeConfig(1e4, dim))
+    weights = random_weights(config, dtype=BF16)
+    batch, kv = decode_batch(config, lengths, 64, fp8.DTYPE)
     wide = moved(weights, torch.device("cpu"), torch.float32)
     on_card, kv_card = moved(batch, DEVICE), moved(kv, DEVICE)
     on_card.related = related
-    fast = FastDecode(WIDE, moved(weights, DEVICE), rows, DEVICE)
+    fast = FastDecode(config, moved(weights, DEVICE), rows, DEVICE)
+    assert (fast.tiles_for(rows).few_attention is not None) == (dim == 128)
     got = fast.forward(on_card, kv_card).clone()
-    decoder = Decoder(WIDE, wide, TorchAttention())
+    decoder = Decoder(config, wide, TorchAttention())
     expected = decoder.logits(decoder.forward(batch, kv))
     error = (got.float().cpu() - expected).norm() / expected.norm()
     assert error < 0.04, float(error)

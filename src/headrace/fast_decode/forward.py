@@ -84,11 +84,6 @@ def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
 
 
-def few_tokens(tile: AttentionTile, kv: KVCache) -> int:
-    """Of a context that `few_attention` serves. In FP8 fewer: more have not been measured."""
-    return tile.few if kv.scales[0][0] is None else tile.few // 4
-
-
 def kinds_of(weights: DecoderWeights) -> list[Kinds]:
     """Of each layer's matrices, and of the head."""
     return [(*(getattr(layer, name).kind for name in MATRICES), weights.lm_head.kind) for layer in weights.layers]
@@ -257,7 +252,7 @@ class FastDecode:
         config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
-        elif tiles.few_attention is not None and max(batch.context_lens) <= few_tokens(tiles.few_attention, kv):
+        elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
             tiles = replace(tiles, attention=tiles.few_attention)
         elif kv.scales[0][0] is not None:
             tiles = with_fp8_cache(tiles, config, rows)
