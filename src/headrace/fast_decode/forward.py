@@ -72,7 +72,7 @@ MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_T
 def most_rows(config: ModelConfig, tiles: TileTable | None = None) -> int:
     """That an engine gives to this path, which may have a table of tiles."""
     if config.experts is not None:
-        return MAX_EXPERT_ROWS
+        return MAX_EXPERT_ROWS if tiles is None else min(max(tiles), MAX_EXPERT_ROWS)
     return max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
 
 
