@@ -26,7 +26,7 @@ from headrace.kernels.sample_filter import PARAMETERS, _filter, block_sums, firs
 
 BLOCK, CHUNK = 2048, 32
 FEW_CHUNKS, MANY_CHUNKS = 128, 512  # candidates of rows with a small top_k, and of all others; top_k up to half of it
-ROW_TILE, SECTIONS = 1024, 8  # of _filter_all: ids per load, thresholds per pass
+ROW_TILE, SECTIONS = 1024, 8  # of rows that are read whole: ids per load, thresholds per pass
 MASK_BLOCK = 4096
 
 
