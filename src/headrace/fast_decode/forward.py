@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.pair_gemm import all_suit
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
@@ -37,6 +39,7 @@ from headrace.fast_decode.tiles import (
     StepTiles,
     TileTable,
     default_table,
+    takes_adapters,
     with_attention_in_two,
     with_delta_qkv,
     with_fp8_cache,
@@ -187,8 +190,8 @@ class FastDecode:
         self.half_normed = empty(some, hidden, dtype=torch.float16)
         self.half_inner = empty(some, config.intermediate_size, dtype=torch.float16)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
-        split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
-        row_splits = max(n * self._num_splits(self.tiles_for(n), n, max_context) for n in range(1, rows + 1))
+        split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile | TwoRowTile) and tile.splits > 1]
+        row_splits = max(n * self._num_splits(step, n, max_context) for n, step in steps)
         sums = max(num_slots(rows), row_splits) * config.num_heads
         self.space = SplitSpace(  # of all kernels: they run in order
             max([sums * config.head_dim, *(tile.partial_elements(n, hidden) for n, tile in split)]),
@@ -211,18 +214,20 @@ class FastDecode:
         tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
-    def tiles_for(self, rows: int, table: TileTable | None = None) -> StepTiles:
-        """`table`: of a layer; None: of most layers, whose attention all have."""
+    def tiles_for(self, rows: int, table: TileTable | None = None, adapted: bool = False) -> StepTiles:
+        """`table`: of a layer; None: of most layers, whose attention all have. `adapted`: adapters may add to the products."""
         table = self.tiles if table is None else table
-        return table[min(n for n in table if n >= rows)]
+        fit = [table[n] for n in sorted(table) if n >= rows]
+        return next((step for step in fit if takes_adapters(step)), fit[0]) if adapted else fit[0]
 
     def _all_steps(self) -> list[tuple[int, StepTiles]]:
         """(rows, tiles) of every step and kind of layer."""
-        return [(n, self.tiles_for(n, table)) for table in self.tables.values() for n in range(1, self.max_rows + 1)]
+        of = product(self.tables.values(), range(1, self.max_rows + 1), (False, True))
+        return [(n, self.tiles_for(n, table, adapted)) for table, n, adapted in of]
 
-    def _layer_steps(self, rows: int, in_two: bool) -> list[StepTiles]:
+    def _layer_steps(self, rows: int, in_two: bool, adapted: bool) -> list[StepTiles]:
         """The tiles of each layer; `in_two`: its attention takes no partial sums, as delta nets do not."""
-        steps = [self.tiles_for(rows, table) for table in self.layer_tables]
+        steps = [self.tiles_for(rows, table, adapted) for table in self.layer_tables]
         return [
             with_attention_in_two(step) if in_two or delta is not None else step
             for step, delta in zip(steps, self.deltas, strict=True)
@@ -249,7 +254,7 @@ class FastDecode:
         if rows != batch.num_seqs or rows > self.max_rows:
             allowed = f"1 to {self.max_rows}, one each"
             raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
-        config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
+        config, weights, tiles = self.config, self.weights, self.tiles_for(rows, adapted=adapters is not None)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
         elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
@@ -260,7 +265,7 @@ class FastDecode:
         of_head, layers = normed, weights.layers[: self.depth]
         if self.halves and rows > halves.ABOVE and adapters is None and layers:
             normed, inner = self.half_normed[:rows], self.half_inner[:rows]
-        steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
+        steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile), adapters is not None)
         sumsq_down = self._squares(self.sumsq_down, rows, steps[0].down)
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(tiles, rows, context)

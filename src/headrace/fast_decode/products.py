@@ -1,6 +1,7 @@
 """The matrix products of a fused decode step: what they compute, by the kernel that the tile's type names.
 
     GemvTile   CUDA cores, one row                           gemv.py
+    TwoRowTile CUDA cores, two rows                         gemv_two.py
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
@@ -20,7 +21,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from headrace.fast_decode import gemv, narrow_gemm, pair_gemm, skinny_gemm, warp_gemm, wide_gemm
+from headrace.fast_decode import gemv, gemv_two, narrow_gemm, pair_gemm, skinny_gemm, warp_gemm, wide_gemm
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
@@ -29,6 +30,7 @@ from headrace.fast_decode.epilogues import (
     runs_triton,
 )
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
@@ -40,14 +42,14 @@ from headrace.kernels.narrow import packed
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | GemmTile | WideTile | WarpTile | PairTile
+Tile = GemvTile | TwoRowTile | GemmTile | WideTile | WarpTile | PairTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
-    PairTile: pair_gemm.MAX_ROWS,
+    PairTile: pair_gemm.MAX_ROWS, TwoRowTile: gemv_two.MAX_ROWS,
 }  # fmt: skip
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
-    PairTile: pair_gemm.plan,
+    PairTile: pair_gemm.plan, TwoRowTile: gemv_two.plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.pair_gemm import MAX_ROWS as PAIR_MAX_ROWS
 from headrace.fast_decode.pair_gemm import STEP, PairTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
@@ -38,7 +39,7 @@ SHORT_ROWS = 4  # up to here attention is short, a tile of its own
 EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 # as a table's file names them
-KINDS = {"gemv": GemvTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile, "pair": PairTile}
+KINDS = {"gemv": GemvTile, "two": TwoRowTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile, "pair": PairTile}
 SMALL_BYTES = 96 * 1024  # of shared memory that a program has on every card
 PAIR_WEIGHTS = 4096 * 12288  # of a product at least, where it is PairTile's
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
@@ -69,9 +70,16 @@ class StepTiles:
             raise ValueError("attention in two kernels takes no partial QKV sums")
 
 
+def takes_adapters(tiles: StepTiles) -> bool:
+    """Whether adapters can add to the products within these (see adapters.py)."""
+    return not any(isinstance(getattr(tiles, name), TwoRowTile) for name in PRODUCTS)
+
+
 def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     """The same, with all keys and values written before any of them is read."""
-    whole = tiles.qkv if isinstance(tiles.qkv, GemvTile) else replace(tiles.qkv, splits=1)
+    whole: Tile = tiles.qkv
+    if not isinstance(whole, GemvTile | TwoRowTile):
+        whole = replace(whole, splits=1)
     two = tiles.attention if isinstance(tiles.attention, SplitTile) else SplitTile()
     return replace(tiles, qkv=whole, attention=two, short_attention=None, few_attention=None)
 
@@ -155,6 +163,8 @@ def attention_tile(config: ModelConfig, rows: int, copy_engine: bool) -> Attenti
     if copy_engine and config.head_dim <= 128 and config.num_heads <= 16 * config.num_kv_heads:
         warps = 2 if rows <= GEMM_MAX_ROWS else 4
         return AttentionTile(num_warps=warps, early=rows <= EARLY_ROWS, heads_first=True, touch=1)
+    if copy_engine and config.head_dim > 128 and rows <= EARLY_ROWS:
+        return AttentionTile(early=True, heads_first=True, touch=1)
     return AttentionTile(heads_first=rows > GEMM_MAX_ROWS)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
-from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, tl
+from headrace.kernels.launch import TensorDescriptor, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
 from headrace.kernels.lora_product import NOTHING, LowRank, add_low_rank, begin_low_rank, wait_for_x
 from headrace.model.weight import Weight
 
@@ -24,7 +24,10 @@ EARLY_ELEMENTS = 4096  # of a tile of the residual that is loaded before the sum
 
 @dataclass(frozen=True, slots=True)
 class WideTile:
-    """One program's work: block_m rows times block_n columns over 1 / splits of K, `num_stages` steps of block_k in flight."""
+    """One program's work: block_m rows times block_n columns over 1 / splits of K, `num_stages` steps of block_k in flight.
+
+    Weights of the first `touch` steps are asked into the L2 cache before the wait for the previous kernel.
+    """
 
     block_m: int
     block_n: int
@@ -32,6 +35,7 @@ class WideTile:
     splits: int
     num_warps: int
     num_stages: int
+    touch: int = 0
 
     def row_tiles(self, rows: int) -> int:
         return -(-rows // self.block_m)
@@ -53,19 +57,28 @@ def _see_what_others_wrote():
 
 @jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _wide_kernel(
-    x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
+    x_tiles, w_tiles, w_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     shrunk_ptr, b_ptr, slices_ptr, used_ptr, flag_ptr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, MODE: tl.constexpr,
     SUMSQ_BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    EARLY: tl.constexpr, SHRUNK: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, LINES: tl.constexpr, SHRUNK: tl.constexpr, RANK: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL and LINES > 0:
+        gdc_launch_dependents()
     split = tl.program_id(1)
     n0 = tl.program_id(0) * BLOCK_N
     m0 = tl.program_id(2) * BLOCK_M
     k_start = split * k_split
     rn = n0 + tl.arange(0, BLOCK_N)
     rm = m0 + tl.arange(0, BLOCK_M)
+    if PDL and LINES > 0:  # of 64 weights each; past the end the last one again
+        line = tl.minimum(k_start + tl.arange(0, LINES) * 64, K - 1)
+        lines = tl.minimum(rn, N - 1)[:, None].to(tl.int64) * K + line[None, :]
+        touch(w_ptr + lines)
+        if MODE == "glu":
+            touch(w_ptr + N.to(tl.int64) * K + lines)
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, BLOCK_N, MODE, HAS_BIAS, SPLITS)
     if SHRUNK > 0:
         begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, SHRUNK, RANK, AT_ONCE)
@@ -75,7 +88,8 @@ def _wide_kernel(
             _see_what_others_wrote()
         else:
             gdc_wait()
-        gdc_launch_dependents()
+        if LINES == 0:
+            gdc_launch_dependents()
     # what the epilogue reads is asked for now, where it is small: behind the sums its latency would show
     if SUMSQ_BLOCK > 0:
         rs = tl.arange(0, SUMSQ_BLOCK)
@@ -116,10 +130,11 @@ def plan(
 ) -> Plan:
     own = {
         "x_tiles": TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
-        "w_tiles": TensorDescriptor.from_tensor(weight.data, [tile.block_n, tile.block_k]),
+        "w_tiles": TensorDescriptor.from_tensor(weight.data, [tile.block_n, tile.block_k]), "w_ptr": weight.data,
         "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k, "k_split": split_width(x.shape[1], tile.splits, tile.block_k),
         "SUMSQ_BLOCK": 0 if sumsq is None else SUMSQ_BLOCK,
         "EARLY": tile.block_m * tile.block_n <= EARLY_ELEMENTS,
+        "LINES": next_power_of_2(min(tile.touch * tile.block_k, x.shape[1]) // 64) if tile.touch else 0,
         **(NOTHING if low_rank is None else low_rank.arguments),
     }  # fmt: skip
     return Plan(_wide_kernel, (-(-columns // tile.block_n), tile.splits, tile.row_tiles(x.shape[0])), own)
