@@ -58,7 +58,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {  # right ones; each is answered with
 PLAIN = {  # the others -> methods
     "/v1/models": ("GET",), "/v1/models/{id:path}": ("GET",), "/v1/responses/{id}": ("GET", "DELETE", "POST"), "/v1/responses/{id}/cancel": ("POST",),
     "/v1/responses/{id}/input_items": ("GET",), "/api/tags": ("GET",), "/api/ps": ("GET",), "/api/version": ("GET",), "/api/push": ("POST",),
-    "/api/create": ("POST",), "/api/copy": ("POST",), "/api/delete": ("DELETE",), "/api/blobs/{digest}": ("POST", "GET"), "/health": ("GET",), "/ready": ("GET",),
+    "/api/create": ("POST",), "/api/copy": ("POST",), "/api/delete": ("DELETE",), "/api/blobs/{digest}": ("POST", "GET"), "/health": ("GET",), "/ping": ("GET",), "/ready": ("GET",),
     "/version": ("GET",), "/metrics": ("GET",), "/": ("GET",), "/page": ("GET",), "/glass/server": ("GET",), "/glass/kill-core": ("POST",),
     "/glass/events": ("GET",), "/glass/text": ("GET",), "/v1/load_lora_adapter": ("POST",), "/v1/unload_lora_adapter": ("POST",),
 }  # fmt: skip

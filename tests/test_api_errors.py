@@ -428,7 +428,9 @@ def test_not_ready(state, code):
         assert error_of(response)["code"] == code
     ready = api.request("GET", "/ready")
     assert ready.status_code == 503 and ready.json()["state"] == words[code]
-    assert api.request("GET", "/health").status_code == (503 if code == "engine_dead" else 200)
+    for path in ("/health", "/ping"):
+        response = api.request("GET", path)
+        assert (response.status_code, response.content) == (503 if code == "engine_dead" else 200, b"")
     assert api.request("GET", "/v1/models").status_code == 200
     assert api.request("GET", "/metrics").status_code == 200
 

@@ -138,7 +138,7 @@ def create_app(
             route("/api/ps", ollama_models.running, "GET"),
             route("/api/version", ollama_models.api_version, "GET"),
             *(route(path, ollama_models.not_here, method) for method, path in ollama_models.NOT_HERE),
-            route("/health", service.health, "GET"),
+            *(route(path, service.health, "GET") for path in ("/health", "/ping")),
             route("/ready", service.ready, "GET"),
             route("/version", service.server_version, "GET"),
             route("/metrics", service.metrics_page, "GET"),

@@ -42,7 +42,7 @@ PATHS = frozenset({
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
     "/detokenize",
-    "/generate", "/health", "/ready", "/version", "/metrics", "/glass/events", "/glass/text",
+    "/generate", "/health", "/ping", "/ready", "/version", "/metrics", "/glass/events", "/glass/text",
     "/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/tags", "/api/ps", "/api/show", "/api/version",
     "/api/pull",
 })  # fmt: skip
@@ -52,7 +52,7 @@ REJECTIONS = {
 }  # fmt: skip
 MAX_ADAPTERS = 100  # names of adapters that are counted apart
 MAX_FIELDS = 100  # names of ignored fields that are counted apart
-PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
+PROBES = frozenset({"/health", "/ping", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
 
 
 @dataclass(slots=True)
