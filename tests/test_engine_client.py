@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -494,6 +495,66 @@ async def test_what_was_no_mistake_when_the_model_was_loaded_is_tried_again(play
     await play.finish()
     assert play.readers[0].result() == "length" and play.client.restarts == 3
     play.check_empty()
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+async def test_a_load_that_is_always_killed_is_given_up_with_its_reason(supply, monkeypatch, caplog, loaded):
+    """The kill of a core that had served, or was ready, is none of these."""
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+    play = Play(supply, supply.client())
+    await play.client.start()
+    if loaded:
+        await play.next_core()
+        await play.read()
+        await play.die(-9)
+    else:
+        await play.submit("plain", 5)
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            while play.core is None:
+                await asyncio.sleep(0.001)
+            assert play.client.dead is None
+            await play.die(-9)
+        while play.client.dead is None:
+            await asyncio.sleep(0.001)
+    why = "exit code -9, before its model was loaded: the kernel's OOM killer, perhaps"
+    assert play.client.gave_up_with == [f"3 starts in a row failed; the last: {why}"]
+    assert await play.readers[0] == "EngineDeadError" and play.client.restarts == 2 + loaded
+    assert caplog.text.count(f"died ({why})") == 2
+    play.check_empty()
+    await play.client.close()
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from(["killed early", "failed early", "killed", "killed at work", "hung at work"]), max_size=12))
+def test_deaths_before_the_model_was_loaded_count_in_a_row_whoever_ended_them(kinds):
+    deaths, early, last = supervision.Deaths(supervision.SupervisionConfig()), 0, 0.0
+    for kind in kinds:
+        core = SimpleNamespace(ready=None if "early" in kind else object(), fatal=None)
+        why = deaths.hopeless(core, kind, "killed" in kind, "work" in kind)
+        early = early + 1 if core.ready is None else 0
+        assert why == (f"3 starts in a row failed; the last: {kind}" if early >= 3 else None)
+        if why is not None:
+            break
+        assert deaths.backoff == 0.0 if "work" in kind else min(5.0, last + 0.05) <= deaths.backoff <= 5.0
+        assert kind != "killed early" or deaths.backoff >= 1.0
+        last = deaths.backoff
+
+
+async def test_a_process_that_is_killed_while_it_loads_ends_the_engine(model, tmp_path, monkeypatch):
+    """As the kernel does it where the weights have no room."""
+    (tmp_path / "one_builder.py").write_text("import os\ndef build(config): os.kill(os.getpid(), 9)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), str(tmp_path)]))
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+    limits = supervision.SupervisionConfig(standby=False, restart_backoff=0.001)
+    client = EngineClient(EngineConfig(model=model, device="cpu"), limits, builder="one_builder:build")
+    await client.start()
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineDeadError, match="3 starts in a row failed; the last: exit code -9, before its model"):
+                await client.wait_loaded()
+    finally:
+        await client.close()
 
 
 OF_RANKS = """

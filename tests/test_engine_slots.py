@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine_driver import complete
 from fake_core import FakeCore, FakeSupply
-from headrace.engine import process
+from headrace.engine import process, supervision
 from headrace.engine.client import EngineClient
 from headrace.engine.messages import EngineRequest
 from headrace.engine.slot import Slot
@@ -356,6 +356,23 @@ async def test_a_core_that_is_given_up_leaves_the_others_alone(supply, alone):
         await fleet.load(1)
         await fleet.die(1)
     assert len(fleet.client.gave_up_with) == 1 and not fleet.client.status().alive
+    await fleet.client.close()
+
+
+async def test_a_core_whose_load_is_always_killed_is_given_up_and_the_others_go_on(supply, alone, monkeypatch):
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+    fleet = await Fleet(supply, 2).start()
+    for kind in range(4):
+        await fleet.submit(kind)
+    await fleet.turns(6)
+    for _ in range(4):  # one that had served, and three that load
+        async with asyncio.timeout(20):
+            while fleet.core(0) is None:
+                await asyncio.sleep(0.001)
+        await fleet.die(0, -9)
+    assert fleet.client.status().num_cores == 1 and not fleet.client.gave_up_with
+    await fleet.turns(120, 1)
+    assert fleet.tokens == [alone(i) for i in range(4)]
     await fleet.client.close()
 
 

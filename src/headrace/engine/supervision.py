@@ -18,6 +18,7 @@ from headrace.options import check, option
 
 logger = logging.getLogger(__name__)
 SPAWN_BACKOFF = 1.0  # seconds: what a machine lacks for a new process it does not get back in milliseconds
+KILLED_EARLY = "before its model was loaded: the kernel's OOM killer, perhaps"  # of a core that somebody else ended
 
 
 class Core(Protocol):
@@ -90,7 +91,7 @@ class SupervisionConfig:
     max_restarts: int = _operation(30, "deaths of the engine core in a minute before giving up", 0, 10**6)
     restart_window: float = option(60.0, "", 1.0, 1e7)  # of `max_restarts`
     restart_backoff: float = 0.05  # before the second restart in a row without progress; doubles up to 5 s
-    max_failed_starts: int = option(3, "", 0, 10**6)  # in a row, each before the model was loaded
+    max_failed_starts: int = option(3, "", 0, 10**6)  # in a row, each before the model was loaded, whoever ended it
     standby: bool = _operation(  # it costs its memory: about 200 MB, much of it shared
         True, "keep a second process with everything imported, so that a restart takes as long as loading the weights"
     )
@@ -120,13 +121,15 @@ class Deaths:
 
     def hopeless(self, core: Core, why: str, killed: bool, progressed: bool) -> str | None:
         """Count a death. Why there is no use in another try; None: there is, in `backoff` seconds."""
-        self.loaded = self.loaded or core.ready is not None
-        self._failed_starts = 0 if core.ready is not None else self._failed_starts + (not killed)
+        early = core.ready is None
+        self.loaded = self.loaded or not early
+        self._failed_starts = self._failed_starts + 1 if early else 0
         self.backoff = 0.0 if progressed else min(5.0, 2 * self.backoff or self._limits.restart_backoff)
-        if core.fatal is not None and core.fatal.permanent:
-            if not self.loaded:
-                return why
-            self.backoff = max(SPAWN_BACKOFF, self.backoff)  # memory, or a file: what the machine had when it was loaded before
+        permanent = core.fatal is not None and core.fatal.permanent
+        if permanent and not self.loaded:
+            return why
+        if permanent or (early and killed):  # for want of memory, or of a file: what the machine has had, or may get
+            self.backoff = max(SPAWN_BACKOFF, self.backoff)
         return self._too_many(why)
 
     def stillborn(self, why: str) -> str | None:
@@ -223,6 +226,8 @@ class Supervisor:
             else:
                 why = await self._serve(core)
                 killed = core.killed  # by somebody else: we have not yet
+                if killed and core.ready is None:
+                    why = f"{why}, {KILLED_EARLY}"
                 await self._bury()
                 hopeless = deaths.hopeless(core, why, killed, self.owner.died())
                 if hopeless is None:
