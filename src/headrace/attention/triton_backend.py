@@ -30,7 +30,8 @@ FEW_TOKENS = 2
 ROLES_ROWS = 2048
 # Captured steps of so many sequences behind contexts of up to so many tokens have one launch of attention where heads are small
 # and not in FP8: with 64 decodes beside a prompt of 512 tokens 38 us for 44 (contexts of 190), 67 for 81 (of 600),
-# 149 for 151 (of 1,900). Two are as fast or faster with fewer or more sequences, and with heads of 256.
+# 149 for 151 (of 1,900). Two are as fast or faster with fewer or more sequences,
+# and with heads of 256 behind contexts of 600 tokens and more.
 ONE_LAUNCH, ONE_LAUNCH_CONTEXT, ONE_LAUNCH_DIM = range(33, 97), 2048, 128
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from headrace.errors import HeadraceError
 from headrace.files import decode_text
 
-# as `cat -v` shows them; a return of the carriage, which would write over what stands there, is left out
+# as `cat -v` shows those of ASCII, a question mark for the others; a return of the carriage, which would write over what stands
+# there, is left out
 CONTROLS = {i: f"^{chr(i ^ 64)}" for i in (*range(32), 127) if chr(i) not in "\t\n"} | dict.fromkeys(range(0x80, 0xA0), "?")
 CONTROLS[ord("\r")] = ""
 

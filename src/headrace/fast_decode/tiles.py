@@ -303,8 +303,8 @@ def without_pairs(table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
 
 def warp_tile(shape: Shape, per_byte: int, rows: int) -> WarpTile | None:
     """16 rows of the weights, and more warps along K where there are few of these; None where warps would have unequal parts.
-    A program that has little of a row loads all of it before the wait, and of few rows of the weights, for several of x, as
-    much as that (whole steps of an 8B with 4 bits, on an H200)."""
+    A program that has little of a row loads all of it before the wait; of several rows of x, where there are not many more
+    programs than fill a card, four warps load eight runs each (whole steps of an 8B with 4 bits, on an H200)."""
     block_n, runs = (8 if shape.gated else 16), shape.width // (RUN_BYTES * per_byte)
     warps = 8 if shape.columns // block_n <= 2 * FILL else 4
     if shape.width % (RUN_BYTES * per_byte) or runs % warps:

@@ -95,8 +95,8 @@ def fp8_factors(top):
 
 @jit
 def nearest_fp8(x):
-    """x float32, at most 448, rounded to what e4m3 has, in float32: to make it that is then exact. It need not be made float32
-    again, which ptxas 12.8 gets wrong beside the making (it reads R1)."""
+    """x float32, at most 448 in magnitude -> the nearest number that e4m3 has, still as float32, so that its conversion to e4m3
+    is exact. To convert there and back would give the same, but ptxas 12.8 compiles both conversions side by side wrongly."""
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     small = (x + 24576.0) - 24576.0  # the last bit of these sums is 2^-9

@@ -81,8 +81,9 @@ def graph_bytes(model: ModelConfig, rows: int, item: int, count: int, sampled: i
     """Of `count` captured steps of up to `rows` rows, `sampled` (None: all) of which have logits: they share one buffer of
     these, and memory for what they compute.
 
-    That is counted twice: what a size has left there may be too small for the next one. Of more than two `ranks` a sum is
-    several kernels, and a layer has two: ranks is 1 where all cards see what they add up, which is one (CardGroup).
+    That is counted twice: what a size has left there may be too small for the next one. A layer has two sums,
+    of more than two `ranks` several kernels each; where all cards see what they add up a sum is one kernel, as if ranks were 1
+    (CardGroup).
     """
     more = EXPERTS_KERNELS * (model.experts is not None) + DELTA_KERNELS * (model.delta is not None)
     more += 2 * (ranks + SUM_KERNELS) * (ranks > 2)
