@@ -413,7 +413,6 @@ def test_a_log_that_nobody_takes_holds_nobody_up(monkeypatch):
     assert lines[-1] == "é" * 2500 and " lost" in lines[-2] and sum(" long" in line for line in lines) + sum(lost) == 400 > lost[-1] > 100
 
 
-
 def test_one_form_of_lines_and_probes_only_when_debugging(model, tmp_path):
     with ServerProcess(model, "--log-level", "info", tmp=tmp_path) as server:
         server.wait_ready()

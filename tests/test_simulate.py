@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from headrace.errors import ParameterError
 from headrace.metrics.trace import TraceFile
 from headrace.model.families import model_config_from_hf
 from headrace.scheduler.config import Limits
+from headrace.worker.prompt_graphs import token_sizes
 from headrace_bench.load import Load
 from headrace_bench.simulation.cards import CARDS, REACHED, SHARES, BlockSizes, num_blocks, roofline
 from headrace_bench.simulation.core import Core
@@ -26,7 +28,7 @@ from headrace_bench.simulation.cost import Constant, Work
 from headrace_bench.simulation.figures import COLUMNS, Outcome, attained, merged, summary
 from headrace_bench.simulation.fleet import Setup, simulate
 from headrace_bench.simulation.sizing import replicas_needed, shares
-from headrace_bench.simulation.trace_fit import fit_trace
+from headrace_bench.simulation.trace_fit import fit_trace, size_of
 from headrace_bench.simulation.traffic import DAY, MIXES, Ask, LogNormal, Mix, Quantiles, Traffic, day_curve, file_asks
 
 ROOT = Path(__file__).parents[1]
@@ -286,6 +288,11 @@ def test_prompts_that_are_padded_are_foretold_by_the_size_that_they_are_padded_t
         found = fitted.many_seconds(Work(tokens, seqs, 0, 0.0, seqs, 0.5), 0, 2000)
         assert found.mean() == pytest.approx(seconds(tokens, seqs, 0.5), rel=0.08), (tokens, seqs)
         assert np.quantile(found, 0.99) < 1.16 * found.mean()
+
+
+def test_sizes_that_steps_are_padded_to_are_those_of_captured_ones():
+    sizes = token_sizes(4096)
+    assert [-size_of(tokens, tokens - 1) for tokens in range(1, 4097)] == [sizes[bisect_left(sizes, n)] for n in range(1, 4097)]
 
 
 @pytest.mark.parametrize(("stall", "every"), [(0.03, 50), (0.3, 300)])

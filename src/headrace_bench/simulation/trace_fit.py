@@ -145,7 +145,7 @@ def fit_trace(path: str, seed: int) -> Fitted:
 def size_of(tokens: int, seqs: int) -> int:
     """What a step has a level by: of decodes their number; with prefill, below 0, the rows that it is padded to if it is
     captured (as worker/prompt_graphs.py has them)."""
-    width = 64 if tokens <= 1024 else 256 if tokens <= 2048 else 512
+    width = 16 if tokens <= 32 else 64 if tokens <= 1024 else 256 if tokens <= 2048 else 512
     return seqs if tokens == seqs else -(-(-tokens // width) * width)
 
 
