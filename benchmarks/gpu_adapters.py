@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.messages import EngineRequest
-from headrace.lora.format import CONFIG, TENSORS, Version, examine
+from headrace.lora.format import CONFIG, TENSORS, examine
 from headrace.lora.names import salted
 from headrace.lora.targets import modules_of
+from headrace.lora.version import Version
 from headrace.sampling.params import SamplingParams
 
 PROMPT, STEPS, CHUNK = 128, 100, 4096

@@ -18,7 +18,7 @@ from headrace.engine.messages import EngineOutput, RequestTimes, TokenLogprobs
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Taker
 from headrace.errors import CheckpointError, ParameterError
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.model.config import ModelConfig, RopeConfig
 from headrace.sampling.params import SamplingParams
 

@@ -9,9 +9,10 @@ import pytest
 from adapters import merged, write_adapter
 from engine_driver import complete, make_core, run
 from headrace.engine.messages import EngineRequest
-from headrace.lora.format import Version, examine
+from headrace.lora.format import examine
 from headrace.lora.names import salted
 from headrace.lora.targets import modules_of
+from headrace.lora.version import Version
 from headrace.sampling.params import SamplingParams
 from test_model_families import tokens
 from tiny_models import VOCAB, write_tiny

@@ -16,7 +16,7 @@ from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Offers, Stream, Taker
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.model.config import ModelConfig
 from headrace.sampling.checks import packed
 from headrace.sampling.params import SamplingParams

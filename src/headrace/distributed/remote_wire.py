@@ -11,7 +11,7 @@ from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
 from headrace.engine.wire import Ready
 from headrace.errors import CapacityError, EngineClosedError, EngineDeadError, HeadraceError, ParameterError
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.sampling.params import SamplingParams
 
 

@@ -27,8 +27,8 @@ from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from headrace.extras import is_installed
 from headrace.lora.core import CoreAdapters
-from headrace.lora.format import Version
 from headrace.lora.names import named_adapters
+from headrace.lora.version import Version
 from headrace.machine import usable_cores
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig

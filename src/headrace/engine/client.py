@@ -36,9 +36,9 @@ from headrace.engine.supervision import CoreSupply, SupervisionConfig
 from headrace.engine.wire import LoadAdapter, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
-from headrace.lora.format import Version
 from headrace.lora.names import meant, salted
 from headrace.lora.served import ServedAdapters
+from headrace.lora.version import Version
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from headrace.engine.messages import EngineOutput
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Taker
 from headrace.engine.wire import Glimpse, Ready
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 

@@ -26,9 +26,9 @@ from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.extras import is_installed
 from headrace.lora.core import CoreAdapters
-from headrace.lora.format import Version
 from headrace.lora.names import salted
 from headrace.lora.pool import AdapterPool
+from headrace.lora.version import Version
 from headrace.model.checkpoint import Checkpoint
 from headrace.sampling.params import SamplingParams
 from headrace.scheduler.config import Limits

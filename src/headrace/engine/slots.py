@@ -30,7 +30,7 @@ from headrace.engine.streams import Stream, Streams
 from headrace.engine.supervision import CoreSupply, SupervisionConfig
 from headrace.engine.wire import LoadAdapter, News, UnloadAdapter, Watch
 from headrace.errors import EngineDeadError, ParameterError
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from headrace.errors import HeadraceError, ParameterError
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 
 logger = logging.getLogger(__name__)
 MEMORY = 64  # failures that are remembered

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from headrace.errors import CheckpointError
 from headrace.lora.targets import EXPERTS, Size, plain
-from headrace.lora.version import Version as Version
+from headrace.lora.version import Version
 from headrace.model.formats.safetensors_file import read_header, read_json
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

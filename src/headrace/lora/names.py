@@ -9,8 +9,9 @@ import msgspec
 
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
-from headrace.lora.format import Version, examine
+from headrace.lora.format import examine
 from headrace.lora.targets import modules_of
+from headrace.lora.version import Version
 from headrace.model.config import ModelConfig
 from headrace.sampling.params import SamplingParams
 

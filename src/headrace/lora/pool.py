@@ -27,10 +27,11 @@ from headrace.kernels.lora import Groups, Pair, add_lora, add_lora_reference, gr
 from headrace.kernels.lora_product import MAX_ROWS, LowRank, Members, members_of, new_flags, num_tickets, shrink_few
 from headrace.kernels.tables import Int
 from headrace.lora.experts import ExpertsProduct, LayerExperts, Placed, step_bytes
-from headrace.lora.format import TENSORS, Matrices, Version, check, parsed, read_files
+from headrace.lora.format import TENSORS, Matrices, check, parsed, read_files
 from headrace.lora.latent import HeadAdds
 from headrace.lora.linear import LoraLinear
 from headrace.lora.targets import expert_specs, modules_of, plain, specs_of
+from headrace.lora.version import Version
 from headrace.model.batch import ForwardBatch, WantedRows
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights

@@ -16,9 +16,10 @@ from typing import Protocol
 
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
-from headrace.lora.format import CONFIG, TENSORS, Version, examine
+from headrace.lora.format import CONFIG, TENSORS, examine
 from headrace.lora.names import named_adapters
 from headrace.lora.targets import modules_of
+from headrace.lora.version import Version
 from headrace.model.config import ModelConfig
 
 LOOK_SECONDS = 0.02

@@ -10,7 +10,7 @@ from functools import partial, reduce
 from headrace.api.errors import ApiError, bad_request
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.stats import CoreStats
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.several_models.served import ServedModel
 from headrace.several_models.switch import Entry, State, Switch
 

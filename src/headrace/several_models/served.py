@@ -17,7 +17,7 @@ from headrace.api.glass_hub import GlassHub
 from headrace.config import EngineConfig
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.stats import CoreStats
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.metrics.prometheus import PrometheusMetrics
 
 NOTHING = EngineStatus(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.sampling.penalties import UserProcessor
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.structured_output.manager import GrammarMasks

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from headrace.config import EngineConfig
-from headrace.lora.format import Version
+from headrace.lora.version import Version
 from headrace.scheduler.plan import StepPlan
 
 
