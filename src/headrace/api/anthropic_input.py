@@ -10,8 +10,9 @@ import json
 from typing import Any
 
 from headrace.api.errors import bad_request, invalid, unsupported
-from headrace.api.protocol import Body, Effort, FunctionName, NamedTool, SamplingFields, Thinking
+from headrace.api.protocol import Body, Effort, SamplingFields, Thinking
 from headrace.api.structured import Structure
+from headrace.api.tool_choice import Choice, Named
 from headrace.conversation.tool_grammar import FunctionDef, Tool
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "ctx": "user", "msg": "user"}
@@ -90,7 +91,7 @@ def split_tools(given: list[dict[str, Any]] | None) -> tuple[list[Tool], list[st
     return tools, left_out
 
 
-def choice_of(choice: ToolChoice | None, tools: list[Tool]) -> str | NamedTool | None:
+def choice_of(choice: ToolChoice | None, tools: list[Tool]) -> Choice:
     """As `tool_choice` of chat."""
     if choice is None or choice.type in ("auto", "none"):
         return None if not tools or choice is None else choice.type
@@ -100,7 +101,7 @@ def choice_of(choice: ToolChoice | None, tools: list[Tool]) -> str | NamedTool |
         raise invalid("tool_choice.type", "allowed are auto, any, tool, none.")
     if choice.name is None:
         raise invalid("tool_choice.name", "the name of a tool is needed.", "missing_required_parameter")
-    return NamedTool(function=FunctionName(name=choice.name))
+    return Named(choice.name)
 
 
 def structure(body: MessagesRequest) -> Structure | None:

@@ -22,6 +22,7 @@ from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
 from headrace.api.protocol import ChatRequest, Thinking
 from headrace.api.structured import constrain, spec_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
+from headrace.api.tool_choice_input import of_chat
 from headrace.conversation.events import CallArguments, CallBegin, Event, Reasoning, Text
 from headrace.conversation.tool_grammar import Tool
 from headrace.conversation.tool_prompt import shown_to
@@ -38,10 +39,11 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     model = ctx.check_model(body.model)
     check_generation(ctx, body)
     check_messages(body.messages)
-    check_tools(body.tools, body.tool_choice)
+    choice = of_chat(body.tool_choice)
+    check_tools(body.tools, choice)
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
-    policy = ToolPolicy(ctx, body.tools, body.tool_choice, body.parallel_tool_calls)
+    policy = ToolPolicy(ctx, body.tools, choice, body.parallel_tool_calls)
     spec = policy.joined(spec_of(body.response_format, body.structured_outputs))
     params = constrain(ctx, _parameters(ctx, body), spec)
     beams = beam_params(ctx, body)

@@ -126,9 +126,19 @@ class FunctionName(Body, kw_only=True):
     name: str
 
 
-class NamedTool(Body, kw_only=True):
-    function: FunctionName
-    type: Literal["function"] = "function"
+class AllowedTools(Body, kw_only=True):
+    """Those of `tools` that may be called (auto) or must be (required)."""
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]  # only their names count: read in tool_choice_input
+
+
+class ToolChoice(Body, kw_only=True):
+    """One function that must be called, or several that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -161,7 +171,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: ChatReasoning | None = None  # this and the next two: other servers' words for it

@@ -26,6 +26,7 @@ from headrace.api.responses_stored import Held, continued, owner, with_ids
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
+from headrace.api.tool_choice_input import of_responses
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
 from headrace.text.stream import Delta
@@ -44,7 +45,7 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     tools = _tools(ctx, request, body, items, before)
     conversation = messages(items, body.instructions, tools.name, before)
     check_messages(conversation, "input")
-    choice = tools.choice(body.tool_choice)
+    choice = of_responses(body.tool_choice, tools)
     check_tools(tools.functions, choice)
     policy = ToolPolicy(ctx, tools.functions, choice, body.parallel_tool_calls)
     spec = policy.joined(structure(body.text))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.api.errors import invalid, unsupported
-from headrace.api.protocol import Body, Effort, FunctionName, OpenAIFields
+from headrace.api.protocol import Body, Effort, OpenAIFields
 from headrace.api.structured import Structure, from_response_format, json_schema
 from headrace.conversation.tool_grammar import FunctionDef
 
@@ -48,9 +48,14 @@ class Namespace(Body, kw_only=True):
     description: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class FlatNamedTool(FunctionName, kw_only=True):
-    type: Literal["function", "custom"] = "function"
+class FlatToolChoice(Body, kw_only=True):
+    """One tool that must be called, or several that may be: read in tool_choice_input."""
+
+    type: Literal["function", "custom", "allowed_tools"] = "function"
+    name: str | msgspec.UnsetType = msgspec.UNSET
     namespace: str | msgspec.UnsetType | None = msgspec.UNSET
+    mode: Literal["auto", "required"] | msgspec.UnsetType = msgspec.UNSET
+    tools: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextOptions(Body, kw_only=True):
@@ -71,7 +76,7 @@ class ResponsesRequest(OpenAIFields, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None  # read in responses_tools
-    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

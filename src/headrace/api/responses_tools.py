@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from headrace.api.body import read_part
 from headrace.api.errors import invalid
-from headrace.api.protocol import FunctionName, NamedTool
-from headrace.api.responses_input import CustomTool, FlatNamedTool, FlatTool, Namespace
+from headrace.api.responses_input import CustomTool, FlatTool, Namespace
 from headrace.conversation.tool_grammar import FunctionDef, Tool
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -92,13 +91,12 @@ class ResponseTools:
     def origin(self, name: str) -> Origin:
         return self._origins.get(name) or Origin(name)
 
-    def choice(self, choice: str | FlatNamedTool | None) -> str | NamedTool | None:
-        if isinstance(choice, FlatNamedTool):
-            origin = Origin(choice.name, choice.namespace or None, choice.type == "custom")
-            if origin not in self._names:
-                raise invalid("tool_choice", f"there is no {choice.type} tool named {choice.name[:100]!r}.")
-            return NamedTool(function=FunctionName(name=self._names[origin]))
-        return None if choice == "auto" and not self.functions else choice
+    def function(self, kind: str, name: str, namespace: str | None, field: str) -> str:
+        """The function that stands for a tool of this request. Raises ApiError naming `field`."""
+        origin = Origin(name, namespace or None, kind == "custom")
+        if origin not in self._names:
+            raise invalid(field, f"there is no {kind} tool named {name[:100]!r}.")
+        return self._names[origin]
 
 
 def function_name(origin: Origin) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import allowed_only, bad_request, invalid, unsupported
-from headrace.api.protocol import NamedTool
 from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
@@ -22,7 +22,23 @@ MAX_TOOLS = 256
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
-def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> None:
+class Named(NamedTuple):
+    """The function of this name must be called."""
+
+    name: str
+
+
+class Allowed(NamedTuple):
+    """Of the functions only these may be called, and one must be if that is required."""
+
+    mode: Literal["auto", "required"]
+    names: frozenset[str]
+
+
+Choice = str | Named | Allowed | None  # a word: none, auto, required
+
+
+def check_tools(tools: list[Tool] | None, choice: Choice) -> None:
     if tools is not None and len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} tools; at most {MAX_TOOLS}.")
     for i, tool in enumerate(tools or ()):
@@ -30,21 +46,28 @@ def check_tools(tools: list[Tool] | None, choice: str | NamedTool | None) -> Non
             raise invalid(f"tools[{i}].function.name", "1 to 64 letters, digits, underscores, dots or dashes.")
     if not tools and choice not in (None, "none"):
         raise allowed_only("tool_choice", "together with tools that are functions; others are not run here")
-    if isinstance(choice, NamedTool) and all(t.function.name != choice.function.name for t in tools or ()):
-        raise invalid("tool_choice", f"there is no tool named {choice.function.name[:100]!r}.")
+    chosen = choice.names if isinstance(choice, Allowed) else {choice.name} if isinstance(choice, Named) else set()
+    if missing := sorted(chosen - {t.function.name for t in tools or ()}):
+        raise invalid("tool_choice", f"there is no tool named {missing[0][:100]!r}.")
 
 
 class ToolPolicy:
     """`tools`, `tool_choice` and `parallel_tool_calls` of one request."""
 
-    def __init__(self, ctx: ApiContext, tools: list[Tool] | None, choice: str | NamedTool | None, parallel: bool | None):
+    def __init__(self, ctx: ApiContext, tools: list[Tool] | None, choice: Choice, parallel: bool | None):
         self.ctx, self.parallel = ctx, parallel is not False
-        self.choice = choice or ("auto" if tools else "none")
-        self.tools = (tools or []) if self.choice != "none" else []  # those that the model is told of
-        self.named = self.choice.function.name if isinstance(self.choice, NamedTool) else None
-        self.forced = self.named is not None or self.choice == "required"
-        self.strict = not self.forced and any(t.function.strict for t in self.tools)
-        if self.tools and not self.forced and ctx.answer_format.tools is None:
+        allowed = choice if isinstance(choice, Allowed) else None
+        mode = choice or ("auto" if tools else "none") if allowed is None else allowed.mode
+        told = [t for t in tools or () if allowed is None or t.function.name in allowed.names]
+        self.tools = told if mode != "none" else []  # those that the model is told of
+        self.named = mode.name if isinstance(mode, Named) else None
+        self.forced = self.named is not None or mode == "required"
+        strict, form = any(t.function.strict for t in self.tools), ctx.answer_format.tools
+        # a model may remember a tool that is not allowed any more: a grammar keeps it from calling that, where there can be one
+        bound = allowed is not None and bool(self.tools) and form in FREE_FORMATS and ctx.engine.supports_structured
+        self.only_bound = bound and not self.forced and not strict
+        self.strict = (strict and not self.forced) or self.only_bound
+        if self.tools and not self.forced and form is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
     def spec(self) -> Structure | None:
@@ -65,11 +88,16 @@ class ToolPolicy:
         try:
             lark = free_calls(str(form), tools, many, self._special, args_tags=args_tags, reasoning=reasoning)
         except NotStrict as why:
+            if self.only_bound:
+                self.strict = False
+                return None
             raise unsupported("tools", f"strict in the format of this model's calls ({form}): {why}") from None
         return Structure("grammar", lark, "tools")
 
     def joined(self, other: Structure | None) -> Structure | None:
         """The constraint of a request that asks for another one too. Raises ApiError where both cannot be had."""
+        if self.only_bound and other is not None:  # under which there is no call at all
+            self.strict = False
         own = self.spec()
         if own is not None and other is not None:
             raise bad_request(f"{other.field} cannot be had together with {own.field}.", other.field, "invalid_value")
