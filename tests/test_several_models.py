@@ -303,9 +303,11 @@ def test_a_client_that_hangs_up_while_its_model_loads_waits_no_longer():
         }  # fmt: skip
         request = asyncio.create_task(world.app(scope, receive, send))
         await soon(lambda: world.models.switch.num_waiting == 1)
+        bodies = world.app.state.api.bodies
+        assert bodies.held == len(b'{"model":"a","prompt":"hi"}'), "of those who wait, too"
         gone.set()
         await request
-        assert world.models.switch.num_waiting == 0 and not sent
+        assert world.models.switch.num_waiting == 0 and not sent and bodies.held == 0
         world.held.set()
 
     over_http(check)

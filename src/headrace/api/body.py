@@ -13,6 +13,7 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 
+from headrace.api.bodies import Body
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, ClientGone, bad_request
 from headrace.api.unknown_fields import Refused, leave_out, leave_out_of_part
@@ -27,7 +28,7 @@ _NEVER_JSON = ("multipart/", "image/", "audio/", "video/", "font/")
 
 
 async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
-    """The body as a `kind`. Raises ApiError: 400 for anything that is not such a document, 408, 413.
+    """The body as a `kind`. Raises ApiError: 400 for anything that is not such a document, 408, 413, 503.
 
     Unknown fields that are ignored are named in the request's state, for the header of the answer.
     """
@@ -40,27 +41,32 @@ async def read_json(request: Request, kind: type[T], config: ServerConfig) -> T:
 
 
 async def read_body(request: Request, config: ServerConfig) -> bytes:
-    """The whole body, of at most `max_body_bytes`, received within `body_timeout`."""
+    """The whole body, of at most `max_body_bytes`, received within `body_timeout`, where others leave room for it."""
     limit = config.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise _too_large(limit)
-    parts, size, more = [], 0, True
     try:
         async with asyncio.timeout(config.body_timeout):
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                part, more = message.get("body", b""), message.get("more_body", False)
-                size += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                parts.append(part)
+            with request.state.bodies.body() as held:
+                return await _received(request, held, limit)
     except TimeoutError:
         text = f"The body did not arrive within {config.body_timeout:g} seconds."
         raise ApiError(408, text, code="body_timeout", headers={"connection": "close"}) from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _received(request: Request, held: Body, limit: int) -> bytes:
+    data, more = bytearray(), True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part, more = message.get("body", b""), message.get("more_body", False)
+        if len(data) + len(part) > limit:
+            raise _too_large(limit)
+        held.grow(len(part))
+        data += part
+    return bytes(data)
 
 
 def decode(data: bytes, kind: type[T], ignored: list[str] | None = None) -> T:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.api.bodies import Bodies
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, bad_request, invalid, unsupported
 from headrace.api.limits import Limits
@@ -44,6 +45,7 @@ class ApiContext:
     ):
         self.engine, self.config, self.metrics = engine, config, metrics or PrometheusMetrics(engine)
         self.limits = limits or Limits(engine, config)
+        self.bodies = Bodies(config.max_body_bytes)
         self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
         self.responses = ResponseStore(config.responses_store_bytes)
         self.created = int(time.time())
