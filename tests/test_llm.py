@@ -168,8 +168,9 @@ def test_chat_renders_the_template_once(llm):
     output = llm.chat(messages, params, use_tqdm=False)[0]
     assert output.prompt == prompt
     assert output.prompt_token_ids == llm.tokenizer.encode(prompt, add_special_tokens=False)
-    several = llm.chat([messages, messages], params, use_tqdm=False)
-    assert [o.outputs[0].text for o in several] == [output.outputs[0].text] * 2
+    for given, count in (([messages, messages], 2), (iter([messages, messages]), 2), (iter(messages), 1)):
+        several = llm.chat(given, params, use_tqdm=False)
+        assert [o.outputs[0].text for o in several] == [output.outputs[0].text] * count
 
 
 def test_embeddings_equal_transformers(llm, witness):
@@ -344,8 +345,9 @@ def test_prompts_of_any_iterable_and_ids_of_any_array(llm):
     for wrong in ({"max_tokens": 3}, [5]):
         with pytest.raises(ParameterError, match=r"^sampling_params: got"):
             llm.generate([5], wrong)
-    with pytest.raises(ParameterError, match=r"^messages"):
-        llm.chat({"role": "user", "content": "one message, not a list"})
+    for wrong in ({"role": "user", "content": "one message, not a list"}, None, 5):
+        with pytest.raises(ParameterError, match=r"^messages"):
+            llm.chat(wrong)
 
 
 def test_unknown_options_are_refused(model):

@@ -175,18 +175,16 @@ class LLM:
 
         `special_tokens_in_content`: "text" keeps those that messages spell out as text.
         """
-        conversations = [messages] if isinstance(next(iter(messages), None), dict) else messages
+        if not isinstance(messages, Iterable):
+            raise ParameterError("messages", messages, "a conversation, which is a list of messages, or a list of them")
+        given: list[Any] = list(messages)
         prompts: list[Prompt] = [
             self.chat_prompt(
-                c,  # type: ignore[arg-type]
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                special_tokens_in_content=special_tokens_in_content,
+                c, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message, tools=tools,
+                chat_template_kwargs=chat_template_kwargs, special_tokens_in_content=special_tokens_in_content,
             )
-            for c in conversations
-        ]
+            for c in ([given] if given and isinstance(given[0], dict) else given)
+        ]  # fmt: skip
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora=lora)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
