@@ -342,7 +342,7 @@ def test_prompts_of_any_iterable_and_ids_of_any_array(llm):
     want = [r.outputs[0].token_ids for r in llm.generate([[5, 6], [7]], params)]
     for given in (([5, 6], [7]), iter([[5, 6], [7]]), [{"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": torch.tensor([7])}]):
         assert [r.outputs[0].token_ids for r in llm.generate(given, params)] == want
-    for wrong in ({"max_tokens": 3}, [5]):
+    for wrong in ({"max_tokens": 3}, [5], [None], [{}], 5):
         with pytest.raises(ParameterError, match=r"^sampling_params: got"):
             llm.generate([5], wrong)
     for wrong in ({"role": "user", "content": "one message, not a list"}, None, 5):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -257,8 +257,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         for name, values in (("sampling_params", params), ("priority", priority)):
-            if values is not None and len(values) != len(prompts):
-                raise ParameterError(name, f"{len(values)} entries", f"one for each of the {len(prompts)} prompts")
+            if values is not None and not (isinstance(values, Sized) and len(values) == len(prompts)):
+                got = f"{len(values)} entries" if isinstance(values, Sized) else values
+                raise ParameterError(name, got, f"one for each of the {len(prompts)} prompts")
         if priority is not None and any(priority) and self.config.scheduling_policy != "priority":
             raise ParameterError("priority", list(priority), "only 0, unless scheduling_policy is priority")
         params = with_adapters(params, lora, self._adapters)

@@ -52,8 +52,9 @@ def with_adapters(
 ) -> list[SamplingParams]:
     """The parameters of each prompt with the digest of its adapter: of the one named for all, or for it. Raises ParameterError
     for what is no parameters, too."""
-    if wrong := next((p for p in params if not isinstance(p, SamplingParams)), None):
-        raise ParameterError("sampling_params", wrong, "SamplingParams, for all prompts or for each")
+    for p in params:
+        if not isinstance(p, SamplingParams):
+            raise ParameterError("sampling_params", p, "SamplingParams, for all prompts or for each")
     each = [names] * len(params) if names is None or isinstance(names, str) else list(names)
     if len(each) != len(params):
         raise ParameterError("lora", f"{len(each)} entries", f"one for each of the {len(params)} prompts")
