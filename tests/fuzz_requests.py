@@ -38,6 +38,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {  # right ones; each is answered with
         {"input": "the mill", "max_output_tokens": 3}, {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 3, "stream": True},
         {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}], "instructions": "i", "store": False, "max_output_tokens": 3},
     ],
+    "/v1/responses/input_tokens": [{"input": "x"}, {"input": [{"role": "user", "content": "hi"}], "instructions": "i", "tools": [{"type": "function", "name": "f"}]}],
     "/v1/messages": [
         {"messages": HI, "max_tokens": 3}, {"messages": HI, "max_tokens": 3, "stream": True, "system": "s", "thinking": {"type": "adaptive"}},
         {"messages": [{"role": "user", "content": PAIR}], "max_tokens": 3, "stop_sequences": ["e"], "metadata": {"user_id": "u"}},

@@ -26,6 +26,7 @@ BODIES = {
     "/v1/completions": {"prompt": "hi"},
     "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/responses": {"input": "hi"},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/embeddings": {"input": "hi"},
     "/v1/rerank": {"query": "hi", "documents": ["ho"]},
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
@@ -33,7 +34,7 @@ BODIES = {
     "/detokenize": {"tokens": [65]},
     "/generate": {"prompt": "hi"},
 }
-GENERATING = [p for p in BODIES if p not in ("/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize", "/detokenize")]
+GENERATING = [p for p in BODIES if p not in ("/v1/responses/input_tokens", "/v1/embeddings", "/v1/rerank", "/v1/score", "/tokenize", "/detokenize")]
 STREAMING = GENERATING
 
 
@@ -158,8 +159,9 @@ def test_paths_and_methods(api):
     error_of(api.request("GET", "/nothing"))
     for path in BODIES:
         response = api.request("GET", path)
-        assert response.status_code == 405 and response.headers["allow"] == "POST"
         error_of(response)
+        if path != "/v1/responses/input_tokens":  # which GET takes for the name of a response
+            assert response.status_code == 405 and response.headers["allow"] == "POST"
     assert api.request("GET", "/v1/models/a/b/c").status_code == 404
     assert api.request("GET", f"/v1/models/{MODEL}").json()["id"] == MODEL
 

@@ -24,6 +24,7 @@ ENDS = {"/v1/chat/completions": "[DONE]", "/v1/responses": "response.completed",
 OTHERS = {
     "/v1/embeddings": {"input": "hi"}, "/v1/rerank": {"query": "q", "documents": ["a", "b"]}, "/v1/score": {"text_1": "a", "text_2": "b"},
     "/tokenize": {"prompt": "hi"}, "/detokenize": {"tokens": [104]}, "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/responses/input_tokens": {"input": "hi"},
     "/api/embed": {"input": "hi"}, "/api/embeddings": {"prompt": "hi"},
 }  # fmt: skip
 

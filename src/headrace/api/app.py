@@ -28,7 +28,7 @@ from headrace.api.middleware import Gate, shown
 from headrace.api.page_api import KillCore, page_api
 from headrace.api.page_files import page_routes
 from headrace.api.rerank import rerank, score
-from headrace.api.responses import responses
+from headrace.api.responses import input_tokens, responses
 from headrace.api.sse import RAW_SEND
 from headrace.engine.interface import AsyncEngine
 from headrace.metrics.prometheus import HttpMetrics
@@ -113,6 +113,7 @@ def create_app(
             post("/v1/completions", completions),
             post("/v1/chat/completions", chat_completions),
             post("/v1/responses", responses),
+            post("/v1/responses/input_tokens", input_tokens),
             route("/v1/responses/{id}", responses_stored.retrieve, "GET"),
             route("/v1/responses/{id}", responses_stored.delete, "DELETE"),
             route("/v1/responses/{id}", responses_stored.nothing, "POST"),

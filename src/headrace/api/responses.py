@@ -1,11 +1,11 @@
-"""POST /v1/responses: items in, items out."""
+"""POST /v1/responses: items in, items out; and the count of the tokens that go in."""
 
 from __future__ import annotations
 
 import time
 from array import array
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -19,12 +19,20 @@ from headrace.api.errors import ApiError
 from headrace.api.generation import Answer, Generation
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
 from headrace.api.response_store import Stored
-from headrace.api.responses_input import ENCRYPTED, LOGPROBS, ResponsesRequest, check_unserved, structure
+from headrace.api.responses_input import (
+    ENCRYPTED,
+    LOGPROBS,
+    InputTokensRequest,
+    ResponsesFields,
+    ResponsesRequest,
+    check_unserved,
+    structure,
+)
 from headrace.api.responses_items import Events, Items
 from headrace.api.responses_messages import as_items, left_out, messages, tools_in
 from headrace.api.responses_stored import Held, continued, owner, with_ids
 from headrace.api.responses_tools import ResponseTools
-from headrace.api.structured import constrain
+from headrace.api.structured import Structure, constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.api.tool_choice_input import of_responses
 from headrace.sampling.checks import check_int
@@ -37,10 +45,49 @@ encode = msgspec.json.encode
 async def responses(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, ResponsesRequest, ctx.config)
     model = ctx.check_model(body.model)
+    items = as_items(body.input)
+    asked = await _asked(ctx, request, body, items, truncated=body.truncate_prompt_tokens is not None)
+    policy, spec = asked.policy, asked.spec
+    ids, params = await ctx.check_prompt(
+        asked.ids, asked.params, field="input", side=body.truncation_side, limit="max_output_tokens"
+    )
+    params = policy.with_special_tokens(for_sample(params, 0))
+    reader = policy.reader(asked.end, structured=spec is not None)
+    answer = ResponsesAnswer(ctx, body, model, asked.tools, reader, ids, params)
+    generation = Generation(ctx, request, answer, spec)
+    if body.store is False:
+        return await generation.response()
+    return await _kept(generation, answer, items, asked.previous)
+
+
+async def input_tokens(ctx: ApiContext, request: Request) -> Response:
+    """POST /v1/responses/input_tokens: how long the prompt of such a response is, also where it is too long for one."""
+    body = await read_json(request, InputTokensRequest, ctx.config)
+    ctx.check_model(body.model)
+    items = [] if body.input is None else as_items(body.input)
+    asked = await _asked(ctx, request, body, items, truncated=True)
+    num_tokens = len(ctx.inputs.cut(asked.ids, asked.params, body.truncation_side))
+    return Response(encode({"object": "response.input_tokens", "input_tokens": num_tokens}), media_type="application/json")
+
+
+class Asked(NamedTuple):
+    """A request up to its prompt."""
+
+    previous: Stored | None
+    tools: ResponseTools
+    policy: ToolPolicy
+    spec: Structure | None
+    params: SamplingParams
+    ids: list[int]
+    end: str  # of the prompt's text
+
+
+async def _asked(
+    ctx: ApiContext, request: Request, body: ResponsesFields, items: list[dict[str, Any]], *, truncated: bool
+) -> Asked:
     check_common(ctx, body)
     check_unserved(body)
     check_stream_options(body.stream, body.stream_options)
-    items = as_items(body.input)
     previous, before = continued(ctx, request, body.previous_response_id)
     tools = _tools(ctx, request, body, items, before)
     conversation = messages(items, body.instructions, tools.name, before)
@@ -53,15 +100,8 @@ async def responses(ctx: ApiContext, request: Request) -> Response:
     check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None
     kwargs = effort_kwargs(effort) | (body.chat_template_kwargs or {})
-    given, end = await prompt_of(ctx, conversation, policy.tools, kwargs, truncated=body.truncate_prompt_tokens is not None)
-    ids, params = await ctx.check_prompt(given, params, field="input", side=body.truncation_side, limit="max_output_tokens")
-    params = policy.with_special_tokens(for_sample(params, 0))
-    reader = policy.reader(end, structured=spec is not None)
-    answer = ResponsesAnswer(ctx, body, model, tools, reader, ids, params)
-    generation = Generation(ctx, request, answer, spec)
-    if body.store is False:
-        return await generation.response()
-    return await _kept(generation, answer, items, previous)
+    ids, end = await prompt_of(ctx, conversation, policy.tools, kwargs, truncated=truncated)
+    return Asked(previous, tools, policy, spec, params, ids, end)
 
 
 async def _kept(
@@ -89,7 +129,7 @@ def _cancel(generation: Generation, answer: ResponsesAnswer) -> None:
 
 
 def _tools(
-    ctx: ApiContext, request: Request, body: ResponsesRequest, items: list[dict[str, Any]], before: list[dict[str, Any]]
+    ctx: ApiContext, request: Request, body: ResponsesFields, items: list[dict[str, Any]], before: list[dict[str, Any]]
 ) -> ResponseTools:
     """Those of the body and of its items; what is left out of either is named in the answer's header."""
     ignored: list[str] | None = [] if ctx.config.unknown_fields == "ignore" else None
@@ -102,7 +142,7 @@ def _tools(
     return tools
 
 
-def _parameters(ctx: ApiContext, body: ResponsesRequest) -> SamplingParams:
+def _parameters(ctx: ApiContext, body: ResponsesFields) -> SamplingParams:
     if body.top_logprobs is not None:
         check_int("top_logprobs", body.top_logprobs, 0, ctx.config.max_logprobs)
     if body.max_output_tokens is not None:

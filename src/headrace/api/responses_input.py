@@ -69,10 +69,9 @@ class ReasoningOptions(Body, kw_only=True):
     generate_summary: Summary | None = None  # its older name
 
 
-class ResponsesRequest(OpenAIFields, kw_only=True):
-    """POST /v1/responses. `store` is served, here alone."""
+class ResponsesFields(OpenAIFields, kw_only=True):
+    """What a response and the count of its input have in common. `store` is served, here alone."""
 
-    input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None  # read in responses_tools
@@ -92,7 +91,19 @@ class ResponsesRequest(OpenAIFields, kw_only=True):
     truncation: Literal["disabled", "auto"] | None = None
 
 
-def check_unserved(body: ResponsesRequest) -> None:
+class ResponsesRequest(ResponsesFields, kw_only=True):
+    """POST /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+
+
+class InputTokensRequest(ResponsesFields, kw_only=True):
+    """POST /v1/responses/input_tokens: the same body, but that what there is so far may be all of the input."""
+
+    input: str | list[dict[str, Any]] | None = None
+
+
+def check_unserved(body: ResponsesFields) -> None:
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
             raise unsupported(name, "not supported; send the whole input, or previous_response_id")

@@ -38,7 +38,7 @@ WHOLE_REQUEST = (
 TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 FINISH_REASONS = ("stop", "length", "abort", "error")
 PATHS = frozenset({
-    "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages",
+    "/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/tokenize",
     "/detokenize",
