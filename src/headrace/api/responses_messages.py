@@ -61,7 +61,7 @@ def messages(
     reader = _Reader(name_of)
     for item in before:
         reader.add(item, "previous_response_id")
-    for i, item in enumerate(as_items(value)):
+    for i, item in enumerate(as_items(value) if isinstance(value, str) else value):
         reader.add(item, f"input[{i}]")
     if instructions:
         _add_instructions(reader.found, instructions)
