@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -28,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from fake_engine import FakeEngine
+from headrace import logs
 from headrace.api.tls import tls_context
 from headrace.cli import main, serve
 from headrace.cli.fleet import RayFleet
@@ -391,9 +393,10 @@ def test_json_lines_hold_whatever_is_logged():
     assert "ValueError" in fields["exception"] and fields["level"] == "ERROR" and fields["time"].endswith("Z")
 
 
-def test_a_log_that_nobody_takes_holds_nobody_up(monkeypatch):
-    """A terminal that is stopped, a pager that waits: whoever writes to them waits for ever."""
-    reading, writing = os.pipe()
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_a_log_that_nobody_takes_holds_nobody_up(kind):
+    """A terminal that is stopped, a pager that waits, a journal that hangs: whoever writes to them waits for ever."""
+    reading, writing = log_reader(kind)
     with open(writing, "w") as stream, open(reading):
         handler = Lines()
         handler.setStream(stream)
@@ -402,6 +405,7 @@ def test_a_log_that_nobody_takes_holds_nobody_up(monkeypatch):
         logger.addHandler(handler)
         for number in range(400):
             logger.warning("%d %s", number, "long " * 100)
+        assert os.get_blocking(writing), "it is others' stderr, too"
         os.set_blocking(reading, False)
         first = os.read(reading, 1 << 20).decode()
         assert 3000 < len(first) < 400 * 600
@@ -411,6 +415,39 @@ def test_a_log_that_nobody_takes_holds_nobody_up(monkeypatch):
     lines = [json.loads(line)["message"] for line in (first + rest).splitlines() if line.endswith("}")]
     lost = [int(line.split()[0]) for line in lines if line.endswith(" lines of the log were not taken, and are lost")]
     assert lines[-1] == "é" * 2500 and " lost" in lines[-2] and sum(" long" in line for line in lines) + sum(lost) == 400 > lost[-1] > 100
+
+
+def log_reader(kind: str) -> tuple[int, int]:
+    """Both ends of what a log may be written to."""
+    if kind == "pipe":
+        return os.pipe()
+    ends = socket.socketpair()  # as systemd gives a service to its journal
+    ends[1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+    return ends[0].detach(), ends[1].detach()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_a_log_that_is_taken_slowly_holds_up_a_fiftieth_of_the_time(monkeypatch, kind):
+    reading, writing = log_reader(kind)
+    clock, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:  # as long as it takes the reader to take a line or so
+        clock[0] += seconds
+        slept.append(seconds)
+        os.read(reading, 600)
+
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with open(writing, "w") as stream, open(reading):
+        handler = Lines()
+        handler.setStream(stream)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger = logging.Logger("x")
+        logger.addHandler(handler)
+        for _ in range(1000):
+            logger.warning("long " * 100)
+            clock[0] += 0.05
+            assert sum(slept) <= logs.PATIENCE + logs.REFILL * clock[0] + 0.011
+    assert sum(slept) > 2 * logs.PATIENCE, "it was slow, and waited for"
 
 
 def test_one_form_of_lines_and_probes_only_when_debugging(model, tmp_path):

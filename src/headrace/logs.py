@@ -6,15 +6,19 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import stat
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 FORMATS = ("text", "json")
 TEXT = "%(asctime)s.%(msecs)03d %(levelname)s {part}: %(message)s"
 TIME = "%Y-%m-%d %H:%M:%S"
 LOST = "%d lines of the log were not taken, and are lost"
-PATIENCE = 0.2  # seconds that a line waits for room, unless there was none for the one before
+PATIENCE = 0.2  # seconds that lines wait for room
+REFILL = 0.02  # of that, for each second that has gone by: a reader that is slow holds up no more than a fiftieth of the time
 
 
 class JsonLines(logging.Formatter):
@@ -42,15 +46,16 @@ class TextLines(logging.Formatter):
 
 
 class Lines(logging.StreamHandler):
-    """To stderr, but never held up by it: a terminal that is stopped (Ctrl-S) and a pipe whose reader has stopped must not stop
-    streams. Lines for which there is no room are lost, and counted where there is room again."""
+    """To stderr, but never held up by it: a terminal that is stopped (Ctrl-S), a pipe whose reader has stopped, the socket of a
+    journal that hangs must not stop streams. Lines for which there is no room are lost, and counted where there is again."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lost = 0
         self._torn = False  # the last line has no end
         self._known: Any = None  # the stream that `_own` belongs to
-        self._own: int | None = None
+        self._own: Callable[[bytes], int] | None = None
+        self._patience, self._asked = PATIENCE, 0.0  # what was left of it, and when
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -70,29 +75,39 @@ class Lines(logging.StreamHandler):
             self.stream.write(text)
             self.flush()
             return True
-        data = text.encode(self.stream.encoding or "utf-8", "backslashreplace")
-        end = time.monotonic() + (0.0 if self._lost else PATIENCE)
+        data, now = text.encode(self.stream.encoding or "utf-8", "backslashreplace"), time.monotonic()
+        self._patience = min(PATIENCE, self._patience + REFILL * (now - self._asked))
+        self._asked = now
         while data:
             try:
-                data = data[os.write(own, data) :]
+                data = data[own(data) :]
                 self._torn = bool(data)
             except BlockingIOError:
-                if time.monotonic() >= end:
+                if self._patience <= 0:
                     return False
                 time.sleep(PATIENCE / 20)
+                before, self._asked = self._asked, time.monotonic()
+                self._patience -= self._asked - before
         return True
 
-    def _without_waiting(self) -> int | None:
-        """The terminal or pipe that is stderr, opened again: how it is written to is then this process's own affair, where a
-        flag of stderr would be everybody's who has it. None: it is something else."""
+    def _without_waiting(self) -> Callable[[bytes], int] | None:
+        """Writes what there is room for to the terminal, pipe or socket that is stderr, or raises BlockingIOError. It is opened
+        again, or asked each time: a flag of stderr would be everybody's who has it. None: it is something else."""
         if self._known is not self.stream:
             self._known, self._own = self.stream, None
             with contextlib.suppress(AttributeError, OSError, ValueError):  # no file, or it cannot be opened again
                 number = self.stream.fileno()
                 mode = os.fstat(number).st_mode
                 if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-                    self._own = os.open(f"/proc/self/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                    flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+                    self._own = partial(os.write, os.open(f"/proc/self/fd/{number}", flags))
+                elif stat.S_ISSOCK(mode):  # it cannot be opened again
+                    self._own = partial(_send, socket.socket(fileno=os.dup(number)))
         return self._own
+
+
+def _send(there: socket.socket, data: bytes) -> int:
+    return there.send(data, socket.MSG_DONTWAIT)
 
 
 def settings() -> tuple[str, str, str]:
