@@ -182,7 +182,7 @@ def test_the_clients_own_answer_goes_back():
 
 def test_options():
     api = make()
-    chat(api, options={"num_predict": 9.0, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["x"], "num_ctx": 4096,
+    chat(api, options={"num_predict": 9.0, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["x"], "num_ctx": 4096.0,
                        "repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25, "mirostat": 0, "typical_p": 1.0})  # fmt: skip
     p = api.engine.params[-1]
     assert (p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop) == (9, 0.5, 5, 0.5, 0.1, 7, ["x"])

@@ -17,6 +17,7 @@ from headrace.api.bodies import Body
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, ClientGone, bad_request
 from headrace.api.unknown_fields import Refused, leave_out, leave_out_of_part
+from headrace.api.whole_numbers import as_integers
 from headrace.sampling.foreign import advice
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ _PLACE = re.compile(r" - at `([^`]*)`$")
 _NAME = re.compile(r"(?:unknown|required) field `([^`]*)`")
 _STEP = re.compile(r"([^.\[\]]+)|\[[^\]]*\]")
 _UNKNOWN = re.compile(r"unknown field `|Invalid enum value .* - at `\$\.tools\[")
+_WITH_POINT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _NEVER_JSON = ("multipart/", "image/", "audio/", "video/", "font/")
 
 
@@ -78,9 +80,9 @@ def decode(data: bytes, kind: type[T], ignored: list[str] | None = None) -> T:
         try:
             result = msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
-            if ignored is None or not _UNKNOWN.search(str(error)):
+            if not _WITH_POINT.match(str(error)) and (ignored is None or not _UNKNOWN.search(str(error))):
                 raise
-            result = _without_unknown(data, kind, ignored)
+            result = _mended(data, kind, ignored)
         json.loads(data, object_pairs_hook=_unique)
     except msgspec.ValidationError as error:
         raise from_validation(error, kind) from None
@@ -97,9 +99,12 @@ def decode(data: bytes, kind: type[T], ignored: list[str] | None = None) -> T:
     return result
 
 
-def _without_unknown(data: bytes, kind: Any, ignored: list[str]) -> Any:
+def _mended(data: bytes, kind: Any, ignored: list[str] | None) -> Any:
+    """Without unknown fields, unless they are to be refused, and with integers where `5.0` was written for one."""
     document = msgspec.json.decode(data)
-    ignored += leave_out(document, _type_info(kind))
+    if ignored is not None:
+        ignored += leave_out(document, _type_info(kind))
+    document = as_integers(document, _type_info(kind))
     return msgspec.json.decode(msgspec.json.encode(document), type=kind)
 
 

@@ -13,6 +13,7 @@ from headrace.api.errors import ApiError, allowed_only, invalid, unsupported
 from headrace.api.protocol import Body
 from headrace.api.structured import Structure
 from headrace.api.unknown_fields import MATTERS, nearest
+from headrace.api.whole_numbers import whole
 from headrace.conversation.tool_grammar import Tool
 from headrace.errors import ParameterError
 from headrace.sampling.checks import check_int, check_strings
@@ -27,7 +28,7 @@ OPTIONS = {
     "seed": "seed", "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
-WHOLE = ("num_predict", "top_k", "seed")  # numbers that some clients write with a point
+WHOLE = ("num_predict", "top_k", "seed", "num_ctx")  # numbers that some clients write with a point
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # this API's, where the model has none of its own
 NEUTRAL: dict[str, Any] = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}  # these ask for nothing
 # of loading and running a model, or of the penalties' window: left out and named
@@ -150,13 +151,13 @@ def model_of(ctx: ApiContext, name: str | None) -> str:
 def sampling(ctx: ApiContext, body: GeneratingRequest, ignored: list[str]) -> SamplingParams:
     """The options as parameters; the names of those without effect are added to `ignored`. Raises ApiError or ParameterError
     with the option's name."""
-    given = {name: value for name, value in (body.options or {}).items() if value is not None}
+    options = {name: value for name, value in (body.options or {}).items() if value is not None}
+    given = {name: whole(value) if name in WHOLE else value for name, value in options.items()}
     ignored += _without_effect(ctx, given)
     values: dict[str, Any] = {k: v for k, v in DEFAULTS.items() if ctx.engine.generation_defaults.get(k) is None}
     for name, ours in OPTIONS.items():
         if name in given:
-            value = given[name]
-            values[ours] = int(value) if name in WHOLE and isinstance(value, float) and value.is_integer() else value
+            values[ours] = given[name]
     most = values.setdefault("max_tokens", None)
     if most in (-2, -1, 0) and most is not False:
         values["max_tokens"] = None  # no limit but the context
