@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from answers import error_of
 from fake_engine import FakeEngine
-from headrace.api.response_store import ResponseStore, chain
+from headrace.api.response_store import ITEM_BYTES, ResponseStore, chain
 from server_driver import MODEL, serving, soon
 from test_api_responses import call, prompt, scripted
 from test_api_tools_http import make, responses_both_ways
@@ -36,6 +36,38 @@ def test_a_conversation_is_continued():
     order = ["ONE", "TWO", "It is two.", "THREE"]
     assert [shown.index(text) for text in order] == sorted(shown.index(text) for text in order)
     assert api.request("GET", f"{PATH}/{third['id']}").json() == third
+
+
+def referred(*items: dict) -> list[dict]:
+    return [{"type": "item_reference", "id": item["id"]} for item in items]
+
+
+def test_items_of_answers_are_referred_to():
+    """As clients do that keep the conversation by its ids: what the model is shown is the same."""
+    api = scripted(f"<think>so</think>Well.{call('f')}", "It is two.", "It is two.", "Bye.")
+    tools = [{"type": "function", "name": "f"}]
+    items = api.ok(PATH, {"input": "ONE", "tools": tools})["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+    one, two = {"role": "user", "content": "ONE"}, {"type": "function_call_output", "call_id": items[-1]["call_id"], "output": "TWO"}
+    api.ok(PATH, {"input": [one, *items, two], "tools": tools})
+    whole = prompt(api)
+    body = {"input": [one, *referred(*items[:2]), {"id": items[2]["id"]}, two], "tools": tools}
+    assert api.ok(f"{PATH}/input_tokens", body)["input_tokens"] == len(api.engine.prompts[-1])
+    second = api.ok(PATH, body)
+    assert prompt(api) == whole
+    listed = api.request("GET", f"{PATH}/{second['id']}/input_items?order=asc").json()["data"]
+    assert listed[1:4] == items, "what is kept has them in full"
+    api.ok(PATH, {"input": referred(*second["output"]), "previous_response_id": second["id"]})
+    for wrong, status, code in (
+        (referred(items[0], items[0]), 400, "invalid_value"), (referred({"id": "rs_none"}), 404, "item_not_found"),
+        (referred(listed[0]), 404, "item_not_found"), ([{"type": "item_reference"}], 400, "missing_required_parameter"),
+    ):  # fmt: skip
+        error = error_of(answer := api.post(PATH, {"input": wrong}))
+        assert (answer.status_code, error["code"], error["param"]) == (status, code, f"input[{len(wrong) - 1}].id")
+    first = api.app.state.api.responses.having(0, items[0]["id"])
+    assert api.request("DELETE", f"{PATH}/{first.key[1]}").status_code == 200
+    assert api.post(PATH, {"input": referred(items[1])}).status_code == 404
+    assert [item["id"] for item in listed[1:4]] == [item["id"] for item in items]
 
 
 def test_tools_that_stood_in_the_input_stay():
@@ -74,6 +106,8 @@ def test_a_server_that_keeps_nothing_says_so():
     assert response["store"] is False and api.request("GET", f"{PATH}/{response['id']}").status_code == 404
     error = error_of(api.post(PATH, {"input": "hi", "previous_response_id": response["id"]}))
     assert error["param"] == "previous_response_id" and "keeps no responses" in error["message"]
+    error = error_of(api.post(PATH, {"input": referred({"id": "msg_x"})}))
+    assert error["param"] == "input[0].type" and "keeps no responses" in error["message"]
 
 
 def test_what_is_too_large_is_answered_and_not_kept():
@@ -221,11 +255,13 @@ class Bounds(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.store = ResponseStore(400, 6)
+        self.store = ResponseStore(400 + 2 * ITEM_BYTES, 6)
         self.running, self.ended, self.deleted, self.count = [], [], set(), 0
 
     def resource(self, size: int) -> bytes:
-        return b'{"output":[],"x":"' + b"x" * size + b'"}'
+        self.count += 1
+        output = b'{"id":"i%d"}' % self.count if size % 2 else b""
+        return b'{"output":[' + output + b'],"x":"' + b"x" * size + b'"}'
 
     @rule(size=st.integers(0, 120), data=st.data())
     def begin(self, size, data):
@@ -257,8 +293,9 @@ class Bounds(RuleBasedStateMachine):
 
     @invariant()
     def bounds(self):
-        assert self.store.num_bytes <= 400 and len(self.store) <= 6
+        assert self.store.num_bytes <= 400 + 2 * ITEM_BYTES and len(self.store) <= 6
         kept = list(self.store._kept.values())
+        assert set(self.store._by_item.values()) == {s for s in kept if s.ids} and all((0, i) in self.store._by_item for s in kept for i in s.ids)
         assert self.store.num_bytes == sum(s.size for s in kept)
         assert all(not s.gone and s in kept for s in self.running)
         for s in kept:

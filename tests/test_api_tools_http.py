@@ -335,7 +335,7 @@ def test_responses_input_keeps_everything_in_its_order(kinds):
     ("body", "param"),
     [
         ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
-        ({"conversation": "x"}, "conversation"), ({"input": []}, "input"), ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"conversation": "x"}, "conversation"), ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"include": ["everything"]}, "include"),
         ({"tools": [{"type": 5}]}, "tools[0]"), ({"max_output_tokens": 0}, "max_output_tokens"), ({"n": 2}, "n"), ({"max_tokens": 5}, "max_tokens"),

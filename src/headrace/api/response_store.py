@@ -13,19 +13,31 @@ from typing import Any
 import msgspec
 
 MAX_RESPONSES = 4096
+ITEM_BYTES = 256  # what it takes to find an item by its id
 Items = list[dict[str, Any]]
+
+
+class _Item(msgspec.Struct):
+    id: str | None = None
+
+
+class _Output(msgspec.Struct):
+    """Of a response no more than is needed to find its items."""
+
+    output: list[_Item]
 
 
 class Stored:
     """One response: what went in (its own part of the conversation) and what came out, as JSON."""
 
-    __slots__ = ("cancel", "children", "gone", "key", "now", "output", "previous", "resource", "size", "taken")
+    __slots__ = ("cancel", "children", "gone", "ids", "key", "now", "output", "previous", "resource", "size", "taken")
 
     def __init__(self, key: tuple[int, str], taken: bytes, previous: Stored | None, now: Callable[[], dict[str, Any]]):
         self.key, self.taken, self.previous = key, taken, previous
         self.now: Callable[[], dict[str, Any]] | None = now  # the response object, while it is running
         self.cancel: Callable[[], None] | None = None  # ends it where it is
         self.resource = b""  # the same, when it has ended
+        self.ids: tuple[str, ...] = ()  # of the items that came out
         self.size = len(taken)
         self.children = 0  # kept responses that continue it
         self.gone = False
@@ -36,7 +48,11 @@ class Stored:
 
     def both(self) -> Items:
         """Its input and its output."""
-        return self.items() + list(msgspec.json.decode(self.resource)["output"])
+        return self.items() + self.came_out()
+
+    def came_out(self) -> Items:
+        """Its output."""
+        return list(msgspec.json.decode(self.resource)["output"])
 
     def document(self) -> bytes:
         return msgspec.json.encode(self.now()) if self.now is not None else self.resource
@@ -49,6 +65,7 @@ class ResponseStore:
         self.max_bytes, self.max_count = max_bytes, max_count
         self.num_bytes = 0
         self._kept: OrderedDict[tuple[int, str], Stored] = OrderedDict()  # the least recently used first
+        self._by_item: dict[tuple[int, str], Stored] = {}  # whose item, and its id
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -60,6 +77,11 @@ class ResponseStore:
             self._kept.move_to_end(link.key)
             link = link.previous
         return found
+
+    def having(self, owner: int, item_id: str) -> Stored | None:
+        """The response that an item came out of, as find()."""
+        stored = self._by_item.get((owner, item_id))
+        return None if stored is None else self.find(stored.key)
 
     def begin(
         self, key: tuple[int, str], items: Items, previous: Stored | None, now: Callable[[], dict[str, Any]]
@@ -87,12 +109,15 @@ class ResponseStore:
         """It has ended as `resource` says. False: with that there is no room for it."""
         if stored.gone:
             return False
-        if not self._room(len(resource), 0):
+        ids = tuple(item.id for item in msgspec.json.decode(resource, type=_Output).output if item.id is not None)
+        size = len(resource) + ITEM_BYTES * len(ids)
+        if not self._room(size, 0):
             self.remove(stored)
             return False
-        stored.now, stored.resource, stored.cancel = None, resource, None
-        stored.size += len(resource)
-        self.num_bytes += len(resource)
+        stored.now, stored.resource, stored.cancel, stored.ids = None, resource, None, ids
+        stored.size += size
+        self.num_bytes += size
+        self._by_item.update(((stored.key[0], item_id), stored) for item_id in ids)
         self.find(stored.key)
         return True
 
@@ -106,6 +131,9 @@ class ResponseStore:
         del self._kept[stored.key]
         self.num_bytes -= stored.size
         self._forget_previous(stored)
+        for item_id in stored.ids:
+            if self._by_item.get((stored.key[0], item_id)) is stored:
+                del self._by_item[stored.key[0], item_id]
         stored.gone, stored.now, stored.cancel = True, None, None
         stored.taken = stored.resource = b""
 

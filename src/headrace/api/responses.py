@@ -30,7 +30,7 @@ from headrace.api.responses_input import (
 )
 from headrace.api.responses_items import Events, Items
 from headrace.api.responses_messages import as_items, left_out, messages, tools_in
-from headrace.api.responses_stored import Held, continued, owner, with_ids
+from headrace.api.responses_stored import Held, continued, dereferenced, owner, with_ids
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import Structure, constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
@@ -45,7 +45,7 @@ encode = msgspec.json.encode
 async def responses(ctx: ApiContext, request: Request) -> Response:
     body = await read_json(request, ResponsesRequest, ctx.config)
     model = ctx.check_model(body.model)
-    items = as_items(body.input)
+    items = dereferenced(ctx, request, as_items(body.input))
     asked = await _asked(ctx, request, body, items, truncated=body.truncate_prompt_tokens is not None)
     policy, spec = asked.policy, asked.spec
     ids, params = await ctx.check_prompt(
@@ -64,7 +64,7 @@ async def input_tokens(ctx: ApiContext, request: Request) -> Response:
     """POST /v1/responses/input_tokens: how long the prompt of such a response is, also where it is too long for one."""
     body = await read_json(request, InputTokensRequest, ctx.config)
     ctx.check_model(body.model)
-    items = [] if body.input is None else as_items(body.input)
+    items = [] if body.input is None else dereferenced(ctx, request, as_items(body.input))
     asked = await _asked(ctx, request, body, items, truncated=True)
     num_tokens = len(ctx.inputs.cut(asked.ids, asked.params, body.truncation_side))
     return Response(encode({"object": "response.input_tokens", "input_tokens": num_tokens}), media_type="application/json")

@@ -36,9 +36,7 @@ def continued(ctx: ApiContext, request: Request, response_id: str | None) -> tup
     name = "previous_response_id"
     if response_id is None:
         return None, []
-    if not ctx.responses.max_bytes:
-        why = "not supported: this server keeps no responses (several --api-processes, or --responses-store-bytes 0)"
-        raise unsupported(name, why + "; send the whole input")
+    _check_kept(ctx, name)
     stored = ctx.responses.find((owner(request), response_id))
     if stored is not None and stored.now is not None:
         raise invalid(name, "that response is still in progress.")
@@ -47,6 +45,38 @@ def continued(ctx: ApiContext, request: Request, response_id: str | None) -> tup
         text = f"{name}: there is no response {response_id[:100]!r}, or it or one that it continues is not kept any more."
         raise ApiError(404, text, param=name, code="previous_response_not_found")
     return stored, [item for link in links for item in link.both()]
+
+
+def dereferenced(ctx: ApiContext, request: Request, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The input, with the items of earlier answers in the place of their ids. Raises ApiError naming the reference."""
+    found: list[dict[str, Any]] = []
+    known: dict[str, dict[str, Any]] = {}  # of the responses that have been read: each once
+    used: set[str] = set()
+    for i, item in enumerate(items):
+        if item.get("type") != "item_reference" and item.keys() != {"id"}:
+            found.append(item)
+            continue
+        item_id, field = item.get("id"), f"input[{i}].id"
+        if not isinstance(item_id, str):
+            raise invalid(field, "the id of an item is needed.", "missing_required_parameter")
+        _check_kept(ctx, f"input[{i}].type")
+        if item_id not in known:
+            stored = ctx.responses.having(owner(request), item_id)
+            if stored is None:
+                text = f"{field}: there is no item {item_id[:100]!r} of an answer that is kept; send the item itself."
+                raise ApiError(404, text, param=field, code="item_not_found")
+            known.update((other["id"], other) for other in stored.came_out() if other.get("id"))
+        if item_id in used:  # a short body must not become a long prompt
+            raise invalid(field, f"{item_id[:100]!r} stands twice in the input.")
+        used.add(item_id)
+        found.append(known[item_id])
+    return found
+
+
+def _check_kept(ctx: ApiContext, field: str) -> None:
+    if not ctx.responses.max_bytes:
+        why = "not supported: this server keeps no responses (several --api-processes, or --responses-store-bytes 0)"
+        raise unsupported(field, why + "; send the whole input")
 
 
 class Held(Response):
