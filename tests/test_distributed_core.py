@@ -21,6 +21,7 @@ from headrace.config import EngineConfig
 from headrace.distributed.core_host import CoreHost
 from headrace.distributed.process import Door
 from headrace.distributed.remote_core import HostGoneError, RemoteCore
+from headrace.engine import supervision
 from headrace.engine.client import EngineClient
 from headrace.engine.core_supply import StandbySupply
 from headrace.engine.supervision import SupervisionConfig
@@ -130,9 +131,9 @@ class Far(CoreHost):
 class Front:
     """A client whose cores come from `host`."""
 
-    def __init__(self, model: str, host: Far):
+    def __init__(self, model: str, host: Far, builder: str = "headrace.engine.build:build_engine"):
         def supply(context: zmq.asyncio.Context) -> StandbySupply:
-            return StandbySupply(partial(RemoteCore.start, context, host, "headrace.engine.build:build_engine", "warning", "text", False))
+            return StandbySupply(partial(RemoteCore.start, context, host, builder, "warning", "text", False))
 
         config = EngineConfig(model=model, device="cpu", dtype="float32", max_num_seqs=8, num_kv_blocks=256, threads=1)
         self.client = EngineClient(config, SupervisionConfig(heartbeat_timeout=5.0), supplies=supply)
@@ -187,6 +188,24 @@ async def test_streams_go_on_when_a_core_is_killed_cut_off_or_lost(front, caplog
     assert await front.stream(7, host.lose) == want
     await front.restarted(4)
     assert "its host is gone" in caplog.text and front.client.num_poisonous == 0
+
+
+async def test_a_core_whose_load_is_always_killed_ends_the_front_with_its_reason(model, tmp_path, monkeypatch):
+    (tmp_path / "one_builder.py").write_text("import os\ndef build(config): os.kill(os.getpid(), 9)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SRC), str(tmp_path)]))
+    monkeypatch.setattr(supervision, "SPAWN_BACKOFF", 0.001)
+    host = Far()
+    front = Front(model, host, "one_builder:build")
+    await front.client.start()
+    try:
+        async with asyncio.timeout(60):
+            why = r"3 starts in a row failed; the last: exit code -9, on 127\.0\.0\.1, before its model was loaded"
+            with pytest.raises(EngineDeadError, match=why):
+                await front.client.wait_loaded()
+    finally:
+        await front.client.close()
+        for wire in host.wires:
+            await wire.close()
 
 
 async def test_strangers_get_nothing_and_disturb_nothing(front, caplog):

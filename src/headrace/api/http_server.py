@@ -28,6 +28,8 @@ from headrace.api.tls_door import TlsDoor
 logger = logging.getLogger("headrace.server")
 HEAD_SECONDS = 60.0  # for the head of a request to come
 HEAD_BYTES = 1 << 20  # of one that is not whole yet
+HEADS_BYTES = 64 << 20  # of all those together; beyond it a head may have
+SMALL_HEAD = 64 << 10  # so many
 FILES = 65_536  # that may be open at least, where the system lets a process have so many
 BEYOND = 32  # connections beyond those that may be open: whether the server lives is answered there, and nothing else
 OTHER_FILES = 256  # that connections leave to the rest: a core that is to be started again, its sockets, what is read
@@ -116,6 +118,7 @@ class BoundedHeads(asyncio.Protocol):
     most: int  # connections
     beyond: dict[BoundedHeads, None]  # of the server: connections beyond those without a request yet, the oldest first
     quiet_until = 0.0  # of the server
+    heads = 0  # of the server: bytes of heads that are not whole yet
     cycle: Any
     _late: asyncio.TimerHandle | None = None  # while there is no request, or one has come in part
     _bytes = 0  # of that part
@@ -150,7 +153,10 @@ class BoundedHeads(asyncio.Protocol):
         self._late = self._late or self.loop.call_later(HEAD_SECONDS, self._give_up)
         if self.cycle is None or not self.cycle.more_body:  # else it is a body that nobody wants any more
             self._bytes += len(data)
-        if self._bytes > HEAD_BYTES and not self.transport.is_closing():
+            type(self).heads += len(data)
+        most = HEAD_BYTES if self.heads <= HEADS_BYTES else SMALL_HEAD
+        if self._bytes > most and not self.transport.is_closing():
+            self._rest()
             self.transport.write(TOO_LARGE)
             self.transport.close()
 
@@ -168,6 +174,7 @@ class BoundedHeads(asyncio.Protocol):
         self._rest()
 
     def _rest(self) -> None:
+        type(self).heads -= self._bytes
         self._bytes = 0
         self.beyond.pop(self, None)
         if self._late is not None:
