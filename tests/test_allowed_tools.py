@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.types.responses import ToolChoiceAllowed
 
 from answers import error_of
+from server_driver import MODEL
 from structured_driver import compiled, takes
+from test_api_openai_client import client_of
 from test_structured_tools import BODY_TOOLS, HI, TEMPLATES, WRITTEN, api_of
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -120,3 +123,14 @@ def test_refusals(path):
         error = error_of(api.post(path, {**body_of(path, "auto", []), "tool_choice": choice}))
         assert error["param"] == f"tool_choice.{part}"
     assert not api.engine.params
+
+
+async def test_with_the_official_client():
+    async with client_of(lambda ids, params: WRITTEN["hermes"], supports_structured=True) as client:
+        choice = body_of(CHAT, "required", ["weather"])["tool_choice"]
+        answer = await client.chat.completions.create(model=MODEL, messages=HI, tools=BODY_TOOLS, tool_choice=choice)
+        assert answer.choices[0].message.tool_calls[0].function.name == "weather"
+        choice = body_of(RESPONSES, "auto", ["weather"])["tool_choice"]
+        response = await client.responses.create(model=MODEL, input="hi", tools=FLAT, tool_choice=choice)
+        assert response.output[0].name == "weather" and isinstance(response.tool_choice, ToolChoiceAllowed)
+        assert response.tool_choice.to_dict() == choice

@@ -100,3 +100,13 @@ def test_over_http():
     error = error_of(api.post("/v1/chat/completions", {"messages": HI, "max_tokens": 3.5}))
     assert error["param"] == "max_tokens"
     assert error_of(api.post("/v1/chat/completions", {"messages": HI, "max_tokens": 0.0}))["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_token_ids(path):
+    api, field = Api(), "prompt" if path == "/v1/completions" else "input"
+    answers = [api.ok(path, {field: ids}) for ids in ([65, 66], [65.0, 66], [[65, 66]], [[65.0, 66.0]])]
+    shown = [[choice["text"] for choice in a["choices"]] if field == "prompt" else a["data"] for a in answers]
+    assert shown == shown[:1] * 4 and len({a["usage"]["prompt_tokens"] for a in answers}) == 1
+    for wrong, place in (([65.5], "[0]"), ([[65.5]], "[0]"), ([True, 65.0], "[0]"), ([65.0, "a"], "[0]"), ([[65.0], "a"], "")):
+        assert error_of(api.post(path, {field: wrong}))["param"] == field + place

@@ -18,6 +18,7 @@ from headrace.api.generation import ChoicesAnswer, Generation, Sample
 from headrace.api.logprobs import CompletionLogprobs, Span, prompt_logprobs
 from headrace.api.protocol import CompletionRequest
 from headrace.api.structured import constrain, spec_of
+from headrace.api.whole_numbers import whole
 from headrace.errors import ParameterError
 from headrace.sampling.checks import check_int
 from headrace.sampling.params import SamplingParams
@@ -53,16 +54,28 @@ def prompts(value: str | list[Any] | None, field: str, most: int) -> list[str | 
         return [value]
     if not value:
         raise invalid(field, "an empty list; at least one prompt is needed.")
-    if set(map(type, value)) == {int}:
-        return [value]
+    if (ids := _ids(value)) is not None:
+        return [ids]
     if len(value) > most:
         raise invalid(field, f"{len(value)} prompts; at most {most} in one request.")
+    found: list[str | list[int]] = []
     for i, v in enumerate(value):
-        if not isinstance(v, str) and not (isinstance(v, list) and set(map(type, v)) == {int}):
+        one = v if isinstance(v, str) else _ids(v) if isinstance(v, list) else None
+        if one is None:
             raise invalid(f"{field}[{i}]", "allowed are text, token ids, a list of texts or a list of lists of token ids.")
-    if len(set(map(type, value))) > 1:
+        found.append(one)
+    if len(set(map(type, found))) > 1:
         raise invalid(field, "texts and token ids are mixed in one list.")
-    return value
+    return found
+
+
+def _ids(value: list[Any]) -> list[int] | None:
+    """Token ids, if the list holds nothing else (and something)."""
+    kinds = set(map(type, value))
+    if float in kinds and kinds <= {int, float}:
+        value = list(map(whole, value))
+        kinds = set(map(type, value))
+    return value if kinds == {int} else None
 
 
 def _parameters(ctx: ApiContext, body: CompletionRequest) -> SamplingParams:
