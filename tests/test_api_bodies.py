@@ -31,9 +31,10 @@ def test_what_is_held_is_what_is_there_and_never_more_than_may_be(sizes, ends):
             open_[who] = stack, stack.enter_context(every.body())
         stack, body = open_[who]
         before, whole = every.held, body.size + count
+        body.reach(body.size)  # what is there already is no more
         room = every.held + count <= (LEAST if whole <= SMALL else LEAST * 3 // 4)
         try:
-            body.grow(count)
+            body.reach(whole)
             assert room
         except ApiError as error:
             assert not room and every.held == before and error.status == 503 and error.headers["retry-after"] == "5"
@@ -103,3 +104,29 @@ async def test_bodies_beyond_the_bound_are_refused_small_ones_come_in_and_nobody
                 await asyncio.sleep(0.001)
     assert status.startswith(b"HTTP/1.1 503") and b"retry-after: 5" in rest and b'"code":"too_many_bodies"' in rest
     assert small.status_code == 200 and again.startswith(b"HTTP/1.1 200"), "the same connection goes on"
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", {"prompt": "hi"}), ("/v1/embeddings", {"input": "hi"}),
+    ("/v1/completions", {"prompt": "hi", "use_beam_search": True, "n": 2, "temperature": 0, "max_tokens": 4}),
+])  # fmt: skip
+async def test_a_body_counts_until_its_request_is_admitted(monkeypatch, path, body):
+    engine, seen = FakeEngine(), {}
+    async with serving(engine, inline_tokenize_chars=0) as server:
+        ctx = server.app.state.api
+
+        def watch(owner: object, name: str) -> None:
+            inner = getattr(owner, name)
+
+            def watched(*args, **options):
+                seen.setdefault(name, set()).add(ctx.bodies.held)
+                return inner(*args, **options)
+
+            monkeypatch.setattr(owner, name, watched)
+
+        for owner, name in ((ctx, "encode"), (ctx.limits, "admit"), (engine, "generate"), (engine, "embed")):
+            watch(owner, name)
+        text = json.dumps({"model": MODEL, "user": "x" * 10_000, **body})
+        assert (await server.client.post(path, content=text)).status_code == 200
+        assert seen.pop("encode") == seen.pop("admit") == {len(text)} and set().union(*seen.values()) == {0}
+        assert ctx.bodies.held == 0

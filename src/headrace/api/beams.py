@@ -73,6 +73,7 @@ class BeamGeneration(Generation):
     async def run(self, stream: EventStream | None) -> None:
         tokens = self.params.beam_width * sum(len(s.prompt_ids) for s in self.searches)
         with await self.ctx.limits.admit(self.params.beam_width * len(self.searches), tokens):
+            self.request.state.body.release()
             await run_all([self._run(s, g, stream) for s, g in zip(self.searches, self.groups, strict=True)])
 
     async def _run(self, search: BeamSearch, group: list[Sample], stream: EventStream | None) -> None:

@@ -1,4 +1,4 @@
-"""Memory for the bodies of requests that are being received, of all together: each has a bound, and connections are many."""
+"""Memory for the bodies of requests that are not admitted yet, of all together: each has a bound, and connections are many."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ LARGEST = 16  # or for so many of the largest, if that is more
 
 
 class Body:
-    """What one request has taken of them."""
+    """What one request has taken of them: while it is received, waits for its model, is rendered and tokenized."""
 
     def __init__(self, bodies: Bodies):
         self._bodies, self.size = bodies, 0
 
-    def grow(self, count: int) -> None:
-        """By as many bytes. Raises the 503 of a body for which there is no room."""
-        bodies, size = self._bodies, self.size + count
+    def reach(self, size: int) -> None:
+        """It has so many bytes now, or had them already. Raises the 503 of a body for which there is no room."""
+        bodies, count = self._bodies, max(0, size - self.size)
         most = bodies.most if size <= SMALL else bodies.most * 3 // 4
-        if bodies.held + count > most:
+        if count and bodies.held + count > most:
             raise _no_room(bodies.held, most)
-        self.size = size
+        self.size += count
         bodies.held += count
+
+    def release(self) -> None:
+        """The request is admitted, and other bounds hold it, or it is over."""
+        self._bodies.held -= self.size
+        self.size = 0
 
 
 class Bodies:
@@ -37,18 +42,16 @@ class Bodies:
         self.held = 0
 
     @contextmanager
-    def body(self, size: int = 0) -> Iterator[Body]:
-        """One that is being received; what it has taken is given back at the end. `size`: of one that is there already."""
+    def body(self) -> Iterator[Body]:
+        """Of a request, until its end at the latest."""
         body = Body(self)
-        body.size = size
-        self.held += size
         try:
             yield body
         finally:
-            self.held -= body.size
+            body.release()
 
 
 def _no_room(held: int, most: int) -> ApiError:
     # the connection stays: the server reads the rest and keeps none of it, where a close would reset who is still writing
-    text = f"Bodies of {held} bytes are being received; for one as large at most {most} may be."
+    text = f"Bodies of {held} bytes are being received or prepared; for one as large at most {most} may be."
     return unavailable(text, 5, "too_many_bodies")

@@ -50,14 +50,14 @@ async def read_body(request: Request, config: ServerConfig) -> bytes:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(config.body_timeout):
-            with request.state.bodies.body() as held:
-                return await _received(request, held, limit)
+            return await _received(request, limit)
     except TimeoutError:
         text = f"The body did not arrive within {config.body_timeout:g} seconds."
         raise ApiError(408, text, code="body_timeout", headers={"connection": "close"}) from None
 
 
-async def _received(request: Request, held: Body, limit: int) -> bytes:
+async def _received(request: Request, limit: int) -> bytes:
+    held: Body = request.state.body
     data, more = bytearray(), True
     while more:
         message = await request.receive()
@@ -66,7 +66,7 @@ async def _received(request: Request, held: Body, limit: int) -> bytes:
         part, more = message.get("body", b""), message.get("more_body", False)
         if len(data) + len(part) > limit:
             raise _too_large(limit)
-        held.grow(len(part))
+        held.reach(len(data) + len(part))
         data += part
     return bytes(data)
 

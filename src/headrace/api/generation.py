@@ -260,6 +260,7 @@ class Generation:
         """Admit the samples (or raise a 429) and run them to their ends."""
         samples = self.answer.samples
         with await self.ctx.limits.admit(len(samples), sum(len(s.prompt_ids) for s in samples)) as ticket:
+            self.request.state.body.release()
             try:
                 await run_all([run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in samples])
             except ParameterError as error:

@@ -67,8 +67,9 @@ class Gate:
                 await self.ctx.limits.enter(counted)
                 key = counted
             state["arrival"], state["timeout"] = arrival, self._timeout(headers.get(b"x-request-timeout"))
-            state["request_id"], state["bodies"] = request_id.decode(), self.ctx.bodies
-            await self.app(scope, receive, send_with_id)
+            state["request_id"] = request_id.decode()
+            with self.ctx.bodies.body() as state["body"]:
+                await self.app(scope, receive, send_with_id)
         except ApiError as error:
             await error.response(scope)(scope, receive, send_with_id)
         except Exception:

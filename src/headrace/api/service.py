@@ -213,6 +213,7 @@ async def of_each(
 
     async with Lifeline(request.receive, seconds_left(request)):
         with await ctx.limits.admit(len(batch), tokens) as ticket:
+            request.state.body.release()
             await run_all([one(i, ids, ticket) for i, ids in enumerate(batch)])
     if ctx.tracing is not None:
         ctx.tracing.prompts_ended(request.scope["path"], began, tokens, ctx.model_names[0])

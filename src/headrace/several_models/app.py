@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace.api.app import Endpoint, Handler, create_app
-from headrace.api.bodies import Bodies
 from headrace.api.body import check_media_type, decode, from_validation, read_body
 from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
@@ -92,10 +91,8 @@ class ModelEndpoint(Endpoint):
             self.models.switch.keep(entry, 0.0)  # when nobody uses it
             await unloaded(named.model or entry.name, EMPTY[scope["path"]])(scope, receive, send)
             return
-        with self.ctx.bodies.body(len(data)):  # many may wait for a model
-            async with Lifeline(receive, seconds_left(request)):
-                await enter(self.models, entry)
-        request.state.bodies = Bodies(len(data))  # it has been received, and is let in whatever comes now
+        async with Lifeline(receive, seconds_left(request)):
+            await enter(self.models, entry)
         with self.models.switch.entered(entry):
             ctx = model.ctx
             if ctx is None:  # it has died since
