@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from headrace.kernels.attention_prefill import is_bounded
 from headrace.kernels.launch import pdl
 
 WRITTEN_FOR = "3.6."  # Triton: Gluon is young
@@ -255,7 +256,8 @@ def takes(q: Tensor, k_cache: Tensor, softcap: float, sinks: Tensor | None) -> b
     """Whether the kernel is for these, on a card that has it: see `roles_attention`. Heads of 64 are slower by it."""
     group, dim = q.shape[1] // k_cache.shape[2], q.shape[2]
     numbers = q.dtype == k_cache.dtype == torch.bfloat16 and dim in (128, 256) and k_cache.is_contiguous()
-    return numbers and k_cache.shape[1] == TILE and ROWS % group == 0 and softcap <= 60.0 and sinks is None
+    small = not softcap or is_bounded(q, softcap, sinks, 0)
+    return numbers and k_cache.shape[1] == TILE and ROWS % group == 0 and small and sinks is None
 
 
 def roles_attention(
