@@ -24,7 +24,7 @@ from headrace.api.errors import ApiError, ClientGone, as_api_error
 from headrace.api.generate import generate
 from headrace.api.glass_hub import Glass
 from headrace.api.limits import Limits
-from headrace.api.middleware import Gate, shown
+from headrace.api.middleware import OPEN_PATHS, Gate, shown
 from headrace.api.page_api import KillCore, page_api
 from headrace.api.page_files import page_routes
 from headrace.api.rerank import rerank, score
@@ -139,7 +139,7 @@ def create_app(
             route("/api/ps", ollama_models.running, "GET"),
             route("/api/version", ollama_models.api_version, "GET"),
             *(route(path, ollama_models.not_here, method) for method, path in ollama_models.NOT_HERE),
-            *(route(path, service.health, "GET") for path in ("/health", "/ping")),
+            *(route(path, service.health, "GET") for path in sorted(OPEN_PATHS)),
             route("/ready", service.ready, "GET"),
             route("/version", service.server_version, "GET"),
             route("/metrics", service.metrics_page, "GET"),

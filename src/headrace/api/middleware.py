@@ -16,6 +16,7 @@ from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, invalid
 from headrace.api.page_files import is_page
 from headrace.api.unknown_fields import HEADER, header_value
+from headrace.metrics.prometheus import PROBES
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,6 @@ OPEN_PATHS = frozenset({"/health", "/ping"})  # liveness probes carry no key
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # these change the server for everybody
 _SLASHES = re.compile("/{2,}")
 _ONE_MODEL = re.compile("/+v1/+models/(.*[^/].*)", re.DOTALL)
-PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # asked every few seconds: not a line of the log each
 CLIENT_GONE = 499  # is counted for who went before he got an answer, as nginx does
 MAX_TIMEOUT = 7 * 24 * 3600.0
 

@@ -52,7 +52,8 @@ REJECTIONS = {
 }  # fmt: skip
 MAX_ADAPTERS = 100  # names of adapters that are counted apart
 MAX_FIELDS = 100  # names of ignored fields that are counted apart
-PROBES = frozenset({"/health", "/ping", "/ready", "/metrics", "/version"})  # a 503 there is an answer, not a rejection
+PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # asked every few seconds
+NEVER_REJECTIONS = PROBES | {"/version"}  # a 503 there is an answer
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ class PrometheusMetrics(Collector):
         """`ignored`: fields of the body that were left out."""
         path = counted_path(path)
         self.responses[path, status] += 1
-        if status in REJECTIONS and path not in PROBES:
+        if status in REJECTIONS and path not in NEVER_REJECTIONS:
             self.rejections[REJECTIONS[status]] += 1
         for field in ignored:
             known = field in self.ignored or len(self.ignored) < MAX_FIELDS  # clients invent names
