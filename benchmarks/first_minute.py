@@ -4,8 +4,9 @@
 
 Starts `headrace serve MODEL` with a trace, prints what /ready says and when, and from the moment that it is ready puts load on
 it, over and over: one stream, 64 at once, one stream again, prompts of many lengths. A step's kind is how many sequences or,
-with prompts, how many tokens it has, up to a power of two. The loop waits in a step for the one before: counted are steps that
-follow their like, and kinds of eight or more. --empty: with caches of compiled kernels that are empty, as on a fresh machine.
+with prompts, how many tokens it has, up to a power of two, and the same of the step before, for which the loop waits in it, if
+it does not come after a pause. Counted are kinds of eight or more; of the rest it says how many and the longest. --empty: with
+caches of compiled kernels that are empty, as on a fresh machine.
 Exits 1 if a step took more than --limit times the median of its kind.
 """
 
@@ -32,6 +33,7 @@ from pathlib import Path
 HEADRACE = [sys.executable, "-m", "headrace.cli"]
 LOADS = ((1, 6), (64, 256), (1, 6), (64, 256), (16, 64))  # streams at once, requests
 FEWEST = 8  # steps that make a median
+PAUSE = 1e-3  # seconds without a turn: there was nothing to do
 
 
 def ready_state(url: str) -> str:
@@ -117,15 +119,16 @@ def by_kind(trace: Path, seconds: float) -> dict[str, list[Step]]:
     """The steps of the first `seconds` of the trace, which begins with the server; none comes before ready."""
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["args"]["tokens"]]
     kinds: dict[str, list[Step]] = {}
-    before, step = "", Step(0.0, 0.0, "")
+    before, step = "", Step(-PAUSE, 0.0, "")
     for event in events:  # a step, and behind it its parts
         if not event["name"].endswith("tokens"):
             step.parts += f" {event['name']} {event['dur'] / 1e3:.2f}"
             continue
-        kind = kind_of(event["args"]["seqs"], event["args"]["tokens"])
+        kind, end = kind_of(event["args"]["seqs"], event["args"]["tokens"]), step.at + step.milliseconds / 1e3
         step = Step(event["ts"] / 1e6, event["dur"] / 1e3, "")
-        if kind == before and step.at <= seconds:
-            kinds.setdefault(kind, []).append(step)
+        behind = "a pause" if step.at - end > PAUSE else before
+        if step.at <= seconds:
+            kinds.setdefault(kind if kind == behind else f"{kind} after {behind}", []).append(step)
         before = kind
     return kinds
 
@@ -147,6 +150,7 @@ def main() -> int:
         kinds = by_kind(trace, args.seconds + server.ready_after)
     print(f"ready after {server.ready_after:.2f} s")
     worst, found = 0.0, []
+    rare = [step for steps in kinds.values() if len(steps) < FEWEST for step in steps]
     for kind, steps in sorted(kinds.items()):
         if len(steps) >= FEWEST:
             median, longest = statistics.median(step.milliseconds for step in steps), max(steps, key=lambda s: s.milliseconds)
@@ -156,7 +160,10 @@ def main() -> int:
             found.append({"kind": kind, "steps": len(steps), **{name: round(value, 3) for name, value in figures.items()}})
             where = f"at {longest.at - server.ready_after:.2f} s:{longest.parts}" if share > args.limit else ""
             told = f"{len(steps):6} steps, median {median:8.2f} ms, longest {longest.milliseconds:8.2f} ms = {share:5.1f} x"
-            print(f"{kind:>26}: {told} {where}")
+            print(f"{kind:>52}: {told} {where}")
+    if rare:
+        longest = max(rare, key=lambda s: s.milliseconds)
+        print(f"{len(rare)} steps of rarer kinds, the longest {longest.milliseconds:.2f} ms:{longest.parts}")
     print(f"the longest step is {worst:.1f} x the median of its kind")
     if args.out:
         result = {"model": args.model, "ready_s": round(server.ready_after, 2), "seconds": args.seconds, "kinds": found}

@@ -15,6 +15,9 @@ shares of the highest throughput that was seen. Of each such run three things ar
 The two last ones are medians of several simulations, each with other steps that are slow; "by chance" is how far those of the
 last are apart.
 
+With --save FOLDER the engine's runs are kept there and nothing is simulated, and --saved FOLDER simulates beside those: a card
+is only needed for the first. Before each run the engine captures what it would in idle time, as a server does that was idle.
+
 With --cpu-time the loop's clock is the CPU time of this process, and it does not wait for requests that are still to come: a
 machine that others use, too, is then as one that nobody does, but for what they do to its caches. With --paced the steps sleep,
 20 ms and more for more rows, while the host goes on: a device that is the same on any machine.
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
 import os
 import platform
@@ -34,7 +38,7 @@ import tempfile
 import time
 from array import array
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,7 @@ from headrace.engine.wire import Add, FromCore, News, Shutdown, to_wire
 from headrace.metrics.trace import TraceFile
 from headrace.native import runner as runner_module
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.config import Limits
 from headrace_bench.engine import shape_directory
 from headrace_bench.load import Load, arrival_times
 from headrace_bench.report import distribution
@@ -163,23 +168,51 @@ class Client:
 
 
 @dataclass
-class Check:
-    engine: Engine
-    args: argparse.Namespace
-    clock: Any
-    place: Path
+class Run:
+    """What is known of one; times as the loop's."""
+
+    steps: list[StepTrace]
+    looked: list[float]
+    told: list[float]
+    starts: list[float]
+    figures: dict[str, float]
 
     @property
-    def blocking(self) -> bool:
-        return not self.engine.core.async_scheduling
+    def throughput(self) -> float:
+        return self.figures["request_throughput"]
 
-    def asks(self, seed: int, count: int) -> list[Ask]:
-        drawn = random_lengths(seed, count, self.args.input_len, self.args.output_len, 0, 0.5)
-        return [Ask(w.input_len, w.output_len) for w in drawn]
+    def write(self, path: Path) -> None:
+        """With times to 0.1 us."""
+        steps = [[round(value, 7) for value in msgspec.structs.astuple(step)] for step in self.steps]
+        times = ([round(at, 7) for at in times] for times in (self.looked, self.told, self.starts))
+        with gzip.open(path, "wt") as file:
+            json.dump([steps, *times, self.figures], file)
 
-    def run(self, count: int, load: Load, seed: int) -> Client:
-        times = arrival_times(count, load, seed)
-        client = Client(self.asks(seed, count), times, self.engine.model.vocab_size, seed, self.clock, load.max_concurrency)
+    @staticmethod
+    def read(path: Path) -> Run:
+        with gzip.open(path, "rt") as file:
+            steps, *rest = json.load(file)
+        return Run([StepTrace(*step) for step in steps], *rest)
+
+
+@dataclass
+class Runs:
+    """The engine's, one after the other. A run's name begins with what it is for: `recorded`, or `checked`."""
+
+    args: argparse.Namespace
+    engine: Engine
+    clock: Any
+
+    def about(self) -> dict[str, Any]:
+        """What a simulation of them needs."""
+        limits = asdict(self.engine.core.scheduler.limits)
+        return {"limits": limits, "blocking": not self.engine.core.async_scheduling, "machine": machine(self.args)}
+
+    def run(self, name: str, count: int, load: Load, seed: int) -> Run:
+        while self.engine.core.idle():
+            pass
+        times, vocabulary = arrival_times(count, load, seed), self.engine.model.vocab_size
+        client = Client(asks(self.args, seed, count), times, vocabulary, seed, self.clock, load.max_concurrency)
         CoreLoop(self.engine.core, client, client.send, traced=True).run()  # type: ignore[arg-type]
         found = client.figures()
         words = f"{load.max_concurrency} at once" if load.max_concurrency else f"{load.request_rate:.2f} a second"
@@ -187,22 +220,58 @@ class Check:
             f"{words:>16}: {count} requests, {found['output_throughput']:.0f} tokens/s, "
             f"TTFT {found['p50_ttft_ms']:.1f} ms, TPOT {found['p50_tpot_ms']:.2f} ms", flush=True,
         )  # fmt: skip
-        return client
+        run = Run(client.steps, client.looked, client.told, list(client.starts.values()), found)
+        if self.args.save:
+            run.write(Path(self.args.save) / f"{name}.json.gz")
+        return run
 
-    def record(self) -> tuple[Path, float]:
-        """The trace, and the highest throughput that was seen, requests a second."""
-        args = self.args
-        self.run(min(64, 2 * max(args.concurrency)), Load(max_concurrency=max(args.concurrency)), 99)  # what is lazy is done
+    def recorded(self) -> list[Run]:
+        args, runs = self.args, []
+        most = Load(max_concurrency=max(args.concurrency))
+        self.run("first", min(64, 2 * max(args.concurrency)), most, 99)  # what is lazy is done
         gc.collect()
         gc.freeze()  # as the core's own process does
-        steps, best = [], 0.0
         for at_once in args.concurrency:
-            client = self.run(min(3 * at_once, args.requests), Load(max_concurrency=at_once), at_once)
-            best = max(best, client.figures()["request_throughput"])
-            steps += client.steps
+            count, load = min(3 * at_once, args.requests), Load(max_concurrency=at_once)
+            runs.append(self.run(f"recorded-{at_once}", count, load, at_once))
+        best = max(run.throughput for run in runs)
         for number, share in enumerate(args.recorded):
-            steps += self.run(args.requests, Load(share * best), 1000 + number).steps
-        return self.traced("recorded.json", steps), best
+            count, load = args.recorded_requests or args.requests, Load(share * best)
+            runs.append(self.run(f"recorded-{share}", count, load, 1000 + number))
+        return runs
+
+    def checked(self, number: int, rate: float) -> Run:
+        return self.run(f"checked-{self.args.shares[number]}", self.args.requests, Load(rate), self.args.seed + number)
+
+
+@dataclass
+class Saved:
+    """Runs that were kept."""
+
+    args: argparse.Namespace
+    place: Path
+
+    def about(self) -> dict[str, Any]:
+        return json.loads((self.place / "about.json").read_text())
+
+    def recorded(self) -> list[Run]:
+        return [Run.read(self.place / f"recorded-{n}.json.gz") for n in [*self.args.concurrency, *self.args.recorded]]
+
+    def checked(self, number: int, rate: float) -> Run:
+        return Run.read(self.place / f"checked-{self.args.shares[number]}.json.gz")
+
+
+def asks(args: argparse.Namespace, seed: int, count: int) -> list[Ask]:
+    drawn = random_lengths(seed, count, args.input_len, args.output_len, 0, 0.5)
+    return [Ask(w.input_len, w.output_len) for w in drawn]
+
+
+@dataclass
+class Check:
+    args: argparse.Namespace
+    limits: Limits
+    blocking: bool
+    place: Path
 
     def traced(self, name: str, steps: list[StepTrace]) -> Path:
         trace = TraceFile(self.place / name, max_bytes=2**30)
@@ -211,27 +280,26 @@ class Check:
         trace.close()
         return self.place / name
 
-    def row(self, trace: Path, share: float, rate: float, seed: int) -> dict[str, Any]:
-        """One load, as it is and as it is simulated."""
-        count, load = self.args.requests, Load(rate)
-        client = self.run(count, load, seed)
-        traffic = Traffic(lambda _, n: self.asks(seed, n), load, count, seed)  # type: ignore[misc]
-        again = replayed(client.steps, client.looked, client.told, list(client.starts.values()), self.blocking)
-        setup = Setup(self.engine.core.scheduler.limits, again, overlap=not self.blocking, leaps=False)
+    def row(self, trace: Path, run: Run, share: float, rate: float, seed: int) -> dict[str, Any]:
+        """One load, as it was and as it is simulated."""
+        count, load = len(run.starts), Load(rate)
+        traffic = Traffic(lambda _, n: asks(self.args, seed, n), load, count, seed)  # type: ignore[misc]
+        again = replayed(run.steps, run.looked, run.told, run.starts, self.blocking)
+        setup = Setup(self.limits, again, overlap=not self.blocking, leaps=False)
         same = summary(simulate(setup, traffic), PERCENTILES, {})
-        checked, setup = self.traced("checked.json", client.steps), replace(setup, leaps=True)
+        checked, setup = self.traced("checked.json", run.steps), replace(setup, leaps=True)
         costs = {path: [fit_trace(str(path), number) for number in range(self.args.draws)] for path in (trace, checked)}
         foretold, refitted = (
             [summary(simulate(replace(setup, cost=cost), traffic), PERCENTILES, {}) for cost in costs[path]] for path in costs
         )
         steps, first = pairs(read_steps(str(checked)), self.blocking), costs[trace][0]
         row: dict[str, Any] = {
-            "share": share, "request_rate": rate, "requests": count, "steps": len(shapes_of(client.steps)),
-            "replayed_steps": len(again.shapes), "alike": again.alike(client.steps), "device_busy": same["device_busy"],
+            "share": share, "request_rate": rate, "requests": count, "steps": len(shapes_of(run.steps)),
+            "replayed_steps": len(again.shapes), "alike": again.alike(run.steps), "device_busy": same["device_busy"],
             "steps_took": took(first, [s for s in steps if s.tokens == s.seqs]),
             "prefills_took": took(first, [s for s in steps if s.tokens > s.seqs]), "figures": {},
         }  # fmt: skip
-        real = client.figures()
+        real = run.figures
         for key in KEYS:
             draws = sorted(f[key] for f in foretold)
             row["figures"][key] = {
@@ -282,38 +350,67 @@ def main() -> None:
     parser.add_argument("--recorded", type=float, nargs="+", default=[0.55, 0.85], help="and so much of the highest throughput")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.4, 0.7, 0.9], help="of it, to be foretold")
     parser.add_argument("--requests", type=int, default=150, help="of each run")
+    parser.add_argument("--recorded-requests", type=int, help="of each that is recorded at a rate (the same)")
+    parser.add_argument("--seed", type=int, default=10, help="of the requests that are foretold")
     parser.add_argument("--draws", type=int, default=9, help="simulations of each run")
     parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--save", type=Path, help="keep the engine's runs in this folder and simulate nothing")
+    parser.add_argument("--saved", type=Path, help="simulate beside the runs of this folder")
     args = parser.parse_args()
     args.input_len = args.input_len or (512 if args.config else 64)
     args.output_len = args.output_len or (128 if args.config else 64)
     args.concurrency = args.concurrency or ([16, 64, 128] if args.config else [8, 32])
     began, load = time.perf_counter(), os.getloadavg()
     clock = prepared(args)
-    options: dict[str, Any] = {"model": shape_directory(args.config), "load_format": "dummy"} if args.config else {}
-    config = EngineConfig(**options, device=args.device, threads=args.threads, skip_tokenizer_init=not args.paced)
-    engine = (build_paced if args.paced else build_engine)(config)
-    engine.begin()
-    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-    try:
-        with tempfile.TemporaryDirectory(prefix="headrace-check-") as place:
-            check = Check(engine, args, clock, Path(place))
-            trace, best = check.record()
-            print(f"at most {best:.2f} requests/s; {fit_trace(str(trace), 0)}; {time.perf_counter() - began:.0f} s", flush=True)
-            rows = []
-            for number, share in enumerate(args.shares):
-                rows.append(check.row(trace, share, share * best, 10 + number))
-                rows[-1]["worst"] = shown(rows[-1])
-                if args.json:
-                    write(args, {"best_request_throughput": best, "rows": rows}, load)
-    finally:
-        engine.close()
+    if args.saved:
+        check(args, Saved(args, args.saved), load)
+    else:
+        options: dict[str, Any] = {"model": shape_directory(args.config), "load_format": "dummy"} if args.config else {}
+        config = EngineConfig(**options, device=args.device, threads=args.threads, skip_tokenizer_init=not args.paced)
+        engine = (build_paced if args.paced else build_engine)(config)
+        engine.begin()
+        print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+        try:
+            (keep if args.save else check)(args, Runs(args, engine, clock), load)
+        finally:
+            engine.close()
     print(f"took {time.perf_counter() - began:.0f} s")
+
+
+def highest(recorded: list[Run]) -> float:
+    """Requests a second of those runs that had as many at once as they would."""
+    return max(run.throughput for run in recorded)
+
+
+def keep(args: argparse.Namespace, runs: Runs, load: tuple[float, ...]) -> None:
+    args.save.mkdir(parents=True, exist_ok=True)
+    (args.save / "about.json").write_text(json.dumps(runs.about() | {"load_average": load}))
+    best = highest(runs.recorded())
+    for number, share in enumerate(args.shares):
+        runs.checked(number, share * best)
+
+
+def check(args: argparse.Namespace, runs: Runs | Saved, load: tuple[float, ...]) -> None:
+    about = runs.about()
+    with tempfile.TemporaryDirectory(prefix="headrace-check-") as place:
+        check = Check(args, Limits(**about["limits"]), about["blocking"], Path(place))
+        recorded = runs.recorded()
+        best, trace = highest(recorded), check.traced("recorded.json", [step for run in recorded for step in run.steps])
+        print(f"at most {best:.2f} requests/s; {fit_trace(str(trace), 0)}", flush=True)
+        rows = []
+        for number, share in enumerate(args.shares):
+            rate = share * best
+            rows.append(check.row(trace, runs.checked(number, rate), share, rate, args.seed + number))
+            rows[-1]["worst"] = shown(rows[-1])
+            if args.json:
+                write(args, about["machine"], {"best_request_throughput": best, "rows": rows}, about.get("load_average", load))
 
 
 def prepared(args: argparse.Namespace) -> Any:
     """The clock. On a CPU this process stays on one of its cores from now on."""
     args.threads = None
+    if args.saved:
+        return time
     if choose_device(args.device).type == "cpu":
         args.threads = 1
         os.sched_setaffinity(0, {args.cpu if args.cpu is not None else max(os.sched_getaffinity(0))})
@@ -325,14 +422,18 @@ def prepared(args: argparse.Namespace) -> Any:
     return clock
 
 
-def write(args: argparse.Namespace, found: dict[str, Any], load: tuple[float, ...]) -> None:
+def machine(args: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     )
     card = torch.cuda.get_device_name() if args.threads is None else f"CPU, one of {os.cpu_count()} cores"
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit.stdout.strip() or None}
+    return {"machine": card, **versions}
+
+
+def write(args: argparse.Namespace, about: dict[str, Any], found: dict[str, Any], load: tuple[float, ...]) -> None:
     document = {
-        "benchmark": "simulate_engine", "machine": card, "load_average": load, "clock": "CPU time" if args.cpu_time else "real",
-        "torch": torch.__version__, "python": platform.python_version(), "commit": commit.stdout.strip() or None,
+        "benchmark": "simulate_engine", **about, "load_average": load, "clock": "CPU time" if args.cpu_time else "real",
         "model": "one that sleeps" if args.paced else args.config or "embedded SmolLM2-135M-Instruct",
         "input_len": args.input_len, "output_len": args.output_len,
         "range_ratio": 0.5, "concurrency": args.concurrency, "recorded": args.recorded, **found,
