@@ -32,7 +32,7 @@ MIB = 1 << 20
 PAGES = 64  # a power of two (see prepare.py); so many steps may be under way, those of a draft model among them
 HALF = PAGES // 2
 COVERING = {Tail.GREEDY: 0, Tail.RANDOM: 1, Tail.FILTERED: 2}  # a sampler does what those before it do, with the same ids
-MISSES, SETTLED_SECONDS = 1000, 60.0
+MISSES, SETTLED_SECONDS = 1000, 75.0  # a minute, and what a start still does when the first steps are captured
 WAY_OUT = "this step could not be captured; with --enforce-eager nothing is"
 
 
