@@ -202,11 +202,13 @@ class Runs:
     args: argparse.Namespace
     engine: Engine
     clock: Any
+    ready: float
 
     def about(self) -> dict[str, Any]:
-        """What a simulation of them needs."""
-        limits = asdict(self.engine.core.scheduler.limits)
-        return {"limits": limits, "blocking": not self.engine.core.async_scheduling, "machine": machine(self.args)}
+        """What a simulation of them needs, and when the engine was ready, in the clock of the steps."""
+        core = self.engine.core
+        limits, machine = asdict(core.scheduler.limits), machine_of(self.args)
+        return {"limits": limits, "blocking": not core.async_scheduling, "machine": machine, "ready": self.ready}
 
     def run(self, name: str, count: int, load: Load, seed: int) -> Run:
         while self.engine.core.idle():
@@ -371,7 +373,7 @@ def main() -> None:
         engine.begin()
         print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
         try:
-            (keep if args.save else check)(args, Runs(args, engine, clock), load)
+            (keep if args.save else check)(args, Runs(args, engine, clock, clock.monotonic()), load)
         finally:
             engine.close()
     print(f"took {time.perf_counter() - began:.0f} s")
@@ -422,7 +424,7 @@ def prepared(args: argparse.Namespace) -> Any:
     return clock
 
 
-def machine(args: argparse.Namespace) -> dict[str, Any]:
+def machine_of(args: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     )

@@ -22,7 +22,7 @@ from headrace.model.families import model_config_from_hf
 from headrace.scheduler.config import Limits
 from headrace.worker.prompt_graphs import token_sizes
 from headrace_bench.load import Load
-from headrace_bench.simulation.cards import CARDS, REACHED, SHARES, BlockSizes, num_blocks, roofline
+from headrace_bench.simulation.cards import CARDS, BlockSizes, num_blocks, roofline
 from headrace_bench.simulation.core import Core
 from headrace_bench.simulation.cost import Constant, Work
 from headrace_bench.simulation.figures import COLUMNS, Outcome, attained, merged, summary
@@ -131,12 +131,15 @@ def test_other_seeds_are_other_runs_and_the_order_of_replicas_is_fair():
 def test_one_request_takes_what_its_steps_take():
     """Prefill, then a step a token, on an idle core; with what is not the core's before it."""
     cost = Constant(0.01, 0.0, host=0.001)
-    alone = Traffic(lambda seed, count: [Ask(100, 5)], Load(), 1, 0)
+    alone = Traffic(lambda seed, count: [Ask(100, 5)] * count, Load(), 1, 0)
     done = simulate(setup(cost=cost, overlap=False, front_seconds=0.5), alone)
     figures = summary(done, [50], {})
     assert figures["mean_ttft_ms"] == pytest.approx(511) and figures["mean_tpot_ms"] == pytest.approx(11)
     assert figures["mean_e2el_ms"] == pytest.approx(555) and figures["completed"] == 1
     assert figures["p50_itl_ms"] == pytest.approx(11, rel=0.002)
+    in_turn = simulate(setup(cost=cost, overlap=False, front_seconds=0.5), replace(alone, count=3, load=Load(max_concurrency=1)))
+    assert summary(in_turn, [50, 99], {})["p99_ttft_ms"] == pytest.approx(511)  # who waits for a place has the front before him, too
+    assert in_turn.columns["end"].max() == pytest.approx(3 * 0.555)
     overlapped = simulate(setup(cost=replace(cost, blocking=False), front_seconds=0.5), alone)
     figures = summary(overlapped, [50], {})  # the host's work is hidden behind the device's, but for the first
     assert figures["mean_ttft_ms"] == pytest.approx(511) and figures["mean_tpot_ms"] == pytest.approx(10)
@@ -162,11 +165,23 @@ def test_shares_of_the_limit_are_those_of_the_recorded_runs(name):
             context = batch * (result["input_len"] + result["output_len"] // 2)
             work = Work(batch, batch, context, 0.0, batch, 0.0)
             assert 1e3 * cost.seconds(work, 0) == pytest.approx(result["value"], rel=0.04)
-    assert cost.shares in SHARES.values()
     if name == "qwen3-8b":
         card = CARDS["h100"]
         measured = document["machine"]["bandwidth"] / card.bandwidth, document["machine"]["flops"] / card.flops
-        assert measured == pytest.approx(REACHED, rel=1e-3)
+        assert measured == pytest.approx((card.measured.bandwidth, card.measured.flops), rel=1e-3)
+
+
+def test_decodes_of_an_h200_take_what_was_measured_there():
+    """And an unmeasured card what an H100 would with its rates."""
+    measured = json.loads((RESULTS / "h200-two-cards.json").read_text())["captured_prompts"]
+    cost = roofline(CARDS["h200"], shape("qwen3-8b"), torch.bfloat16, 1)
+    assert (cost.bandwidth, cost.flops) == pytest.approx([measured["limits"]["one"][n] for n in ("bandwidth", "flops")], rel=1e-3)
+    for result in measured["one_card"]:
+        if result["workload"].startswith("batch "):
+            batch = int(result["workload"].split()[1])
+            work = Work(batch, batch, batch * (result["input_len"] + result["output_len"] // 2), 0.0, batch, 0.0)
+            assert 1e3 * cost.seconds(work, 0) == pytest.approx(result["value"], rel=0.04)
+    assert CARDS["b200"].measured is CARDS["h100"].measured
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-0.6b"])

@@ -1,14 +1,15 @@
 """Cards: what their makers' data sheets say, and how much of it steps of this engine reached where it was measured.
 
-Rates are those of the data sheets times REACHED: what a large copy and a large matrix product get of them on the one card on
-which both were measured (an H100; `headrace bench all` measures them in each run). Of the limit that follows, a step gets the
-share in SHARES: `percent_of_limit` of the results in benchmarks/results, by the rows of a step, for a small and a larger model.
-Both are carried over to the other cards: an assumption, until somebody measures there.
+Rates are those of the data sheets times what a large copy and a large matrix product reach of them (`headrace bench all`
+measures both in each run). Of the limit that follows, a step gets a share: `percent_of_limit` of the results in
+benchmarks/results, by the rows of a step, for a small and a larger model. Measured are an H100 and an H200; an H100's are
+carried over to the other cards: an assumption, until somebody measures there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,6 +21,31 @@ from headrace.model.config import ModelConfig
 from headrace_bench.roofline import Limits, Machine
 from headrace_bench.simulation.cost import Roofline
 
+Shares = tuple[tuple[int, float], ...]  # (rows, share of the limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of the data sheet's rates, and of the limit that these give; the last rows are those of a full prefill step."""
+
+    bandwidth: float
+    flops: float
+    shares: Mapping[float, Shares]  # by the bytes of weights that a step reads
+
+
+# benchmarks/results/h100-qwen3-0.6b.json and h100-qwen3-8b.json, whose "bandwidth" and "flops" are the rates
+H100 = Measured(2.963e12 / 3.35e12, 778.4e12 / 989e12, MappingProxyType({
+    1.19e9: ((1, 0.641), (8, 0.588), (32, 0.655), (64, 0.713), (128, 0.762), (256, 0.828), (16384, 0.722)),
+    15.14e9: ((1, 0.995), (8, 0.902), (32, 0.892), (64, 0.869), (256, 0.779), (16384, 0.834)),
+}))  # fmt: skip
+
+# h200-two-cards.json, "one_card" of "captured_prompts" and "beside vllm"; 64 rows, and the small model up to these, are the
+# captured steps of docs/benchmarks.md, the small model's other rows an H100's
+H200 = Measured(4.136e12 / 4.8e12, 779.8e12 / 989e12, MappingProxyType({
+    1.19e9: ((1, 0.552), (8, 0.480), (32, 0.532), (64, 0.642), (128, 0.762), (256, 0.828), (16384, 0.722)),
+    15.14e9: ((1, 0.997), (8, 0.874), (32, 0.843), (64, 0.83), (256, 0.781), (16384, 0.829)),
+}))  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -29,24 +55,15 @@ class Card:
     bandwidth: float
     flops: float
     link: float  # to the other cards of its host, in one direction
+    measured: Measured = H100
 
 
 CARDS = MappingProxyType({  # NVIDIA's data sheets; B200: those of the DGX B200, by eight
     "a100": Card(80e9, 2.039e12, 312e12, 300e9),
     "l40s": Card(48e9, 0.864e12, 362e12, 32e9),  # PCIe 4.0
     "h100": Card(80e9, 3.35e12, 989e12, 450e9),
-    "h200": Card(141e9, 4.8e12, 989e12, 450e9),
+    "h200": Card(141e9, 4.8e12, 989e12, 450e9, H200),
     "b200": Card(180e9, 8.0e12, 2250e12, 900e9),
-})  # fmt: skip
-
-# benchmarks/results/h100-qwen3-8b.json: "bandwidth" and "flops" over those of the data sheet
-REACHED = (2.963e12 / 3.35e12, 778.4e12 / 989e12)
-
-# (rows, share of the limit), by the bytes of weights that a step reads: h100-qwen3-0.6b.json and h100-qwen3-8b.json; the last
-# rows are those of a full prefill step
-SHARES = MappingProxyType({
-    1.19e9: ((1, 0.641), (8, 0.588), (32, 0.655), (64, 0.713), (128, 0.762), (256, 0.828), (16384, 0.722)),
-    15.14e9: ((1, 0.995), (8, 0.902), (32, 0.892), (64, 0.869), (256, 0.779), (16384, 0.834)),
 })  # fmt: skip
 
 HOST = (75e-6, 0.35e-6)  # seconds of the host for a step, and for each of its sequences: `host_ms_per_step` of the same runs
@@ -72,11 +89,12 @@ def card_named(name: str) -> Card:
 def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> Roofline:
     """The cost of a step on so many cards, in numbers of `dtype`. Raises ParameterError if they cannot share the model."""
     check_ranks(model, ranks)
-    machine = Machine("", card.bandwidth * REACHED[0], card.flops * REACHED[1])
+    measured = card.measured
+    machine = Machine("", card.bandwidth * measured.bandwidth, card.flops * measured.flops)
     limits = Limits(model, dtype, machine)
     experts = dtype.itemsize * limits.parameters.experts / ranks
     weights = limits.weight_bytes(0) / ranks
-    nearest = min(SHARES, key=lambda size: abs(math.log(size / (weights + limits.parameters.share * experts))))
+    nearest = min(measured.shares, key=lambda size: abs(math.log(size / (weights + limits.parameters.share * experts))))
     return Roofline(
         weight_bytes=weights,
         expert_bytes=experts,
@@ -87,7 +105,7 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
         pair_flops=4 * model.q_size * model.num_layers / ranks,
         bandwidth=machine.bandwidth,
         flops=machine.flops,
-        shares=SHARES[nearest],
+        shares=measured.shares[nearest],
         host=HOST[0],
         reduces=2 * model.num_layers if ranks > 1 else 0,
         reduce_bytes=model.hidden_size * dtype.itemsize,

@@ -62,6 +62,7 @@ class Pending(NamedTuple):
     output: int
     turns: tuple[Turn, ...]
     start: float
+    is_open: bool = False  # it has the place of one that has ended, of --max-concurrency
 
 
 def simulate(setup: Setup, traffic: Traffic) -> Outcome:
@@ -148,7 +149,7 @@ class Fleet:
 
     def _arrive(self, pending: Pending, now: float) -> None:
         most = self.traffic.load.max_concurrency
-        if most is not None and self._num_open >= most:
+        if most is not None and self._num_open >= most and not pending.is_open:
             self._held.append(pending)
             return
         self._num_made += 1
@@ -159,15 +160,17 @@ class Fleet:
         except (HeadraceError, ApiError) as e:
             self.record.refused(e)
             self._num_missed += 1
+            if pending.is_open:
+                self._close(now)
             return
-        self._num_open += 1
+        self._num_open += not pending.is_open
         number = 0 if self.balancer is None else self.balancer.choose(request.prompt_ids, "", self.loads)
         load = outstanding(request, begun=False)  # type: ignore[arg-type]
         self.loads[number] += load
         self._tickets[request.id] = ticket, load
-        core, start = self.cores[number], now if most is not None else pending.start
+        core = self.cores[number]
         before = core.next
-        core.add(Job(request, start, pending.output, pending.turns, core=number), now)
+        core.add(Job(request, pending.start, pending.output, pending.turns, core=number), now)
         if core.next is not None and core.next != before:
             heappush(self._heap, (core.next, TURN, number, core))
 
@@ -204,15 +207,19 @@ class Fleet:
         ticket, load = self._tickets.pop(job.request.id)
         ticket.ended()
         self.loads[job.core] -= load
-        self._num_open -= 1
         self.record.ended(job, at)
         if not job.missed and self.setup.goodput:
             self._num_missed += self._misses(job, at)
         if job.turns:
             self._go_on(job, at)
+        self._close(at)
+
+    def _close(self, at: float) -> None:
+        """One is no longer in progress: the next of those that are held is sent."""
         if self._held:
-            held = self._held.popleft()
-            heappush(self._heap, (at, ARRIVAL, self._num_made, held))
+            self._push(at, self._held.popleft()._replace(start=at, is_open=True))
+        else:
+            self._num_open -= 1
 
     def _misses(self, job: Job, at: float) -> bool:
         """One of the limits but that of the first token."""
