@@ -447,6 +447,8 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "roles 8B": roles(32, 8, 128),
     "roles head 64 window": roles(64, 8, 64, window=4096),
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
+    "decode of 8 rows in rings": decode(8, lambda config: gpu_decode.forced(config, "ring")),
+    "decode of 64 rows in rings": decode(64, lambda config: gpu_decode.forced(config, "ring")),
     "decode of 64 rows": decode(64, decode_tiles.default_table),
     "decode of 64 rows 8B": decode(64, decode_tiles.default_table, "8b"),
     "decode of 100 rows": decode(100, decode_tiles.default_table),

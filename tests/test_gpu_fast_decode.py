@@ -16,8 +16,9 @@ from headrace.fast_decode.forward import FastDecode, has_copy_engine
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.products import MAX_ROWS, project
+from headrace.fast_decode.ring_tile import RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
-from headrace.fast_decode.tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes
+from headrace.fast_decode.tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes, ring_tile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.split import SplitSpace
 from headrace.model.config import RopeConfig
@@ -86,7 +87,7 @@ def test_block_sizes(block_size: int, card) -> None:
     check(WIDE, card, 3, block_size=block_size)
 
 
-@pytest.mark.parametrize(("make", "rows"), [(gemv_tile, 1), (ahead_tile, 2), (ahead_tile, 7), (ahead_tile, 8)])
+@pytest.mark.parametrize(("make", "rows"), [(gemv_tile, 1), (ahead_tile, 2), (ahead_tile, 7), (ahead_tile, 8), (ring_tile, 2), (ring_tile, 11), (ring_tile, 32), (ring_tile, 61)])
 def test_kinds_of_tiles(make, rows: int, card) -> None:
     check(WIDE, card, rows, forced(WIDE, make))
 
@@ -109,7 +110,7 @@ def test_replays_are_bit_identical(rows: int, card) -> None:
     weights = moved(random_weights(config, dtype=BF16), card)
     batch, kv = decode_batch(config, (LENGTHS * 32)[:rows], 64, BF16)
     batch, kv = moved(batch, card), moved(kv, card)
-    for table in (default_table(config), *([forced(config, ahead_tile)] if rows <= 64 else [])):
+    for table in (default_table(config), *([forced(config, ahead_tile), forced(config, ring_tile)] if rows <= 64 else [])):
         fast = FastDecode(config, weights, rows, card, table)
         fast.forward(batch, kv)
         torch.cuda.synchronize()
@@ -164,7 +165,7 @@ def test_weights_beyond_2_31_elements(card) -> None:
     x = torch.randn(3, width, device=card).to(BF16)
     tail = weight[-4096:].float()
     expected = x.float() @ tail.T
-    for tile in (GemvTile(8, 1024, 4, 2), TwoRowTile(8, 1024, 4, 1), GemmTile(64, 128, 1, 4, 4), WideTile(64, 64, 128, 1, 4, 4)):
+    for tile in (GemvTile(8, 1024, 4, 2), TwoRowTile(8, 1024, 4, 1), GemmTile(64, 128, 1, 4, 4), RingTile(64, 128, 1, 4), WideTile(64, 64, 128, 1, 4, 4)):
         rows = min(3, MAX_ROWS[type(tile)])
         out = torch.empty(1, rows, columns, device=card)
         project(x[:rows], Weight(weight), out, tile)

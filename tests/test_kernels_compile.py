@@ -29,7 +29,7 @@ def run(script: str, *args: str, **env: str) -> str:
 PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
     86: ("products of 64 rows", "adapted experts of 1024 rows in FP4"),
-    90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "decode of 64 rows 8B", "decode of 256 rows", "narrow products",
+    90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "decode of 64 rows 8B", "decode of 256 rows", "narrow products",
          "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256"),
     120: ("varlen head 256 window", "widened 8B in FP8"),
 }  # fmt: skip
@@ -68,7 +68,7 @@ def test_kernels_of_ranks_compile(compiled):
 def test_fused_decode_compiles(compiled, capability: int) -> None:
     kernels = [kernel for kernel in of(compiled[capability], "decode of") if "ranks" not in kernel["case"]]
     names = {"_embed_residual_kernel", "_gemv_kernel", "_skinny_kernel", "_decode_attention_kernel", "_few_attention_kernel"}
-    names |= {"_wide_kernel", "_qkv_rope_write", "_split_attention"} if capability == 90 else set()
+    names |= {"_ring_kernel", "_wide_kernel", "_qkv_rope_write", "_split_attention"} if capability == 90 else set()
     assert {kernel["kernel"] for kernel in kernels} == names
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[capability]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"

@@ -17,6 +17,7 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
+from headrace.fast_decode.ring_tile import RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.split import SplitSpace
@@ -43,7 +44,8 @@ GEMV_TILES = [GemvTile(32, 64, 4, 2), GemvTile(16, 256, 4, 1), GemvTile(64, 32, 
 TWO_ROW_TILES = [TwoRowTile(16, 64, 4, 1), TwoRowTile(8, 256, 2, 0)]
 GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 32, 2, 4, 2, prefetch=1), GemmTile(16, 16, 5, 4, 2, prefetch=9)]
 WIDE_TILES = [WideTile(64, 32, 64, 1, 4, 3), WideTile(64, 64, 32, 3, 4, 2), WideTile(128, 16, 32, 2, 8, 2)]
-TILES = [*GEMV_TILES, *TWO_ROW_TILES, *GEMM_TILES, *WIDE_TILES]
+RING_TILES = [RingTile(32, 32, 1, 3), RingTile(16, 32, 2, 2)]  # as GemmTile, here
+TILES = [*GEMV_TILES, *TWO_ROW_TILES, *GEMM_TILES, *RING_TILES, *WIDE_TILES]
 SHAPES = [(1, 64, 128), (1, 50, 96), (2, 50, 96), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
 
 

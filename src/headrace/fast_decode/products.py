@@ -3,6 +3,7 @@
     GemvTile   CUDA cores, one row                           gemv.py
     TwoRowTile CUDA cores, two rows                         gemv_two.py
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
+    RingTile   the same on Hopper, weights by the copy engine ring_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
     PairTile   FP8 tensor cores, FP8 weights, 2 to 16 rows   pair_gemm.py
@@ -18,10 +19,11 @@ the weight is norm factor * x @ weight.T (see epilogues.py). Products of many pr
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from headrace.fast_decode import gemv, gemv_two, narrow_gemm, pair_gemm, skinny_gemm, warp_gemm, wide_gemm
+from headrace.fast_decode import gemv, gemv_two, narrow_gemm, pair_gemm, ring_tile, skinny_gemm, warp_gemm, wide_gemm
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
@@ -32,6 +34,7 @@ from headrace.fast_decode.epilogues import (
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.pair_gemm import PairTile
+from headrace.fast_decode.ring_tile import RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
@@ -42,14 +45,22 @@ from headrace.kernels.narrow import packed
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | TwoRowTile | GemmTile | WideTile | WarpTile | PairTile
+Tile = GemvTile | TwoRowTile | GemmTile | RingTile | WideTile | WarpTile | PairTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
-    PairTile: pair_gemm.MAX_ROWS, TwoRowTile: gemv_two.MAX_ROWS,
+    PairTile: pair_gemm.MAX_ROWS, TwoRowTile: gemv_two.MAX_ROWS, RingTile: ring_tile.MAX_ROWS,
 }  # fmt: skip
+
+
+def _ring_plan(*arguments: Any) -> Plan:
+    from headrace.fast_decode.ring_gemm import plan  # which needs Gluon
+
+    return plan(*arguments)
+
+
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
-    PairTile: pair_gemm.plan, TwoRowTile: gemv_two.plan,
+    PairTile: pair_gemm.plan, TwoRowTile: gemv_two.plan, RingTile: _ring_plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
@@ -70,6 +81,8 @@ def _launch(
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
     if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
+    if isinstance(tile, RingTile) and (low_rank is not None or not ring_tile.takes(weight, x)):
+        tile = tile.otherwise(width, mode == "glu")
     plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | PairTile) else NARROW_PLAN
     more = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)

@@ -20,6 +20,8 @@ from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.pair_gemm import MAX_ROWS as PAIR_MAX_ROWS
 from headrace.fast_decode.pair_gemm import STEP, PairTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
+from headrace.fast_decode.ring_tile import RingTile
+from headrace.fast_decode.ring_tile import row_block as ring_rows
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.warp_gemm import WarpTile
@@ -39,8 +41,11 @@ SHORT_ROWS = 4  # up to here attention is short, a tile of its own
 EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 # as a table's file names them
-KINDS = {"gemv": GemvTile, "two": TwoRowTile, "gemm": GemmTile, "wide": WideTile, "warp": WarpTile, "pair": PairTile}
-SMALL_BYTES = 96 * 1024  # of shared memory that a program has on every card
+KINDS = {
+    "gemv": GemvTile, "two": TwoRowTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile,
+    "pair": PairTile,
+}  # fmt: skip
+SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
 PAIR_WEIGHTS = 4096 * 12288  # of a product at least, where it is PairTile's
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
@@ -221,6 +226,13 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
     splits = splits_to(1.2 * FILL, shape, 64, 8, 512)
     steps = -(-shape.width // (128 * splits))
     return GemmTile(64, 128, splits, 4, 2, prefetch=steps) if steps <= 6 else GemmTile(64, 128, splits, 4, 3, prefetch=2)
+
+
+def ring_tile(shape: Shape, rows: int) -> RingTile:
+    """As `gemm_tile` splits K, with a ring that leaves room for another program's, but where a step has gate and up."""
+    splits = splits_to(1.2 * FILL, shape, 64, 8, 512) if shape.splittable else 1
+    step = 2 * 128 * (64 * (2 if shape.gated else 1) + ring_rows(rows))
+    return RingTile(64, 128, splits, min(5 if shape.gated else 4, -(-shape.width // (128 * splits)), LARGE_BYTES // step))
 
 
 def within(most: int, tile: Tile, shape: Shape, rows: int) -> Tile:

@@ -1,0 +1,165 @@
+"""Matrix products of 2 to 64 rows on Hopper's tensor cores, whose weights are all asked for at once, by the copy engine (TMA).
+
+What `skinny_gemm.py` does, in Gluon. There the weights that a program loads before the wait pass through registers, six loads
+of a thread on their way at most, and so do the rows behind the wait. Here a ring of tiles in shared memory is filled by copies
+that need no registers: the whole ring before the wait, and the rows' parts of it by one turn of copies behind. A step of the
+sum waits for its own tile only, and what is read is asked for again at once. Neither the interpreter nor another card runs
+it: there GemmTile computes the same (ring_tile.py). products.py says what is computed.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headrace.fast_decode.epilogues import Plan, split_width, sumsq_block
+from headrace.fast_decode.ring_tile import RingTile, row_block
+from headrace.kernels.activation import activate, soft_cap
+from headrace.model.weight import Weight
+
+
+@gluon.jit
+def grid_dependency(what: gl.constexpr):
+    """griddepcontrol, by every thread (see launch.py)."""
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise("griddepcontrol." + what + "; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, False, 1)
+
+
+@gluon.jit
+def _ask(w_tiles, w_ring, full, i, n0, N, k, STAGES: gl.constexpr, PARTS: gl.constexpr, BYTES: gl.constexpr):
+    """The weights of step i into the ring; its barrier waits for the rows' part too."""
+    stage = i % STAGES
+    mbarrier.expect(full.index(stage), BYTES)
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(w_tiles, [n0 + part * N, k], full.index(stage), w_ring.index(stage * PARTS + part))
+
+
+@gluon.jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
+def _ring_kernel(
+    x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
+    M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    PARTS: gl.constexpr = 2 if MODE == "glu" else 1
+    BYTES: gl.constexpr = 2 * BLOCK_K * (PARTS * BLOCK_N + BLOCK_M)  # of a step; rows past the last come as zeros
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    flat: gl.constexpr = gl.BlockedLayout([4, 1], [BLOCK_N // 4, 128 // BLOCK_N], [1, 4], [0, 1])
+    squares: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    if PDL:
+        grid_dependency("launch_dependents")
+    tile = gl.program_id(0)
+    split = gl.program_id(1)
+    n0 = tile * BLOCK_N
+    k_start = split * k_split
+    steps = gl.maximum(gl.cdiv(gl.minimum(k_split, K - k_start), BLOCK_K), 0)
+    w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, BLOCK_N, BLOCK_K], w_tiles.layout)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], x_tiles.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in range(0, gl.minimum(steps, STAGES)):
+        _ask(w_tiles, w_ring, full, i, n0, N, k_start + i * BLOCK_K, STAGES, PARTS, BYTES)
+    # parameters of columns are weights, so before the wait
+    rn = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, flat))
+    rm = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, flat))
+    norm = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, flat))
+    if MODE == "residual":
+        norm = gl.load(norm_ptr + rn, mask=rn < N, other=0.0).to(gl.float32) + norm_offset
+    bias = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, flat))
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)
+        if MODE == "project" and SPLITS > 1:
+            bias = gl.where(split == 0, bias, 0.0)
+    place = rm[None, :] * N + rn[:, None]
+    ok = (rm < M)[None, :] & (rn < N)[:, None]
+    if PDL:
+        grid_dependency("wait")
+    for i in range(0, gl.minimum(steps, STAGES)):
+        tma.async_copy_global_to_shared(x_tiles, [0, k_start + i * BLOCK_K], full.index(i), x_ring.index(i))
+    # what the epilogue reads is asked for now: behind the sums its latency would show
+    if SUMSQ_BLOCK > 0:
+        row = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, squares)), M - 1)
+        part = gl.arange(0, SUMSQ_BLOCK, layout=gl.SliceLayout(0, squares))
+        at = sumsq_ptr + row[:, None] * sumsq_tiles + part[None, :]
+        sumsq = gl.load(at, mask=(part < sumsq_tiles)[None, :], other=0.0)
+    if MODE == "residual":
+        before = gl.load(residual_ptr + place, mask=ok, other=0.0)
+    acc = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, sums)
+    up_acc = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, sums)
+    for i in range(0, steps):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        x = x_ring.index(stage).permute((1, 0))
+        next_acc = warpgroup_mma(w_ring.index(stage * PARTS), x, acc, is_async=True)
+        if MODE == "glu":
+            next_up = warpgroup_mma(w_ring.index(stage * PARTS + 1), x, up_acc, is_async=True)
+            acc, up_acc = warpgroup_mma_wait(0, deps=[next_acc, next_up])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[next_acc])
+        if i + STAGES < steps:
+            gl.thread_barrier()  # all warps have read the place
+            k = k_start + (i + STAGES) * BLOCK_K
+            _ask(w_tiles, w_ring, full, i, n0, N, k, STAGES, PARTS, BYTES)
+            tma.async_copy_global_to_shared(x_tiles, [0, k], full.index(stage), x_ring.index(stage))
+    y = gl.convert_layout(acc, flat)
+    if SUMSQ_BLOCK > 0:
+        factor = gl.rsqrt(gl.sum(sumsq, 1) / K + eps)
+        factor = gl.convert_layout(factor, gl.SliceLayout(0, flat))
+        y = y * factor[None, :]
+    if MODE == "glu":
+        up = gl.convert_layout(up_acc, flat)
+        if SUMSQ_BLOCK > 0:
+            up = up * factor[None, :]
+        gl.store(out_ptr + place, (activate(y, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=ok)
+    elif MODE == "project":
+        y = (y + bias[:, None]) * scale
+        if HAS_SOFTCAP:
+            y = soft_cap(y, softcap)
+        gl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+    else:
+        last = True
+        if SPLITS > 1:  # as epilogues.finish
+            SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+            slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
+            gl.store(slab + split * SIZE, y)
+            gl.thread_barrier()  # all threads' stores before the one thread's release
+            last = gl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            if SPLITS > 1:
+                y = gl.load(slab, cache_modifier=".cg")
+                for s in gl.static_range(1, SPLITS):
+                    y += gl.load(slab + s * SIZE, cache_modifier=".cg")
+                gl.store(tickets_ptr + tile, 0)
+            r = before + scale * (y + bias[:, None])
+            gl.store(residual_ptr + place, r, mask=ok)
+            gl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
+            gl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tile, gl.sum(r * r, 0), mask=rm < M)
+
+
+def plan(tile: RingTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
+    rows, width = x.shape
+    block_m = row_block(rows)
+
+    def tiles(matrix: Tensor, height: int) -> TensorDescriptor:
+        shape = [height, tile.block_k]
+        return TensorDescriptor.from_tensor(matrix, shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16))
+
+    own = {
+        "x_tiles": tiles(x, block_m), "w_tiles": tiles(weight.data, tile.block_n), "BLOCK_M": block_m,
+        "BLOCK_K": tile.block_k, "k_split": split_width(width, tile.splits, tile.block_k), "STAGES": tile.stages,
+        "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
+    }  # fmt: skip
+    return Plan(_ring_kernel, (-(-columns // tile.block_n), tile.splits), own)

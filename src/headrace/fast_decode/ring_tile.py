@@ -1,0 +1,71 @@
+"""The tile of ring_gemm.py, apart from the kernel: that needs Gluon, and a card that has what it is for."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.kernels.launch import capability, next_power_of_2
+from headrace.model.weight import Weight
+
+MAX_ROWS = 64
+WRITTEN_FOR = "3.6."  # Triton: Gluon is young
+
+
+@dataclass(frozen=True, slots=True)
+class RingTile:
+    """One program's work: block_n columns of all rows over 1 / splits of K, `stages` steps of block_k on their way, as many
+    before the wait."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    stages: int
+
+    @property
+    def num_warps(self) -> int:
+        return 4
+
+    @property
+    def num_stages(self) -> int:
+        """Of Triton's own pipeline."""
+        return 1
+
+    def row_tiles(self, rows: int) -> int:
+        return 1
+
+    def partial_elements(self, rows: int, columns: int) -> int:
+        return GemmTile(self.block_n, self.block_k, self.splits, 4, 2).partial_elements(rows, columns)
+
+    def otherwise(self, width: int, gated: bool) -> GemmTile:
+        """What multiplies by the same parts of K where the kernel does not run, and where adapters add to the product."""
+        steps = -(-width // (self.block_k * self.splits))
+        if gated:
+            return GemmTile(self.block_n, self.block_k, 1, 4, 4, touch=2)
+        early, stages = (steps, 2) if steps <= 6 else (2, 3)
+        return GemmTile(self.block_n, self.block_k, self.splits, 4, stages, prefetch=early)
+
+
+def row_block(rows: int) -> int:
+    """Rows of a program's tile when there are `rows`."""
+    return max(8, next_power_of_2(rows))
+
+
+@functools.cache
+def _is_known() -> bool:
+    """Whether Triton is of a kind that the kernel was written for, and compiles it."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return triton.__version__.startswith(WRITTEN_FOR) and not triton.knobs.runtime.interpret
+
+
+def takes(weight: Weight, x: Tensor) -> bool:
+    """Whether the kernel is for these: on Hopper, in bfloat16, rows of whole 16 bytes."""
+    whole = weight.kind == "float" and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
+    return whole and capability(x.device)[0] == 9 and _is_known()
