@@ -113,6 +113,9 @@ def candidates(shape: Shape, rows: int, kind: Kind = "float") -> list[Tile]:
                 continue
             early = early_steps(shape, block_n, 256 * warps, 32 * warps, 128)
             found.append(GemvTile(block_n, 256 * warps, warps, early))
+            if warps > 1 and block_n < 16 and shape.width % (256 * warps) == 0:
+                steps = shape.width // (256 * warps)
+                found += [replace(found[-1], shared=n) for n in (1, 2, 3, 6) if n <= steps <= 12]
     else:
         for block_n in (16, 32, 64):
             for splits in (1, 2, 4, 8):

@@ -29,6 +29,7 @@ from headrace.cache.state_pool import LayerStates
 from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.products import glu, project
 from headrace.fast_decode.skinny_gemm import GemmTile
@@ -308,6 +309,11 @@ def decode(
     return run
 
 
+def in_shared_memory(config) -> decode_tiles.TileTable:
+    tiles = decode_tiles.default_tiles(config, 1)
+    return {1: replace(tiles, gate_up=GemvTile(2, 1024, 4, 4, shared=2), down=GemvTile(4, 512, 2, 12, shared=6))}
+
+
 def narrow_products() -> None:
     """One of each way to convert and to scale: the card's own instructions, which the interpreter does not know."""
     shapes = decode_tiles.product_shapes(gpu_decode.MODELS["8b"])
@@ -430,6 +436,7 @@ CASES: dict[str, Callable[[], None]] = {
     "narrow products": narrow_products,
     "decode of 1 row": decode(1, decode_tiles.default_table),
     "ranks' decode of 1 row": decode(1, decode_tiles.default_table, "8b", 2),
+    "ranks' decode of 1 row, weights in shared memory": decode(1, in_shared_memory, "8b", 2),
     "ranks' decode of 8 rows": decode(8, decode_tiles.default_table, "8b", 8),
     "decode of 4 rows 8B": decode(4, decode_tiles.default_table, "8b"),
     "products of 64 rows": partial(large_products, 64),

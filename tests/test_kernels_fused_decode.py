@@ -40,7 +40,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
-GEMV_TILES = [GemvTile(32, 64, 4, 2), GemvTile(16, 256, 4, 1), GemvTile(64, 32, 2, 0)]
+GEMV_TILES = [GemvTile(32, 64, 4, 2), GemvTile(16, 256, 4, 1), GemvTile(64, 32, 2, 0), GemvTile(16, 64, 2, 1, shared=2)]
 TWO_ROW_TILES = [TwoRowTile(16, 64, 4, 1), TwoRowTile(8, 256, 2, 0)]
 GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 32, 2, 4, 2, prefetch=1), GemmTile(16, 16, 5, 4, 2, prefetch=9)]
 WIDE_TILES = [WideTile(64, 32, 64, 1, 4, 3), WideTile(64, 64, 32, 3, 4, 2), WideTile(128, 16, 32, 2, 8, 2)]

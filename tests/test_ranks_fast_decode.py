@@ -18,10 +18,11 @@ from fast_decode_cases import CONFIGS, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
+from headrace.fast_decode.epilogues import rms_factor_reference
 from headrace.fast_decode.forward import FastDecode, FastDecoder
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import send
-from headrace.kernels.all_reduce import all_reduce_norm, all_reduce_norm_reference
+from headrace.kernels.all_reduce import ROW_COLUMNS, RowPlace, all_reduce_norm_reference, empty_mark, row_sum, row_sum_tiles
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
@@ -73,24 +74,29 @@ def test_equals_the_decoder_of_one_rank(name: str, size: int, tmp_path: Path, mo
             torch.testing.assert_close(mine, whole[:, :, first : first + mine.shape[2]], rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_sends_its_own_part() -> None:
-    """Of one row: what all ranks' products have sent is added up as if they had been stored first."""
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_product_sends_its_own_part(shared: int) -> None:
+    """Of one row: what all ranks' products have sent joins the residual as if it had been stored first."""
     torch.manual_seed(0)
-    spaces = push_spaces(3, 1, 40, torch.float32)
-    for _ in range(3):
-        xs, weights = [torch.randn(1, 64) for _ in spaces], [torch.randn(40, 64) for _ in spaces]
-        bias, norm, residual = torch.randn(40), torch.randn(40), torch.randn(1, 40)
-        for x, weight, space in zip(xs, weights, spaces, strict=True):
-            send(x, Weight(weight), GemvTile(16, 32, 1, 1), space, bias if space.rank == 0 else None)
+    width = ROW_COLUMNS + 48
+    spaces = push_spaces(3, 1, width, torch.float32)
+    for step in range(4):
+        xs, weights = [torch.randn(1, 64) for _ in spaces], [torch.randn(width, 64) for _ in spaces]
+        bias, norm, residual = torch.randn(width), torch.randn(width), torch.randn(1, width)
+        places = [RowPlace(space, step % 2) for space in spaces]
+        for x, weight, place in zip(xs, weights, places, strict=True):
+            send(x, Weight(weight), GemvTile(16, 32, 1, 1, shared), place, bias if place.space.rank == 0 else None)
         parts = [x @ weight.T for x, weight in zip(xs, weights, strict=True)]
         want_total, want = all_reduce_norm_reference(
             [parts[0] + bias, *parts[1:]], torch.float32, norm, residual=residual, eps=1e-6
         )
-        for space in spaces:
-            total, out = residual.clone(), torch.empty(1, 40)
-            all_reduce_norm(torch.empty(1, 1, 40), space, total, out, norm, residual=total, eps=1e-6, sent=True)
+        for place in places:
+            total, out, sumsq = residual.clone(), torch.empty(1, width), torch.empty(1, row_sum_tiles(width))
+            row_sum(place, total, out, sumsq, norm)
             torch.testing.assert_close(total, want_total, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+            factor = rms_factor_reference(sumsq, width, 1e-6)
+            torch.testing.assert_close(out * factor, want, rtol=1e-5, atol=1e-5)
+    assert all((space.slots == empty_mark(space.slots.dtype)).all() for space in spaces)
 
 
 class Apart(EchoGroup):

@@ -31,7 +31,8 @@ class AttentionTile:
     `early`: the next kernel may start (and load its weights) while this one reads the cache; else when it is about to end.
     `heads_first`: programs that run side by side read the KV heads of one sequence, which lie together in memory, rather than
     one head of many sequences. `touch`: tiles after the first that are asked into the L2 cache before the wait. `few`: up to so
-    many tokens a program for each query head reads a context (attention_few.py).
+    many tokens a program for each query head reads a context (attention_few.py); `at_once`: the next kernel may then start
+    before this one has waited for the product.
     """
 
     block_n: int = 64
@@ -42,6 +43,7 @@ class AttentionTile:
     heads_first: bool = False
     touch: int = 0
     few: int = 0
+    at_once: bool = False
 
 
 @jit
@@ -297,7 +299,7 @@ def decode_attention(
             qkv, out, k, v, kv.scales[layer], block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
             slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
             num_splits=num_splits, block_n=tile.block_n, num_warps=tile.num_warps, min_tiles=tile.min_tiles, space=space,
-            sinks=sinks,
+            sinks=sinks, at_once=tile.at_once,
         )  # fmt: skip
         return
     if kind:

@@ -105,8 +105,10 @@ def _few_attention_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, MIN_TILES: tl.constexpr,
     MERGE_SPLITS: tl.constexpr, QK_NORM: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    SINKS: tl.constexpr, FP8: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL and AT_ONCE:
+        gdc_launch_dependents()
     GROUP: tl.constexpr = HEADS // KV_HEADS
     BLOCK_N: tl.constexpr = ROWS * LANES
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -164,7 +166,8 @@ def _few_attention_kernel(
         k_sin = (tl.load(k_norm_ptr + _partner(rd, HALF, 4 * PARTS)).to(tl.float32) + norm_offset) * sin
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not AT_ONCE:
+            gdc_launch_dependents()
     row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
     q_row = row + head * DIM
     k_row = row + (HEADS + kv_head) * DIM
@@ -274,7 +277,7 @@ def few_attention(
     qkv: Tensor, out: Tensor, k: Tensor, v: Tensor, scales: Scales, *, block_tables: Tensor, seq_slots: Tensor,
     seq_lens: Tensor, slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     heads: HeadShape, window: int, num_splits: int, block_n: int, num_warps: int, min_tiles: int,
-    space: SplitSpace, sinks: Tensor | None,
+    space: SplitSpace, sinks: Tensor | None, at_once: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode_attention`; `block_n` tokens at a time."""
     slabs, rows, _ = qkv.shape
@@ -288,6 +291,6 @@ def few_attention(
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, HALF=cos.shape[1], SLABS=slabs,
         BLOCK_SIZE=k.shape[1], ROWS=block_n // lanes, LANES=lanes, PARTS=together // 4, MIN_TILES=min_tiles,
         MERGE_SPLITS=next_power_of_2(num_splits), QK_NORM=q_norm is not None, HAS_WINDOW=window > 0,
-        HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, FP8=scales[0] is not None,
+        HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, FP8=scales[0] is not None, AT_ONCE=at_once,
         num_warps=num_warps, num_stages=1, **pdl(qkv),
     )  # fmt: skip

@@ -49,7 +49,6 @@ from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.launch import capability
-from headrace.kernels.narrow_linear import few_rows, is_scaled
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.split import SplitSpace, num_slots
 from headrace.model.attention import AttentionBackend
@@ -73,16 +72,11 @@ MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to r
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
 
 
-def most_rows(config: ModelConfig, tiles: TileTable | None = None, weights: DecoderWeights | None = None) -> int:
-    """That an engine gives to this path, which may have a table of tiles; `weights` of a model on one card: where all are
-    multiplied as FP8 by FP8 from fewer rows on, that is faster."""
+def most_rows(config: ModelConfig, tiles: TileTable | None = None) -> int:
+    """That an engine gives to this path, which may have a table of tiles."""
     if config.experts is not None:
         return MAX_EXPERT_ROWS if tiles is None else min(max(tiles), MAX_EXPERT_ROWS)
-    most = max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
-    if weights is None or config.delta is not None:
-        return most
-    matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
-    return min(most, few_rows(matrices[0].data.device)) if all(map(is_scaled, matrices)) else most
+    return max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
 
 
 def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -272,7 +266,6 @@ class FastDecode:
         if self.halves and rows > halves.ABOVE and adapters is None and layers:
             normed, inner = self.half_normed[:rows], self.half_inner[:rows]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile), adapters is not None)
-        sumsq_down = self._squares(self.sumsq_down, rows, steps[0].down)
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
@@ -281,12 +274,13 @@ class FastDecode:
         # attention in two kernels takes queries in the model's dtype
         narrow_qkv = self.qkv.view(of_head.dtype)
         qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else self.qkv
-        self._embed(batch.token_ids, total, normed, sumsq_down)
+        sumsq_o: Tensor | None
+        sumsq_down = self._embed(batch.token_ids, total, normed, self._squares(self.sumsq_down, rows, steps[0].down))
         for index, layer in enumerate(layers):
             if hook is not None:
                 hook(index, total, batch)
             step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]
-            sumsq_o, post = self._squares(self.sumsq_o, rows, step.o), self.posts[index]
+            squares, post = self._squares(self.sumsq_o, rows, step.o), self.posts[index]
             buffer = qkv_buffer if delta is None else narrow_qkv
             more = low_rank(adapters, f"layers.{index}.qkv", normed, layer.qkv, step.qkv)
             qkv = self._project(normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias, low_rank=more)
@@ -295,21 +289,22 @@ class FastDecode:
             if delta is None:
                 self._attend(qkv, batch, kv, index, layer, splits, attention)
             else:
-                attended = delta(qkv[0], normed, sumsq_down if self.ranks is None else None, batch, kv, adapters)
+                attended = delta(qkv[0], normed, sumsq_down, batch, kv, adapters)
             after, following = norms[2 * index + 1 : 2 * index + 3]
             name = f"layers.{index}.o"
-            sumsq_o = self._add(attended, layer.o, total, normed, sumsq_o, after, step.o, layer.o_bias, post[0], name, adapters)
+            sumsq_o = self._add(attended, layer.o, total, normed, squares, after, step.o, layer.o_bias, post[0], name, adapters)
             if config.experts is not None and config.experts.at(index):
                 offset = weights.norm_offset
+                assert sumsq_o is not None  # several ranks' experts are the general path's
                 adds = None if adapters is None else adapters.of_experts(index, rows)
                 sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset, adds)
                 continue
-            squares = sumsq_o if self.ranks is None else None
             more = low_rank(adapters, f"layers.{index}.gate_up", normed, layer.gate_up, step.gate_up)
             if adapters is None or more is not None:
                 act = config.activation
-                glu(normed, layer.gate_up, inner, step.gate_up, sumsq=squares, eps=eps, activation=act, low_rank=more)
+                glu(normed, layer.gate_up, inner, step.gate_up, sumsq=sumsq_o, eps=eps, activation=act, low_rank=more)
             else:
+                assert sumsq_o is not None
                 inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
             squares, name = self._squares(self.sumsq_down, rows, step.down), f"layers.{index}.down"
             normed = of_head if index == len(layers) - 1 else normed
@@ -326,20 +321,21 @@ class FastDecode:
         tiles = -(-self.config.hidden_size // tile.block_n)
         return buffer[: rows * tiles].view(rows, tiles)
 
-    def _embed(self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor) -> None:
+    def _embed(self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor) -> Tensor | None:
         table, norm, scale = self.weights.embedding, self.norms[0], self.embed_scale
         if self.ranks is None:
             offset = self.weights.norm_offset
             embed_residual(token_ids, table, total, normed, sumsq, norm, scale=scale, norm_offset=offset)
-        else:
-            self.ranks.embed(token_ids, table, total, normed, norm, scale)
+            return sumsq
+        self.ranks.embed(token_ids, table, total, normed, norm, scale)
+        return None  # normed already
 
     def _add(
         self, x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq: Tensor, norm: Tensor, tile: Tile,
         bias: Tensor | None, post: Tensor | None, name: str, adapters: Adds | None,
-    ) -> Tensor:  # fmt: skip
-        """The product `name`, normed by `post` if there is one, joins the residual, `total`; `normed`, and of one rank the sums
-        of squares that are returned (in `sumsq`), are what the next product needs of it."""
+    ) -> Tensor | None:  # fmt: skip
+        """The product `name`, normed by `post` if there is one, joins the residual, `total`; `normed`, and the sums of squares
+        that are returned (in `sumsq`; None: it is normed), are what the next product needs of it."""
         scale, offset = self.config.residual_scale, self.weights.norm_offset
         more = low_rank(adapters, name, x, weight, tile)
         if post is not None:
@@ -359,7 +355,8 @@ class FastDecode:
                 low_rank=more,
             )  # fmt: skip
         else:
-            self.ranks.residual(x, weight, total, normed, norm, tile, scale=scale, bias=bias)
+            phase = int(name.endswith("down"))
+            return self.ranks.residual(x, weight, total, normed, norm, tile, scale=scale, bias=bias, phase=phase)
         return sumsq
 
     def _project(
@@ -369,8 +366,7 @@ class FastDecode:
         """RMSNorm(residual), or without `sumsq` x itself, @ weight.T as [splits, rows, columns] in `buffer`."""
         rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)
         out = buffer.view(-1)[: splits * rows * columns].view(splits, rows, columns)
-        squares = sumsq if self.ranks is None else None  # several ranks' x is normed already
-        project(x, weight, out, tile, sumsq=squares, eps=self.config.norm_eps, bias=bias, **options)
+        project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
         return out
 
     def _attend(
@@ -431,11 +427,11 @@ class FastDecoder(Decoder):
             adapters.begin(batch, None, fused=runs_triton(batch.token_ids))
         return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook, adapters))
 
-    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None, reader: Any):
+    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
         """As Decoder; where few rows of several ranks are added up, in the kernel that does so."""
         ranks = self.fast.ranks
         if ranks is None or post is not None or following is None or not ranks.adds_up(len(x)):
-            return super()._add(part, x, residual, post, following, reader)
+            return super()._add(part, x, residual, post, following)
         return ranks.add_norm(part.product(x), residual, following, self.config.residual_scale)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

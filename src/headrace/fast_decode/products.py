@@ -38,7 +38,7 @@ from headrace.fast_decode.ring_tile import RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
-from headrace.kernels.all_reduce import PushSpace
+from headrace.kernels.all_reduce import RowPlace
 from headrace.kernels.launch import pdl
 from headrace.kernels.lora_product import LowRank
 from headrace.kernels.narrow import packed
@@ -73,7 +73,7 @@ def _launch(
     mode: str, x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, columns: int, sumsq: Tensor | None = None,
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
-    sumsq_out: Tensor | None = None, space: SplitSpace | None = None, push: PushSpace | None = None,
+    sumsq_out: Tensor | None = None, space: SplitSpace | None = None, push: RowPlace | None = None,
     low_rank: LowRank | None = None,
 ) -> None:  # fmt: skip
     rows, width = x.shape
@@ -120,9 +120,9 @@ def project(
         out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
 
 
-def send(x: Tensor, weight: Weight, tile: GemvTile, space: PushSpace, bias: Tensor | None = None) -> None:
-    """x [1, K] @ weight [N, K].T + bias [N], a part of a sum, into the slots of all ranks: see kernels/all_reduce.py."""
-    _launch("push", x, weight, space.slots, tile, columns=weight.shape[0], bias=bias, push=space)
+def send(x: Tensor, weight: Weight, tile: GemvTile, place: RowPlace, bias: Tensor | None = None) -> None:
+    """x [1, K] @ weight [N, K].T + bias [N], a part of a sum, to all ranks: see `row_sum` in kernels/all_reduce.py."""
+    _launch("push", x, weight, place.space.slots, tile, columns=weight.shape[0], bias=bias, push=place)
 
 
 def glu(

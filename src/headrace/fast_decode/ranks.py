@@ -1,8 +1,8 @@
 """What joins the residual in a fused decode step where several ranks have parts of it.
 
 One kernel after the product sends this rank's part to all, adds up what comes, and adds the sum to the residual, with the next
-norm (kernels/all_reduce.py); of one row the product's own programs send what they have. So a layer has seven kernels instead of
-five, and products read rows that are normed already.
+norm (kernels/all_reduce.py); of one row the product's own programs send what they have, and the norm is split as on one rank
+(epilogues.py). So a layer has seven kernels instead of five, and products of several rows read what is normed already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile, num_splits, project, send
-from headrace.kernels.all_reduce import all_reduce_norm
+from headrace.kernels.all_reduce import RowPlace, all_reduce_norm, row_sum, row_sum_tiles
 from headrace.kernels.norm import rms_norm_reference
 from headrace.model.shard import Group
 from headrace.model.weight import Weight
@@ -31,6 +31,7 @@ class RankParts:
         self.push = group.push_space(rows, hidden, dtype)
         self.parts = torch.zeros((splits * rows, hidden), device=device)
         self.unused = torch.zeros(rows, device=device)
+        self.sumsq = torch.zeros((1, row_sum_tiles(hidden)), device=device)
 
     def embed(self, token_ids: Tensor, table: Tensor, total: Tensor, normed: Tensor, norm: Tensor, scale: float) -> None:
         """As `embed_residual` of all ranks' tables, which are of equal length; but `normed` is RMSNorm(total)."""
@@ -43,16 +44,20 @@ class RankParts:
 
     def residual(
         self, x: Tensor, weight: Weight, total: Tensor, normed: Tensor, norm: Tensor, tile: Tile, *, scale: float,
-        bias: Tensor | None,
-    ) -> None:  # fmt: skip
-        """total [M, N] float32 += scale * the sum of all ranks' (x @ weight.T + bias), in place; normed = RMSNorm(total)."""
+        bias: Tensor | None, phase: int,
+    ) -> Tensor | None:  # fmt: skip
+        """total [M, N] float32 += scale * the sum of all ranks' (x @ weight.T + bias), in place; normed = RMSNorm(total), or
+        total * the norm's weight, and then the sums of total^2 are returned. `phase`: of a step's sums 0 and 1 take turns."""
         rows, splits = len(x), num_splits(tile)
         parts = self.parts[: splits * rows].view(splits, rows, -1)
-        if sent := self.push is not None and isinstance(tile, GemvTile) and runs_triton(x):
-            send(x, weight, tile, self.push, bias)
-        else:
-            project(x, weight, parts, tile, bias=bias)
-        self._close(parts, total, normed, norm, total, scale, sent)
+        if self.push is not None and isinstance(tile, GemvTile) and runs_triton(x):
+            place = RowPlace(self.push, phase)
+            send(x, weight, tile, place, bias)
+            row_sum(place, total, normed, self.sumsq, norm, offset=self.norm_offset, scale=scale)
+            return self.sumsq
+        project(x, weight, parts, tile, bias=bias)
+        self._close(parts, total, normed, norm, total, scale)
+        return None
 
     def adds_up(self, rows: int) -> bool:
         """Whether `add_norm` takes so many rows: also of steps that are none of the fused path's."""
@@ -69,13 +74,11 @@ class RankParts:
         return normed, total
 
     def _close(
-        self, parts: Tensor, total: Tensor, normed: Tensor, norm: Tensor, residual: Tensor | None, scale: float,
-        sent: bool = False,
+        self, parts: Tensor, total: Tensor, normed: Tensor, norm: Tensor, residual: Tensor | None, scale: float
     ) -> None:  # fmt: skip
         if self.push is not None and runs_triton(parts):
             all_reduce_norm(
-                parts, self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale,
-                sent=sent,
+                parts, self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale
             )  # fmt: skip
             return
         y = self.group.sum(parts.sum(0).to(normed.dtype)).float()

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +34,13 @@ MAX_WIDTH = 16384  # of a row: one program has it in registers
 THREADS = 512  # of a program at most, with up to 128 registers each
 LOOK_NUMBERS = 32  # that a thread asks for before it waits for the first of them
 PHASES = 2
+ROW_COLUMNS = 256  # of a program of `row_sum`: 16 bytes a thread
 
 
 @dataclass(frozen=True, slots=True)
 class PushSpace:
-    """Where the parts of all ranks meet: `slots` [PHASES, size, rows, width] is this rank's, and at `peers` [size] int64 lie
-    everybody's, as this card sees them. `turns` [rows] int32: the phase that a row uses next.
+    """Where the parts of all ranks meet: `slots` [PHASES, size, rows + 1, width] is this rank's, and at `peers` [size] int64
+    lie everybody's, as this card sees them. `turns` [rows] int32: the phase that a row uses next. The last row is RowPlace's.
 
     Numbers are held as integers of their size (`wire`). One space serves calls that run in order, of narrower rows too.
     """
@@ -56,10 +58,23 @@ class PushSpace:
     def takes(self, rows: int, width: int, dtype: torch.dtype) -> bool:
         return rows <= self.max_rows and width <= self.slots.shape[-1] and wire(dtype) == self.slots.dtype
 
+    @property
+    def row_place(self) -> int:
+        """Where the last row lies in each part of `slots`."""
+        return self.max_rows * self.slots.stride(2)
+
     def clear(self) -> None:
         """As before the first call; every rank has done so before any of them calls."""
         self.slots.fill_(empty_mark(self.slots.dtype))
         self.turns.zero_()
+
+
+class RowPlace(NamedTuple):
+    """Where the parts of one row meet whose phase is told, as it is known: each rank has had a sum of the other phase, or any
+    other, since the last one of this phase."""
+
+    space: PushSpace
+    phase: int
 
 
 def wire(dtype: torch.dtype) -> torch.dtype:
@@ -72,7 +87,7 @@ def empty_mark(dtype: torch.dtype) -> int:
 
 
 def slots_shape(size: int, rows: int, width: int) -> tuple[int, int, int, int]:
-    return PHASES, size, rows, width
+    return PHASES, size, rows + 1, width
 
 
 @jit
@@ -141,9 +156,7 @@ def _push_sum_kernel(
             before = tl.zeros([BLOCK], tl.float32)
             if RESIDUAL:  # asked for now: it is here when the parts are
                 before = tl.load(residual_ptr + row * WIDTH + c, mask=ok, other=0.0).to(tl.float32)
-            own = tl.full([BLOCK], EMPTY, WIRE)
-            if SLABS > 0:
-                own = _own(x_ptr, row, x_stride, slab_stride, c, ok, SLABS, KIND, WIRE, EMPTY)
+            own = _own(x_ptr, row, x_stride, slab_stride, c, ok, SLABS, KIND, WIRE, EMPTY)
             total = tl.zeros([BLOCK], tl.float32)
             for first in tl.static_range(0, SIZE, AHEAD):
                 looks = ()
@@ -154,8 +167,6 @@ def _push_sum_kernel(
                     if first + i < SIZE:
                         theirs = slots + (first + i) * rank_stride
                         part = own
-                        if SLABS == 0:  # sent by the kernel before, which is done: nothing to wait for
-                            part = looks[i]
                         if first + i != rank:
                             part = _wait(theirs, looks[i], ok, EMPTY)
                         tl.store(theirs, tl.full([BLOCK], EMPTY, WIRE), mask=ok)
@@ -174,11 +185,8 @@ def _push_sum_kernel(
 def _launch(
     x: Tensor, space: PushSpace, total: Tensor, out: Tensor, *, residual: Tensor | None = None, post: Tensor | None = None,
     norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
-    sent: bool = False,
 ) -> None:  # fmt: skip
     slabs, rows, width = x.shape
-    if sent:
-        slabs, half = 0, "receive"
     if not space.takes(rows, width, out.dtype):
         most = f"{space.max_rows} rows of {space.slots.shape[-1]} numbers of {space.slots.itemsize} bytes"
         raise ValueError(f"an all-reduce of {rows} rows of {width} {out.dtype}: the space holds {most}")
@@ -208,7 +216,6 @@ def all_reduce(part: Tensor, space: PushSpace, *, half: str = "both") -> Tensor:
 def all_reduce_norm(
     part: Tensor, space: PushSpace, total: Tensor, out: Tensor, norm: Tensor | None, *, residual: Tensor | None = None,
     post: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
-    sent: bool = False,
 ) -> None:  # fmt: skip
     """What closes a part of a layer, of part [slabs, rows, width] whose sum over the slabs is this rank's:
 
@@ -216,12 +223,63 @@ def all_reduce_norm(
         total = residual + scale * y;   out = RMSNorm(total, norm) with `norm`, else left alone
 
     norms are of weight + offset. `total` may be `residual`; y and total are rounded to total's dtype. Without `residual` total
-    is y. All [rows, width], contiguous. `sent`: the kernel that made this rank's part has sent it (fast_decode/gemv.py), and of
-    `part` only the shape matters.
+    is y. All [rows, width], contiguous.
     """
     _launch(
-        part, space, total, out, residual=residual, post=post, norm=norm, eps=eps, offset=offset, scale=scale, half=half,
-        sent=sent,
+        part, space, total, out, residual=residual, post=post, norm=norm, eps=eps, offset=offset, scale=scale, half=half
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=["rank"])
+def _row_sum_kernel(
+    slots_ptr, residual_ptr, norm_ptr, out_ptr, sumsq_ptr, rank_stride, row_place, rank, offset, scale,
+    PHASE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = c < WIDTH
+    KIND: tl.constexpr = out_ptr.dtype.element_ty
+    norm = tl.load(norm_ptr + c, mask=ok, other=0.0).to(tl.float32) + offset
+    if PDL:
+        gdc_wait()
+    slots = slots_ptr + PHASE * SIZE * rank_stride + row_place + c
+    looks = ()
+    for r in tl.static_range(SIZE):
+        looks = looks + (tl.load(slots + r * rank_stride, mask=ok, other=0, volatile=True),)
+    before = tl.load(residual_ptr + c, mask=ok, other=0.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for r in tl.static_range(SIZE):
+        part = looks[r]
+        if r != rank:  # this one's was sent by the kernel before, which is done
+            part = _wait(slots + r * rank_stride, part, ok, EMPTY)
+        tl.store(slots + r * rank_stride, tl.full([BLOCK], EMPTY, slots_ptr.dtype.element_ty), mask=ok)
+        total += part.to(KIND, bitcast=True).to(tl.float32)
+    total = before + scale * total
+    tl.store(residual_ptr + c, total, mask=ok)
+    tl.store(out_ptr + c, (total * norm).to(KIND), mask=ok)
+    tl.store(sumsq_ptr + tl.program_id(0), tl.sum(total * total, 0))
+
+
+def row_sum_tiles(width: int) -> int:
+    """Sums of squares that `row_sum` leaves."""
+    return -(-width // ROW_COLUMNS)
+
+
+def row_sum(
+    place: RowPlace, residual: Tensor, out: Tensor, sumsq: Tensor, norm: Tensor, *, offset: float = 0.0, scale: float = 1.0
+) -> None:  # fmt: skip
+    """residual [1, width] float32 += scale * the sum over the ranks of what their kernels before have sent to `place`; out
+    [1, width] = residual * (norm + offset), and sumsq [1, row_sum_tiles(width)] float32 has the sums of residual^2 over each
+    ROW_COLUMNS columns: what the next product needs to see RMSNorm(residual) (fast_decode/epilogues.py).
+
+    Of one row that is sooner done than `all_reduce_norm`: many programs of one warp, none of which needs the whole row.
+    """
+    space, width = place.space, residual.shape[1]
+    _row_sum_kernel[(row_sum_tiles(width),)](
+        space.slots, residual, norm, out, sumsq, space.slots.stride(1), space.row_place, space.rank, offset, scale,
+        PHASE=place.phase, WIDTH=width, BLOCK=ROW_COLUMNS, SIZE=space.size, EMPTY=empty_mark(space.slots.dtype), num_warps=1,
+        **pdl(out),
     )  # fmt: skip
 
 

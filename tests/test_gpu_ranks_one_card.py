@@ -1,0 +1,124 @@
+"""Two ranks as two streams of one card: the fused step of one row, whose kernels wait for each other's parts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from echo_group import EchoGroup
+from fast_decode_cases import PLAIN, decode_batch, moved, random_weights
+from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode.attention import AttentionTile
+from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.tiles import StepTiles, default_tiles
+from headrace.kernels.all_reduce import PushSpace
+from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.decoder_weights import DecoderWeights, LayerWeights
+from headrace.model.shard import Shard
+from headrace.model.weight import Weight
+from headrace.tensor_parallel.cards import fill_by_copies
+from push_ranks import push_spaces
+
+pytestmark = pytest.mark.gpu
+BF16, SECONDS = torch.bfloat16, 20.0
+# small: all programs of both have to be there at once
+CONFIG = replace(
+    PLAIN, hidden_size=512, intermediate_size=1024, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=2048,
+    rope=RopeConfig(1e4, 64), attn_scale=0.125, max_position=512, qk_norm="head",
+)  # fmt: skip
+
+
+def half(tensor: Tensor, rank: int, dim: int = 0, parts: int = 1) -> Tensor:
+    """Of each of `parts` of equal size the rank's half."""
+    return torch.cat([part.chunk(2, dim)[rank] for part in tensor.chunk(parts, dim)], dim).contiguous()
+
+
+def of_rank(weights: DecoderWeights, config: ModelConfig, rank: int) -> DecoderWeights:
+    def layer(whole: LayerWeights) -> LayerWeights:
+        q, kv = whole.qkv.data.split((config.q_size, 2 * config.kv_size))
+        return replace(
+            whole, qkv=Weight(torch.cat((half(q, rank), half(kv, rank, parts=2)))), o=Weight(half(whole.o.data, rank, 1)),
+            gate_up=Weight(half(whole.gate_up.data, rank, parts=2)), down=Weight(half(whole.down.data, rank, 1)),
+        )  # fmt: skip
+
+    layers, head = [layer(whole) for whole in weights.layers], Weight(half(weights.lm_head.data, rank))
+    return replace(weights, embedding=half(weights.embedding, rank), layers=layers, lm_head=head)
+
+
+class OneOfTwo(EchoGroup):
+    """A Group by memory that is there already."""
+
+    def __init__(self, space: PushSpace):
+        self.shard, self._spaces = Shard(space.rank, 2), [space]
+
+
+def tables(config: ModelConfig) -> dict[str, StepTiles]:
+    tiles = default_tiles(config, 1)
+    attention = AttentionTile(block_n=16, num_warps=1, early=True, few=4096, at_once=True)
+    shared = replace(tiles, gate_up=GemvTile(2, 256, 1, 2, shared=2), down=GemvTile(4, 256, 1, 2, shared=2))
+    return {"default": tiles, "shared": replace(shared, attention=attention, few_attention=attention, attention_programs=32)}
+
+
+@pytest.mark.parametrize("name", ["default", "shared"])
+@torch.inference_mode()
+def test_two_ranks_give_the_logits_of_one(name: str) -> None:
+    card = torch.device("cuda", 0)
+    weights = random_weights(CONFIG, dtype=BF16)
+    batch, kv = (moved(what, card) for what in decode_batch(CONFIG, [150], 64, BF16))
+    whole = moved(weights, card)
+    spaces = push_spaces(2, 1, CONFIG.hidden_size, BF16, "cuda")
+    steps, graphs, outs = [], [], []  # graphs have addresses of what steps have
+    for space in spaces:
+        part = Shard(space.rank, 2).config(CONFIG)
+        own = KVCache(part, kv.num_blocks, kv.block_size, BF16, card)
+        for mine, all_heads in zip((*own.k, *own.v), (*kv.k, *kv.v), strict=True):
+            mine.copy_(half(all_heads, space.rank, 2))
+
+        def fast(group: EchoGroup, part: ModelConfig = part, rank: int = space.rank) -> FastDecode:
+            table = {1: tables(part)[name]}
+            return FastDecode(part, of_rank(whole, CONFIG, rank), 1, card, table, max_model_len=512, group=group)
+
+        fast(EchoGroup(2, 1, CONFIG.hidden_size, BF16, card)).forward(batch, own)  # kernels are compiled and loaded
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        steps.append(fast(OneOfTwo(space)))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin()
+            outs.append(steps[-1].forward(batch, own))
+            graph.capture_end()
+        graphs.append((graph, stream))
+    expected = FastDecode(CONFIG, whole, 1, card, max_model_len=512).forward(batch, kv).clone()
+    first: Tensor | None = None
+    for _ in range(20):
+        ends = [torch.cuda.Event() for _ in graphs]
+        for _ in range(5):
+            for (graph, stream), end in zip(graphs, ends, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                    end.record()
+        wait(ends, spaces)
+        logits = torch.cat(outs, 1).clone()
+        first = logits if first is None else first
+        assert torch.equal(logits, first)
+    assert first is not None
+    error = (first - expected).norm() / expected.norm()
+    assert error < 0.03, error
+
+
+def wait(ends: list[torch.cuda.Event], spaces: list[PushSpace]) -> None:
+    """Or let go who waits for ever."""
+    last = time.monotonic() + SECONDS
+    while not all(end.query() for end in ends):
+        if time.monotonic() > last:
+            zeros = torch.zeros(1 << 16, dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(1000):
+                    for space in spaces:
+                        fill_by_copies(space.slots, zeros)
+            pytest.fail("the ranks wait for each other")
+        time.sleep(1e-3)
