@@ -20,6 +20,7 @@ from headrace.kernels import launch
 from headrace.kernels.activation import act_mul_triton
 from headrace.kernels.norm import add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
+from headrace.kernels.tables import enter_triton
 
 seen: list[tuple] = []
 slow: list[str] = []
@@ -56,6 +57,8 @@ def main() -> None:
     cache, table, places = torch.zeros(4, 16, 2, 32, dtype=bf16), torch.zeros(40, 16), torch.arange(6)
     kv = SimpleNamespace(k=[cache], v=[cache], scales=[(None, None)])
 
+    packet, tables = torch.zeros(64, dtype=torch.int32), [torch.zeros(4, n, dtype=torch.int32) for n in (17, 8, 6, 10)]
+
     def qkv(norm: torch.Tensor | None) -> None:
         qkv_rope_write_triton(
             gate_up, places.int(), table, table, kv, 0, places, num_heads=4, num_kv_heads=2, head_dim=32,
@@ -65,7 +68,7 @@ def main() -> None:
     for call in (
         lambda: rms_norm_triton(x, weight, 1e-6), lambda: add_rms_norm_triton(x, x, weight, 1e-6),
         lambda: act_mul_triton(gate_up, "silu"), lambda: qkv(None), lambda: qkv(weight[:32]),
-        lambda: rms_norm_triton(odd, weight, 1e-6),
+        lambda: rms_norm_triton(odd, weight, 1e-6), lambda: enter_triton(packet, 2, 1500, tables),
     ):  # fmt: skip
         seen.clear()
         slow.clear()

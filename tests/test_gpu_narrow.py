@@ -15,7 +15,8 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.attention.triton_backend import TritonAttention
 from headrace.fast_decode.forward import FastDecode
 from headrace.kernels.activation import act_mul
-from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, MANY_ROWS, NarrowProduct
+from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, FEW_SCALED_ROWS, MANY_ROWS, NarrowProduct, rounds
+from headrace.kernels.quantize_rows import quantize_rows
 from headrace.model.decoder import Decoder
 from headrace.model.weight import dequantized
 from narrow_cases import FORMS, narrow
@@ -60,7 +61,7 @@ def test_the_fused_step(kinds: str, rows: int, card) -> None:
     assert int(different) == 0
 
 
-@pytest.mark.parametrize("rows", [1, 5, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS_WIDENED, FEW_ROWS_WIDENED + 1, 700])
+@pytest.mark.parametrize("rows", [1, 5, FEW_SCALED_ROWS + 1, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS_WIDENED, FEW_ROWS_WIDENED + 1, 700])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_any_number_of_rows(form: str, rows: int, card) -> None:
     """By few rows, by FP8 times FP8 (activations lose digits) or by a matrix that is widened in parts; also captured."""
@@ -70,7 +71,7 @@ def test_products_of_any_number_of_rows(form: str, rows: int, card) -> None:
     product = NarrowProduct(w, bias)
     expected = torch.nn.functional.linear(x.float(), dequantized(w, torch.float32), None if bias is None else bias.float())
     got = product(x)
-    assert relative(got, expected) < (0.05 if product.scaled and rows > FEW_ROWS else 0.004)
+    assert relative(got, expected) < (0.05 if product.scaled and rounds(x) else 0.004)
     out = torch.empty_like(got)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -93,7 +94,22 @@ def test_a_head_in_int8_of_all_sizes_of_steps(rows: int, card) -> None:
         assert torch.equal(product(x, out.fill_(float("nan"))), got)
 
 
-@pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1, 700])
+@pytest.mark.parametrize("rows", [FEW_SCALED_ROWS + 1, 60, 72, 128, 200, 256, 257])
+@pytest.mark.parametrize("size", [(4096, 12288), (6144, 4096), (18000, 2048)])
+def test_fp8_by_fp8_of_full_sizes(size: tuple[int, int], rows: int, card) -> None:
+    """Sums over K in parts too; all of it, and replays give the same bits."""
+    w, x = narrow("fp8 row", *size, card), torch.randn(rows, size[1], device=card).to(BF16)
+    product = NarrowProduct(w, None)
+    rounded, got = quantize_rows(x), product(x)
+    of_rows = rounded.values[:rows].float() * rounded.scales[:rows]
+    expected = torch.nn.functional.linear(of_rows, dequantized(w, torch.float32))
+    worst = max(relative(part, of) for part, of in zip(got.split(500, 1), expected.split(500, 1), strict=True))
+    assert worst < 0.004
+    for _ in range(50):
+        assert torch.equal(product(rounded), got)
+
+
+@pytest.mark.parametrize("rows", [FEW_SCALED_ROWS, FEW_SCALED_ROWS + 1, FEW_ROWS, FEW_ROWS + 1, 700])
 @pytest.mark.parametrize("form", ["fp8 row", "fp8 blocks"])
 def test_a_product_behind_an_activation(form: str, rows: int, card) -> None:
     """The bits of the two one after the other, whether or not what lies between is made FP8 at once."""

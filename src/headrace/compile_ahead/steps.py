@@ -128,7 +128,7 @@ class Stage:
             return None
         kinds = usual_kinds(played.weights)
         tiles = load_tiles(model, played.card, kinds) if self.dtype == torch.bfloat16 else None
-        rows = min(limits.max_decode_rows, most_rows(model, tiles))
+        rows = min(limits.max_decode_rows, most_rows(model, tiles, played.weights if self.group is None else None))
         return FastDecode(
             model, played.weights, rows, META, tiles, max_model_len=limits.max_model_len, logits_dtype=self.dtype,
             group=self.group,

@@ -146,7 +146,7 @@ def make_decoder(
     # bfloat16 is what they were searched in
     name = torch.cuda.get_device_name(device)
     tiles = load_tiles(model, name, usual_kinds(weights)) if dtype == torch.bfloat16 else None
-    rows = min(limits.max_decode_rows, most_rows(model, tiles))
+    rows = min(limits.max_decode_rows, most_rows(model, tiles, weights if group is None else None))
     rows = rows if space is None else min(rows, space.max_rows)
     fast = FastDecode(
         model, weights, rows, device, tiles, max_model_len=limits.max_model_len, logits_dtype=dtype, group=group

@@ -61,7 +61,7 @@ def _narrow_kernel(
     k_end = tl.minimum(k_start + k_split, K)
     end = k_end // PACK
     weights = w_ptr + of_row[:, None] * (K // PACK) + rb[None, :]
-    rows = x_ptr + tl.minimum(rm, M - 1)[None, :] * K + rb[:, None]  # rows past M repeat the last one, unstored
+    rows = x_ptr + (rm % M)[None, :] * K + rb[:, None]  # rows past M repeat others, each once, unstored
     scales = scales_ptr + of_row // SCALE_ROWS * GROUPS
     if PDL and LINES > 0:  # past the end the last one again
         line = k_start // PACK + tl.arange(0, LINES) * 128

@@ -101,7 +101,7 @@ def _pair_kernel(
             for i in tl.static_range(TOUCH):
                 touch(w_ptr + of_row * K + i * STEP)
     s = _load_all(scales, 0)
-    rows = x_ptr + tl.minimum(rm, M - 1)[None, :] * K + split * STEPS * STEP + rk[:, None]  # past M the last one, unstored
+    rows = x_ptr + (rm % M)[None, :] * K + split * STEPS * STEP + rk[:, None]  # past M others once more, unstored
     if PDL:
         gdc_wait()
     for step in range(STEPS):

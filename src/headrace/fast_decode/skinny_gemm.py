@@ -90,7 +90,7 @@ def _skinny_kernel(
     k_end = tl.minimum(k_start + k_split, K)
     weights = w_ptr + rn[:, None].to(tl.int64) * K + rk[None, :]
     up_weights = weights + N.to(tl.int64) * K
-    rows = x_ptr + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]  # rows past M repeat the last one, unstored
+    rows = x_ptr + (rm % M)[None, :] * K + rk[:, None]  # rows past M repeat others, unstored: the last alone is waited for
     if SHRUNK > 0:
         n0 = tile * BLOCK_N
         begun = begin_low_rank(b_ptr, slices_ptr, used_ptr, n0, N, split == 0, MODE, BLOCK_N, SHRUNK, RANK, AT_ONCE)

@@ -96,7 +96,7 @@ def _narrow_gemm(
     rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rb = tl.arange(0, WIDTH)
     of_row = tl.minimum(rn, N - 1).to(tl.int64)
-    rows = x_ptr + tl.minimum(rm, M - 1)[None, :].to(tl.int64) * K + rb[:, None]  # rows past M repeat the last one, unstored
+    rows = x_ptr + (rm % M)[None, :].to(tl.int64) * K + rb[:, None]  # rows past M repeat others, each once, unstored
     acc = narrow_sums(
         w_ptr, scales_ptr, zeros_ptr, rows, of_row, K, KIND, GROUP, GROUPS, SCALE_ROWS, ZEROS, ASM, BYTES, WIDTH, BLOCK_M,
         BLOCK_N, BLOCK_K, EVEN, PDL,

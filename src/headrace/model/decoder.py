@@ -110,7 +110,7 @@ class Decoder:
             shared.tables = {kind: rotation_rows(*table, positions) for kind, table in self.rope.items()}
             shared.positions = None
         all_rows = self.hidden_state_hook is not None or self.adapters is not None
-        for index, layer in enumerate(layers):
+        for index, (layer, after) in enumerate(zip(layers, [*layers[1:], None], strict=True)):
             if self.hidden_state_hook is not None:
                 self.hidden_state_hook(index, residual, batch)
             last = wanted if index + 1 == (len(layers) if all_rows else self.writing) else None
@@ -121,14 +121,14 @@ class Decoder:
                 residual = residual[last.index]
                 if not last.batch.num_rows:
                     return residual, residual
-            normed, residual = self._add(layer.mixer.out, attended, residual, layer.post_attn_norm, layer.mlp_norm)
-            following = layers[index + 1].input_norm if index + 1 < len(layers) else self.final_norm
-            normed, residual = self._add(layer.mlp, normed, residual, layer.post_mlp_norm, following)
+            normed, residual = self._add(layer.mixer.out, attended, residual, layer.post_attn_norm, layer.mlp_norm, layer.mlp)
+            following, reader = (self.final_norm, None) if after is None else (after.input_norm, after.mixer)
+            normed, residual = self._add(layer.mlp, normed, residual, layer.post_mlp_norm, following, reader)
         return normed, residual
 
-    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None):
+    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None, reader: Any):
         """Close a part of a layer: norm what it gives (`post`), add it to the residual (which may be changed in place), norm
-        the sum for the next part (`following`). Returns (normed, residual)."""
+        the sum for the next part (`following`), as its `reader` takes it. Returns (normed, residual)."""
         config = self.config
         if part.fuses_add and post is None and following is not None and config.residual_scale == 1.0:
             part.add_to(residual, x)
@@ -138,7 +138,7 @@ class Decoder:
             out = out if post is None else norm(out, post, config.norm_eps, self.norm_offset)
             residual = torch.add(residual, out, alpha=config.residual_scale)
             return residual, residual
-        return add_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale, post)
+        return add_norm(out, residual, following, config.norm_eps, self.norm_offset, config.residual_scale, post, reader)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """See Forward."""

@@ -31,6 +31,7 @@ class Linear:
     fuses_add = False  # `add_to` is cheaper than the product and an addition apart
     into: Callable[[Tensor, Tensor], Tensor] | None = None  # (out [T, out], x) -> out, which gets the product
     of_gated: Callable[[Tensor, Activation], Tensor] | None = None  # (gate_up, kind) -> what a call gives of act_mul of them
+    takes_rounded = False  # a call takes rows in FP8 as well, where there are many (quantize_rows.py)
     workspace_bytes = 0  # beside what it gives
 
     def __init__(self, product: Callable[[Tensor], Tensor], reduce: Reduce | None = None):
@@ -68,7 +69,7 @@ class NarrowLinear(Linear):
         product = NarrowProduct(weight, bias)
         super().__init__(product, reduce)
         self.into = lambda out, x: product(x, out)
-        self.workspace_bytes = product.workspace_bytes
+        self.workspace_bytes, self.takes_rounded = product.workspace_bytes, product.scaled
         self.of_gated = product.of_gated if product.scaled and reduce is None else None
 
 

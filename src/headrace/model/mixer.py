@@ -46,7 +46,7 @@ class SelfAttention:
         norm_offset: float, sinks: Tensor | None = None,
     ):  # fmt: skip
         self.qkv, self.out, self.config, self.layer = qkv, out, config, layer
-        self.norm_offset, self.sinks, self.normed_values = norm_offset, sinks, False
+        self.norm_offset, self.sinks, self.normed_values, self.takes_rounded = norm_offset, sinks, False, qkv.takes_rounded
         self.rope, self.window = config.rope_of(layer), config.window(layer)
         self.q_norm, self.k_norm = before_rotation(config, q_norm), before_rotation(config, k_norm)
 

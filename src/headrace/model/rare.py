@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.kernels.narrow_linear import rounds
 from headrace.kernels.norm import add_rms_norm, rms_norm
+from headrace.kernels.quantize_rows import quantize_normed
 from headrace.model.attention import AttentionBackend, KeyValues
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
@@ -58,9 +60,13 @@ def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0, post: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]. With `post` x is normed by that before."""
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0,
+    post: Tensor | None = None, reader: Any = None,
+) -> tuple[Any, Tensor]:  # fmt: skip
+    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]. With `post` x is normed by that before.
+    Many rows come in FP8, as `Rounded`, where their `reader` takes them so."""
+    if getattr(reader, "takes_rounded", False) and post is None and weight.shape[0] == residual.shape[-1] and rounds(residual):
+        return quantize_normed(x, residual, weight, eps, offset, scale)
     if weight.shape[0] == residual.shape[-1] and (post is None or post.shape == weight.shape):
         return add_rms_norm(x, residual, weight, eps, offset, scale, post)
     x = x if post is None else norm(x, post, eps, offset)
