@@ -5,8 +5,8 @@
 
 Random weights and cache of the shape of a Qwen3, Llama 3, Qwen2.5, Mistral or Gemma-2, bfloat16 or narrow (a head of its own
 in int8, as `--quantization` makes it); CUDA-graph replays. The paths: `cublas` is Decoder; FastDecode runs with GEMVs only
-(`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), GEMMs whose weights the
-copy engine brings (`ring`), wide GEMMs only (`wide`, and `two` with attention in two kernels), and with the table in use
+(`gemv`), skinny GEMMs only (`gemm`, and `ahead` with all weights loaded before the wait where they fit), GEMMs whose weights
+the copy engine brings (`ring`), wide GEMMs only (`wide`, and `two` with attention in two kernels), and with the table in use
 (`table`): the shipped one or the defaults, what --tune found, or DIR/<card>-<model>.json.
 The limit of a step is (weights + keys and values read once) / the copy bandwidth measured here. Kernels are compiled by a pool
 of processes ahead of their use (--compile-only does just that, without a card, into Triton's cache).

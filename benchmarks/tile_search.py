@@ -221,8 +221,9 @@ def to_json(table: TileTable) -> str:
     for rows, tiles in sorted(table.items()):
         entry: dict = {"attention": asdict(tiles.attention), "attention_programs": tiles.attention_programs}
         entry["attention_kernels"] = 2 if isinstance(tiles.attention, SplitTile) else 1
-        entry["short_attention"] = None if tiles.short_attention is None else asdict(tiles.short_attention)
-        entry["few_attention"] = None if tiles.few_attention is None else asdict(tiles.few_attention)
+        for name in ("short_attention", "few_attention", "ring_attention"):
+            tile = getattr(tiles, name)
+            entry[name] = None if tile is None else asdict(tile)
         for name in PRODUCTS:
             tile = getattr(tiles, name)
             entry[name] = {"kind": names[type(tile)], **asdict(tile)}

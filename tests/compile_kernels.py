@@ -446,7 +446,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"adapted experts of {n} rows": experts(n, rank=16) for n in (1, 256, 1024, 4096)},
     **{f"adapted experts of {n} rows in FP8": experts(n, "fp8", rank=16) for n in (32, 4096)},
     **{f"adapted experts of {n} rows in FP4": experts(n, **GPT_OSS, rank=64) for n in (32, 1024, 4096)},
-    "decode of 8 rows Gemma-2": decode(8, decode_tiles.default_table, "gemma2_2b"),
+    "decode of 8 rows Gemma-2": decode(8, lambda config: gpu_decode.forced(config, "gemm"), "gemma2_2b"),
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
@@ -454,7 +454,8 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "roles 8B": roles(32, 8, 128),
     "roles head 64 window": roles(64, 8, 64, window=4096),
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
-    "decode of 8 rows in rings": decode(8, lambda config: gpu_decode.forced(config, "ring")),
+    "decode of 8 rows in rings": decode(8, decode_tiles.default_table),
+    "decode of 32 rows of Gemma-2 in rings": decode(32, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows in rings": decode(64, lambda config: gpu_decode.forced(config, "ring")),
     "decode of 64 rows": decode(64, decode_tiles.default_table),
     "decode of 64 rows 8B": decode(64, decode_tiles.default_table, "8b"),

@@ -16,7 +16,7 @@ from headrace.fast_decode.forward import FastDecode, has_copy_engine
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.products import MAX_ROWS, project
-from headrace.fast_decode.ring_tile import RingTile
+from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes, ring_tile
 from headrace.fast_decode.wide_gemm import WideTile
@@ -90,6 +90,43 @@ def test_block_sizes(block_size: int, card) -> None:
 @pytest.mark.parametrize(("make", "rows"), [(gemv_tile, 1), (ahead_tile, 2), (ahead_tile, 7), (ahead_tile, 8), (ring_tile, 2), (ring_tile, 11), (ring_tile, 32), (ring_tile, 61)])
 def test_kinds_of_tiles(make, rows: int, card) -> None:
     check(WIDE, card, rows, forced(WIDE, make))
+
+
+TURNS = [(16, 8, 128, True, 0, 0.0), (32, 8, 64, False, 0, 0.0), (28, 4, 128, False, 0, 0.0), (8, 4, 256, False, 100, 50.0)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "normed", "window", "cap"), TURNS)
+def test_attention_in_turns(heads: int, kv_heads: int, dim: int, normed: bool, window: int, cap: float, card) -> None:
+    """Fewer tiles than are weighed together, more than have place, ends of blocks, padding; nothing behind a sequence's end
+    counts, and the cache gets what the other kernel writes."""
+    lengths = [1, 2, 63, 64, 65, 0, 200, 1000, 384]
+    config = replace(PLAIN, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, num_layers=1)
+    batch, kv = decode_batch(config, lengths, 64, BF16)
+    for tensor in (kv.k[0], kv.v[0]):
+        tensor.view(-1, kv_heads, dim)[batch.slot_mapping[batch.slot_mapping >= 0]] = float("nan")
+    batch = moved(batch, card)
+    angle = torch.rand(1024, dim // 2, device=card) * 6
+    norms = [(torch.randn(dim, device=card) * 0.1 + 1).to(BF16) if normed else None for _ in range(2)]
+    options = {
+        "block_tables": batch.block_tables, "seq_slots": batch.seq_slots, "seq_lens": batch.seq_lens,
+        "slot_mapping": batch.slot_mapping, "cos": angle.cos(), "sin": angle.sin(), "q_norm": norms[0], "k_norm": norms[1],
+        "heads": HeadShape(heads, kv_heads, dim, dim**-0.5, cap), "window": window,
+    }  # fmt: skip
+    for slabs, chunk, ring, splits in ((1, 2, 2, 1), (2, 1, 1, 3), (2, 3, 3, 2), (1, 1, 3, 8)):
+        if 4 * 64 * dim * ring > 200 * 1024:
+            continue
+        qkv = torch.randn(slabs, len(lengths), (heads + 2 * kv_heads) * dim, device=card)
+        ours, theirs = (moved(kv, card) for _ in range(2))
+        out = torch.full((len(lengths), heads * dim), float("nan"), device=card, dtype=BF16)
+        space = SplitSpace(splits * len(lengths) * heads * dim, len(lengths) * kv_heads, card, lse=splits * len(lengths) * heads)
+        tile = RingAttention(chunk, ring, 0)
+        decode_attention(qkv, out, ours, 0, **options, num_splits=splits, tile=tile, space=space)
+        assert not space.tickets.any()
+        expected = decode_attention_reference(qkv.sum(0), theirs, 0, **options)
+        assert relative(out, expected) < 0.01
+        assert not out[5].any()
+        for mine, other in ((ours.k[0], theirs.k[0]), (ours.v[0], theirs.v[0])):
+            assert relative(mine.nan_to_num(9.0), other.nan_to_num(9.0)) < 1e-3
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group"), [(64, 1, 16), (80, 2, 4), (96, 2, 1), (128, 2, 5), (256, 1, 8)])

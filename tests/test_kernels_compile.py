@@ -59,7 +59,7 @@ def test_sampling_kernels_compile(compiled):
 def test_kernels_of_ranks_compile(compiled):
     """At most 128 registers for each of at most 512 threads: every program of an all-reduce has a multiprocessor."""
     kernels = of(compiled[90], "all-reduce", "ranks'")
-    assert {kernel["kernel"] for kernel in kernels} >= {"_push_sum_kernel", "_choose", "_gemv_kernel", "_skinny_kernel"}
+    assert {kernel["kernel"] for kernel in kernels} >= {"_push_sum_kernel", "_choose", "_gemv_kernel", "_ring_kernel"}
     meet = [kernel for kernel in kernels if kernel["kernel"] in ("_push_sum_kernel", "_choose")]
     assert not [kernel for kernel in meet if kernel["spills"] > 16 or kernel["registers"] > 128]
 
@@ -68,7 +68,8 @@ def test_kernels_of_ranks_compile(compiled):
 def test_fused_decode_compiles(compiled, capability: int) -> None:
     kernels = [kernel for kernel in of(compiled[capability], "decode of") if "ranks" not in kernel["case"]]
     names = {"_embed_residual_kernel", "_gemv_kernel", "_skinny_kernel", "_decode_attention_kernel", "_few_attention_kernel"}
-    names |= {"_ring_kernel", "_wide_kernel", "_qkv_rope_write", "_split_attention"} if capability == 90 else set()
+    large = {"_ring_kernel", "_ring_attention_kernel", "_join_normed_kernel", "_wide_kernel", "_qkv_rope_write", "_split_attention"}
+    names |= large if capability == 90 else set()
     assert {kernel["kernel"] for kernel in kernels} == names
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[capability]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"

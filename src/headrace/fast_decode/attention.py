@@ -18,6 +18,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.attention_few import few_attention, takes_few, token_offsets
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.epilogues import runs_triton
+from headrace.fast_decode.ring_tile import RingAttention
 from headrace.kernels.activation import soft_cap
 from headrace.kernels.fp8_cache import fp8_factors, fp8_kind, largest, pairs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
@@ -275,7 +276,7 @@ def _decode_attention_kernel(
 def decode_attention(
     qkv: Tensor, out: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
-    window: int, num_splits: int, tile: AttentionTile, space: SplitSpace, sinks: Tensor | None = None,
+    window: int, num_splits: int, tile: AttentionTile | RingAttention, space: SplitSpace, sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [slabs, B, (heads + 2 kv heads) * head_dim, and that of gates] (summed over the slabs) -> out [B, heads * head_dim].
 
@@ -294,6 +295,15 @@ def decode_attention(
         ))  # fmt: skip
         return
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
+    if isinstance(tile, RingAttention):
+        from headrace.fast_decode.attention_ring import ring_attention  # which needs Gluon
+
+        ring_attention(
+            qkv, out, k, v, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens, slot_mapping=slot_mapping,
+            cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window, num_splits=num_splits, tile=tile,
+            space=space,
+        )  # fmt: skip
+        return
     if tile.few and takes_few(heads, 2 * cos.shape[1], num_splits):
         few_attention(
             qkv, out, k, v, kv.scales[layer], block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,

@@ -34,6 +34,7 @@ from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.pair_gemm import all_suit
 from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
+from headrace.fast_decode.ring_tile import RingAttention, ring_attention_suits, runs
 from headrace.fast_decode.tiles import (
     Kinds,
     StepTiles,
@@ -43,6 +44,7 @@ from headrace.fast_decode.tiles import (
     with_attention_in_two,
     with_delta_qkv,
     with_fp8_cache,
+    with_ring_attention,
     without_pairs,
 )
 from headrace.fast_decode.warp_gemm import suits
@@ -68,7 +70,7 @@ from headrace.model.weight import Weight
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more: see `most_rows`
 MAX_EXPERT_ROWS = 32  # of models with experts: of 64 both paths are as fast (Qwen3-30B-A3B on an H200)
-MAX_NORMED_ROWS = 8  # of models that norm what they add: of 16 cuBLAS is faster (Gemma-2-2B on an H200)
+MAX_NORMED_ROWS = 32  # of models that norm what they add: of 64 cuBLAS is as fast (Gemma-2-2B on an H200)
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
 
@@ -149,6 +151,7 @@ class FastDecode:
         self.posts = [(layer.post_attn_norm, layer.post_mlp_norm) for layer in weights.layers]
         alone = group is None and config.norm_place == "pre" and set(rare_parts(config)) <= {"attention sinks"}
         self.halves = alone and halves.suit(kinds, dtype, device)
+        self.rings = ring_attention_suits(config) and runs(weights.embedding)
         self._allocate(dtype, logits_dtype, device, length)
         self.ranks = None if group is None else self._rank_parts(group, dtype, device)
 
@@ -197,7 +200,8 @@ class FastDecode:
         self.half_inner = empty(some, config.intermediate_size, dtype=torch.float16)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile | TwoRowTile) and tile.splits > 1]
-        row_splits = max(n * self._num_splits(step, n, max_context) for n, step in steps)
+        both = [(n, tiles) for n, step in steps for tiles in (step, with_ring_attention(step))]
+        row_splits = max(n * self._num_splits(tiles, n, max_context) for n, tiles in both)
         sums = max(num_slots(rows), row_splits) * config.num_heads
         self.space = SplitSpace(  # of all kernels: they run in order
             max([sums * config.head_dim, *(tile.partial_elements(n, hidden) for n, tile in split)]),
@@ -267,6 +271,8 @@ class FastDecode:
             tiles = replace(tiles, attention=tiles.few_attention)
         elif kv.scales[0][0] is not None:
             tiles = with_fp8_cache(tiles, config, rows)
+        elif tiles.ring_attention is not None and self.rings and kv.k[0].shape[1] == tiles.ring_attention.block_n:
+            tiles = with_ring_attention(tiles)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         of_head, layers = normed, weights.layers[: self.depth]
         if self.halves and rows > halves.ABOVE and adapters is None and layers:
@@ -377,7 +383,7 @@ class FastDecode:
 
     def _attend(
         self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int,
-        tile: AttentionTile | SplitTile,
+        tile: AttentionTile | SplitTile | RingAttention,
     ) -> None:  # fmt: skip
         if isinstance(tile, SplitTile):
             if runs_triton(qkv):

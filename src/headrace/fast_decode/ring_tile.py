@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.kernels.launch import capability, next_power_of_2
+from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64
@@ -50,6 +51,27 @@ class RingTile:
         return GemmTile(self.block_n, self.block_k, self.splits, 4, stages, prefetch=early)
 
 
+@dataclass(frozen=True, slots=True)
+class RingAttention:
+    """attention_ring.py: `ring` tiles of 64 tokens are on their way, `chunk` of them are weighed together; splits are chosen so
+    that about so many programs run."""
+
+    chunk: int
+    ring: int
+    programs: int
+
+    @property
+    def block_n(self) -> int:
+        return 64
+
+
+def ring_attention_suits(config: ModelConfig) -> bool:
+    """Whether attention_ring.py is for the heads of a model."""
+    group, turned = config.num_heads // config.num_kv_heads, {config.rope_of(i).dim for i in range(config.num_layers)}
+    plain = not config.sinks and not config.attn_gate and config.delta is None
+    return plain and group <= 8 and config.head_dim in (64, 128, 256) and turned == {config.head_dim}
+
+
 def row_block(rows: int) -> int:
     """Rows of a program's tile when there are `rows`."""
     return max(8, next_power_of_2(rows))
@@ -65,7 +87,11 @@ def _is_known() -> bool:
     return triton.__version__.startswith(WRITTEN_FOR) and not triton.knobs.runtime.interpret
 
 
+def runs(x: Tensor) -> bool:
+    """Whether kernels in Gluon for Hopper run on what x lies on, in bfloat16."""
+    return x.dtype == torch.bfloat16 and capability(x.device)[0] == 9 and _is_known()
+
+
 def takes(weight: Weight, x: Tensor) -> bool:
-    """Whether the kernel is for these: on Hopper, in bfloat16, rows of whole 16 bytes."""
-    whole = weight.kind == "float" and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0
-    return whole and capability(x.device)[0] == 9 and _is_known()
+    """Whether ring_gemm.py is for these: rows of whole 16 bytes."""
+    return weight.kind == "float" and x.shape[-1] % 8 == 0 and runs(x)

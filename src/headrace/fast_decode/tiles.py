@@ -20,7 +20,7 @@ from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.pair_gemm import MAX_ROWS as PAIR_MAX_ROWS
 from headrace.fast_decode.pair_gemm import STEP, PairTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
-from headrace.fast_decode.ring_tile import RingTile
+from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.ring_tile import row_block as ring_rows
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
@@ -57,7 +57,7 @@ class StepTiles:
     A SplitTile stands for two kernels, rotation with the cache write and attention over the cache, that choose splits
     themselves; the QKV product is then not split. `short_attention` serves contexts that one of its tiles holds: it is in
     registers before the wait for the QKV product, and there is nothing to merge. `few_attention` serves contexts of up to its
-    `few` tokens.
+    `few` tokens. `ring_attention` takes the place of `attention` on Hopper, for keys and values in bfloat16.
     """
 
     qkv: Tile
@@ -65,10 +65,11 @@ class StepTiles:
     gate_up: Tile
     down: Tile
     lm_head: Tile
-    attention: AttentionTile | SplitTile = AttentionTile()
+    attention: AttentionTile | SplitTile | RingAttention = AttentionTile()
     attention_programs: int = 4 * FILL
     short_attention: AttentionTile | None = None
     few_attention: AttentionTile | None = None
+    ring_attention: RingAttention | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.attention, SplitTile) and num_splits(self.qkv) > 1:
@@ -86,7 +87,7 @@ def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     if not isinstance(whole, GemvTile | TwoRowTile):
         whole = replace(whole, splits=1)
     two = tiles.attention if isinstance(tiles.attention, SplitTile) else SplitTile()
-    return replace(tiles, qkv=whole, attention=two, short_attention=None, few_attention=None)
+    return replace(tiles, qkv=whole, attention=two, short_attention=None, few_attention=None, ring_attention=None)
 
 
 def with_fp8_cache(tiles: StepTiles, config: ModelConfig, rows: int) -> StepTiles:
@@ -95,12 +96,18 @@ def with_fp8_cache(tiles: StepTiles, config: ModelConfig, rows: int) -> StepTile
     pairs, programs = rows * config.num_kv_heads, tiles.attention_programs
     if pairs >= FILL:
         programs = min(programs, 2 * FILL)
-    if isinstance(tiles.attention, SplitTile) or tiles.attention.block_n >= 128 or config.head_dim > 128:
+    if not isinstance(tiles.attention, AttentionTile) or tiles.attention.block_n >= 128 or config.head_dim > 128:
         return tiles
     if max(pairs, programs) > 2 * FILL:
         return tiles
     wide = replace(tiles.attention, block_n=128, num_warps=4, num_stages=2)
     return replace(tiles, attention=wide, attention_programs=programs)
+
+
+def with_ring_attention(tiles: StepTiles) -> StepTiles:
+    """The same with the attention that is for Hopper, if there is one."""
+    ring = tiles.ring_attention
+    return tiles if ring is None else replace(tiles, attention=ring, attention_programs=ring.programs)
 
 
 TileTable = Mapping[int, StepTiles]  # rows up to which it serves -> tiles
@@ -140,7 +147,7 @@ def default_tiles(
     pairs: bool = True,
 ) -> StepTiles:  # fmt: skip
     """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps`, `pairs`: see `default_table`."""
-    guess = gemv_tile if rows == 1 else wide_tile if rows > ALL_ROWS and copy_engine else gemm_tile
+    guess = gemv_tile if rows == 1 else gemm_tile if not copy_engine else wide_tile if rows > ALL_ROWS else ring_tile
     shapes = product_shapes(config, delta)
     products = {
         name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps, pairs)
@@ -151,6 +158,7 @@ def default_tiles(
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
         short_attention=None, few_attention=few_tile(config) if rows == 1 else None,
+        ring_attention=ring_attention_tile(config, rows) if copy_engine else None,
     )  # fmt: skip
 
 
@@ -159,6 +167,19 @@ def few_tile(config: ModelConfig) -> AttentionTile | None:
     if config.head_dim != 128 or config.attn_gate:
         return None
     return AttentionTile(block_n=32, num_warps=2, early=True, few=4096)
+
+
+def ring_attention_tile(config: ModelConfig, rows: int) -> RingAttention | None:
+    """On an H200 steps of 8 and 32 rows of four models, whose heads are of 64, 128 and 256, are 3 to 11 % faster by it; of 64
+    rows none is."""
+    if not SHORT_ROWS < rows <= ALL_ROWS:
+        return None
+    few = rows <= 16
+    if config.head_dim > 128:
+        return RingAttention(1, 3, FILL) if few else RingAttention(1, 1, 2 * FILL)
+    if config.head_dim <= 64:
+        return RingAttention(3, 6, FILL if few else 2 * FILL)
+    return RingAttention(2, 2, 2 * FILL) if few else RingAttention(3, 3, 2 * FILL)
 
 
 def attention_tile(config: ModelConfig, rows: int, copy_engine: bool) -> AttentionTile:
@@ -359,11 +380,12 @@ def from_json(text: str) -> dict[int, StepTiles]:
                 raise ValueError(f"{name}: {tile} takes at most {MAX_ROWS[type(tile)]} rows, not {rows}")
         kind = SplitTile if entry.get("attention_kernels", 1) == 2 else AttentionTile
         attention = kind(**entry["attention"])
-        short, few = entry.get("short_attention"), entry.get("few_attention")
+        short, few, ring = (entry.get(f"{name}_attention") for name in ("short", "few", "ring"))
         table[int(rows)] = StepTiles(
             **products, attention=attention, attention_programs=entry["attention_programs"],
             short_attention=None if short is None else AttentionTile(**short),
             few_attention=None if few is None else AttentionTile(**few),
+            ring_attention=None if ring is None else RingAttention(**ring),
         )  # fmt: skip
     if not table:
         raise ValueError("a table without rows")

@@ -1,0 +1,287 @@
+"""Attention of one new token a sequence, in few turns: as attention.py, in Gluon, for Hopper.
+
+That kernel passes keys and values through registers and shared memory and weighs one tile after the other, with some sixty
+barriers behind the wait. Here tiles come by the copy engine (TMA), as many as there is place for before the wait, and those of
+a chunk are multiplied, weighed and summed together: scores with keys as the left operand, so that eight query heads fill the
+tensor cores' smallest product, one maximum of all tiles, then all values.
+"""
+
+# mypy: disable-error-code="assignment, misc, var-annotated"
+# (kernels grow tuples of tiles in loops that the compiler unrolls)
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from headrace.fast_decode.attention_reference import HeadShape
+from headrace.fast_decode.ring_gemm import grid_dependency
+from headrace.fast_decode.ring_tile import RingAttention
+from headrace.kernels.activation import soft_cap
+from headrace.kernels.launch import pdl
+from headrace.kernels.split import SplitSpace
+
+TILE, HEADS_AT_ONCE = 64, 8  # keys of a step, a block of the cache; query heads of a key-value head at most
+
+
+@gluon.jit
+def _ask(tiles, ring, full, table, first, i, count, head, DIM: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr):
+    """Tile i of the program's part into its place, if there is one."""
+    there = i < count
+    block = gl.load(table + first + gl.minimum(i, count - 1))
+    mbarrier.expect(full.index(i % RING), TILE * DIM * 2, pred=there)
+    tma.async_copy_global_to_shared(tiles, [block * TILE, head * DIM], full.index(i % RING), ring.index(i % RING), pred=there)
+
+
+@gluon.jit
+def _clear_tail(tile, tail, parts: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr):
+    """What lies behind the first `tail` tokens may be anything, and 0 * NaN is NaN."""
+    token = gl.arange(0, TILE, layout=gl.SliceLayout(1, parts))
+    for c in gl.static_range(DIM // 64):
+        part = tile.slice(c * 64, 64, 1)
+        part.store(gl.where((token < tail)[:, None], part.load(parts), 0.0))
+
+
+@gluon.jit
+def _slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
+    x = gl.load(pointers, mask=mask, other=0.0)
+    for j in gl.static_range(1, SLABS):
+        x += gl.load(pointers + j * slab_stride, mask=mask, other=0.0)
+    return x
+
+
+@gluon.jit(do_not_specialize=["num_splits", "window"])
+def _ring_attention_kernel(
+    qkv_ptr, k_tiles, v_tiles, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr,
+    sin_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    slab_stride, table_stride, num_splits, window, scale, softcap, eps, norm_offset,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
+    SLABS: gl.constexpr, CHUNK: gl.constexpr, RING: gl.constexpr, MERGE: gl.constexpr, QK_NORM: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    HALF: gl.constexpr = DIM // 2
+    LOG2E: gl.constexpr = 1.4426950408889634
+    prep: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [4, 1], [1, 0])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    flat: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    parts: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    kept: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    head = gl.program_id(0)
+    split = gl.program_id(1)
+    b = gl.program_id(2)
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, TILE, DIM], k_tiles.layout)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, TILE, DIM], v_tiles.layout)
+    q_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, DIM], kept)
+    p_kept = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, ROWS, TILE], kept)
+    k_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    # past the L1 cache: what is read before the wait may have changed since this SM read it last
+    pos = gl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
+    oldest = 0  # token that is seen
+    if HAS_WINDOW:
+        oldest = gl.maximum(pos - window + 1, 0)
+    begin = oldest // TILE
+    tiles = pos // TILE - begin + 1
+    share = (tiles + num_splits - 1) // num_splits
+    first = begin + split * share
+    rg = gl.arange(0, ROWS, layout=gl.SliceLayout(1, prep))
+    rd = gl.arange(0, DIM, layout=gl.SliceLayout(0, prep))
+    g_ok = (rg < GROUP)[:, None] & (rd >= 0)[None, :]
+    out = out_ptr + (b * HEADS + head * GROUP) * DIM
+    if (pos < 0) | (first * TILE > pos):  # nothing to read
+        if PDL:
+            grid_dependency("wait")
+            grid_dependency("launch_dependents")
+        if (pos < 0) & (split == 0):
+            gl.store(out + rg[:, None] * DIM + rd[None, :], gl.full([ROWS, DIM], 0.0, gl.bfloat16, prep), mask=g_ok)
+        return
+    count = gl.minimum(share, begin + tiles - first)
+    owner = first + count == begin + tiles
+    table = tables_ptr + gl.load(slots_ptr + b, cache_modifier=".cg").to(gl.int64) * table_stride
+    for i in gl.static_range(RING):
+        _ask(k_tiles, k_ring, k_full, table, first, i, count, head, DIM, TILE, RING)
+    for i in gl.static_range(RING):
+        _ask(v_tiles, v_ring, v_full, table, first, i, count, head, DIM, TILE, RING)
+    partner = (rd + HALF) % DIM
+    cos = gl.load(cos_ptr + pos * HALF + rd % HALF)
+    sin = gl.load(sin_ptr + pos * HALF + rd % HALF)
+    sin = gl.where(rd < HALF, -sin, sin)
+    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+    if QK_NORM:
+        q_cos = (gl.load(q_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
+        q_sin = (gl.load(q_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
+        k_cos = (gl.load(k_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
+        k_sin = (gl.load(k_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
+    if PDL:
+        grid_dependency("wait")
+        grid_dependency("launch_dependents")
+    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
+    q_row = row + (head * GROUP + rg)[:, None] * DIM
+    k_row = row + (HEADS + head) * DIM
+    v_row = k_row + KV_HEADS * DIM
+    q = _slabs(q_row + rd[None, :], slab_stride, g_ok, SLABS)
+    q_turned = _slabs(q_row + partner[None, :], slab_stride, g_ok, SLABS)
+    k_new = _slabs(k_row + rd, slab_stride, rd >= 0, SLABS)
+    k_turned = _slabs(k_row + partner, slab_stride, rd >= 0, SLABS)
+    v_new = _slabs(v_row + rd, slab_stride, rd >= 0, SLABS).to(gl.bfloat16)
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(1, sums))
+    v_own = _slabs(v_row + dims, slab_stride, dims >= 0, SLABS).to(gl.bfloat16).to(gl.float32)
+    tail = pos - (first + count - 1) * TILE  # cached tokens of the last tile, of the program that has the new one
+    last = (count - 1) % RING
+    if owner & (count <= RING):
+        mbarrier.wait(v_full.index(last), 0)
+        _clear_tail(v_ring.index(last), tail, parts, DIM, TILE)
+    if QK_NORM:
+        q = gl.rsqrt(gl.sum(q * q, 1) / DIM + eps)[:, None] * (q * q_cos[None, :] + q_turned * q_sin[None, :])
+        k_new = gl.rsqrt(gl.sum(k_new * k_new, 0) / DIM + eps) * (k_new * k_cos + k_turned * k_sin)
+    else:
+        q = q * q_cos[None, :] + q_turned * q_sin[None, :]
+        k_new = k_new * k_cos + k_turned * k_sin
+    q = q.to(gl.bfloat16)
+    k_new = k_new.to(gl.bfloat16)
+    q_kept.store(q)
+    fence_async_shared()
+    gl.thread_barrier()
+    m = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, sums))
+    l = gl.full([TILE, ROWS], 0.0, gl.float32, sums)  # of each thread's tokens
+    acc = gl.full([DIM, ROWS], 0.0, gl.float32, sums)
+    r = gl.arange(0, TILE, layout=gl.SliceLayout(1, sums))
+    if owner:
+        place = gl.load(mapping_ptr + b)
+        if place >= 0:
+            gl.store(k_ptr + (place * KV_HEADS + head) * DIM + rd, k_new)
+            gl.store(v_ptr + (place * KV_HEADS + head) * DIM + rd, v_new)
+        own = gl.sum(q.to(gl.float32) * k_new.to(gl.float32)[None, :], 1) * scale
+        if HAS_SOFTCAP:
+            own = soft_cap(own, softcap)
+        m = gl.convert_layout(own * LOG2E, gl.SliceLayout(0, sums))
+        l += gl.where(r == 0, 1.0, 0.0)[:, None]
+        acc += v_own[:, None]
+    zeros = gl.full([TILE, ROWS], 0.0, gl.float32, sums)
+    for c0 in range(0, count, CHUNK):
+        scores = ()
+        for j in gl.static_range(CHUNK):
+            n = c0 + j
+            s = gl.full([TILE, ROWS], -float("inf"), gl.float32, sums)
+            if n < count:
+                mbarrier.wait(k_full.index(n % RING), n // RING & 1)
+                s = warpgroup_mma(k_ring.index(n % RING), q_kept.permute((1, 0)), zeros, use_acc=False) * scale
+                if HAS_SOFTCAP:
+                    s = soft_cap(s, softcap)
+                at = (first + n) * TILE + r
+                seen = at < pos
+                if HAS_WINDOW:
+                    seen = seen & (at >= oldest)
+                s = gl.where(seen[:, None], s * LOG2E, -float("inf"))
+            scores = scores + (s,)
+        most = scores[0]
+        for j in gl.static_range(1, CHUNK):
+            most = gl.maximum(most, scores[j])
+        top = gl.maximum(m, gl.max(most, 0))
+        safest = gl.where(top == -float("inf"), 0.0, top)
+        shrink = gl.exp2(m - safest)
+        l = l * shrink[None, :]
+        acc = acc * shrink[None, :]
+        for j in gl.static_range(CHUNK):
+            p = gl.exp2(scores[j] - safest[None, :])
+            l += p
+            p_kept.index(j).store(gl.permute(p, (1, 0)).to(gl.bfloat16))
+        m = top
+        if count > RING:
+            for j in gl.static_range(CHUNK):  # all warps have read the keys: the maximum was of all
+                if c0 + j + RING < count:
+                    _ask(k_tiles, k_ring, k_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
+        fence_async_shared()
+        gl.thread_barrier()
+        for j in gl.static_range(CHUNK):
+            n = c0 + j
+            if n < count:
+                mbarrier.wait(v_full.index(n % RING), n // RING & 1)
+                if owner & (n == count - 1) & (n >= RING):
+                    _clear_tail(v_ring.index(n % RING), tail, parts, DIM, TILE)
+                    fence_async_shared()
+                    gl.thread_barrier()
+                acc = warpgroup_mma(v_ring.index(n % RING).permute((1, 0)), p_kept.index(j).permute((1, 0)), acc)
+        if count > RING:
+            gl.thread_barrier()
+            for j in gl.static_range(CHUNK):
+                if c0 + j + RING < count:
+                    _ask(v_tiles, v_ring, v_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
+    total = gl.sum(l, 0)
+    o = gl.convert_layout(acc / total[None, :], flat)
+    d = gl.arange(0, DIM, layout=gl.SliceLayout(1, flat))
+    g = gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
+    ok = (d >= 0)[:, None] & (g < GROUP)[None, :]
+    at = g[None, :] * DIM + d[:, None]
+    used = (tiles + share - 1) // share
+    if used == 1:
+        gl.store(out + at, o.to(gl.bfloat16), mask=ok)
+    else:
+        base = (b * KV_HEADS + head) * num_splits
+        slab = partials_ptr + base.to(gl.int64) * (GROUP * DIM) + at
+        gl.store(slab + split * (GROUP * DIM), o, mask=ok)
+        gs = gl.arange(0, ROWS, layout=gl.SliceLayout(0, sums))
+        gl.store(lse_ptr + (base + split) * GROUP + gs, m + gl.log2(total), mask=gs < GROUP)
+        ticket = tickets_ptr + b * KV_HEADS + head
+        gl.thread_barrier()  # all threads' stores before the one thread's release
+        if gl.atomic_add(ticket, 1, sem="acq_rel") == used - 1:
+            gl.store(ticket, 0)
+            lse = lse_ptr + base * GROUP + g
+            top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, flat))
+            weight_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, flat))
+            o = gl.full([DIM, ROWS], 0.0, gl.float32, flat)
+            for s0 in range(0, used, MERGE):
+                xs = ()
+                ws = ()
+                new = top
+                for j in gl.static_range(MERGE):
+                    there = s0 + j < used
+                    w = gl.load(lse + (s0 + j) * GROUP, mask=(g < GROUP) & there, other=-float("inf"), cache_modifier=".cg")
+                    ws = ws + (w,)
+                    x = gl.load(slab + (s0 + j) * (GROUP * DIM), mask=ok & there, other=0.0, cache_modifier=".cg")
+                    xs = xs + (x,)
+                    new = gl.maximum(new, w)
+                safe = gl.where(new == -float("inf"), 0.0, new)
+                shrink = gl.exp2(top - safe)
+                weight_sum = weight_sum * shrink
+                o = o * shrink[None, :]
+                for j in gl.static_range(MERGE):
+                    w = gl.exp2(ws[j] - safe)
+                    weight_sum += w
+                    o += xs[j] * w[None, :]
+                top = new
+            gl.store(out + at, (o / gl.where(weight_sum == 0.0, 1.0, weight_sum)[None, :]).to(gl.bfloat16), mask=ok)
+
+
+def ring_attention(
+    qkv: Tensor, out: Tensor, k: Tensor, v: Tensor, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
+    slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape, window: int,
+    num_splits: int, tile: RingAttention, space: SplitSpace,
+) -> None:  # fmt: skip
+    """As `attention.decode_attention`."""
+    slabs, rows, _ = qkv.shape
+    kv_heads, dim = heads.num_kv_heads, heads.head_dim
+    layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], gl.bfloat16)
+    k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.view(-1, kv_heads * dim), [TILE, dim], layout) for x in (k, v))
+    _ring_attention_kernel[kv_heads, num_splits, rows](
+        qkv, k_tiles, v_tiles, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin, out,
+        space.partials, space.lse, space.tickets, qkv.stride(0), block_tables.stride(0), num_splits, window, heads.scale,
+        heads.softcap, heads.norm_eps, heads.norm_offset,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, TILE=TILE, ROWS=HEADS_AT_ONCE, SLABS=slabs, CHUNK=tile.chunk,
+        RING=tile.ring, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, num_warps=4,
+        **pdl(qkv),
+    )  # fmt: skip
