@@ -28,7 +28,7 @@ from headrace_bench.simulation.cost import Constant, Work
 from headrace_bench.simulation.figures import COLUMNS, Outcome, attained, merged, summary
 from headrace_bench.simulation.fleet import Setup, simulate
 from headrace_bench.simulation.sizing import replicas_needed, shares
-from headrace_bench.simulation.trace_fit import fit_trace, size_of
+from headrace_bench.simulation.trace_fit import Step, fit_trace, hosts_of, size_of
 from headrace_bench.simulation.traffic import DAY, MIXES, Ask, LogNormal, Mix, Quantiles, Traffic, day_curve, file_asks
 
 ROOT = Path(__file__).parents[1]
@@ -198,6 +198,21 @@ def test_a_run_that_was_measured_on_an_h100_is_foretold_within_a_tenth(name, tmp
     document = json.loads((RESULTS / f"h100-{name}.json").read_text())
     measured = next(r["value"] for r in document["results"] if r["workload"] == "offline-random")
     assert result["output_throughput"] == pytest.approx(measured, rel=0.1)
+
+
+def test_launches_of_prompts_that_are_not_captured_have_a_time_of_their_own():
+    """Found by a trace of an H200: 0.9 ms up to 1,024 tokens and 16 beyond, in which the loop waits and the decodes' tokens with it."""
+    rng = random.Random(3)
+
+    def step(tokens: int, seqs: int, host: float) -> Step:
+        return Step(0.0, host * rng.uniform(0.8, 1.3) + 0.01, 0.01, tokens, seqs, seqs, 0.1)
+
+    decodes = [step(8, 8, 1e-4) for _ in range(100)]
+    captured, others = ([step(rng.randint(*of), 8, host) for _ in range(30)] for of, host in (((40, 1024), 9e-4), ((1025, 3000), 0.016)))
+    host, hosts = hosts_of(decodes + captured + others)
+    assert host == pytest.approx(1e-4, rel=0.1) and hosts == ((1024, pytest.approx(9e-4, rel=0.1)), (np.inf, pytest.approx(0.016, rel=0.1)))
+    assert hosts_of(decodes + captured)[1] == ((np.inf, pytest.approx(9e-4, rel=0.1)),)
+    assert hosts_of(decodes + captured[:5]) == (host, ())  # too few to know
 
 
 def test_more_ranks_are_faster_and_less_than_in_proportion():

@@ -18,6 +18,7 @@ import torch
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.config import ModelConfig
+from headrace.worker.memory_plan import captured_tokens
 from headrace_bench.roofline import Limits, Machine
 from headrace_bench.simulation.cost import Roofline
 
@@ -31,6 +32,8 @@ class Measured:
     bandwidth: float
     flops: float
     shares: Mapping[float, Shares]  # by the bytes of weights that a step reads
+    prompt_shares: Shares = ()  # of a larger model's steps with prompts; none: as of others with so many rows
+    cache_share: float | None = None  # with which the decodes' keys and values are read, where that is told from the rest
 
 
 # benchmarks/results/h100-qwen3-0.6b.json and h100-qwen3-8b.json, whose "bandwidth" and "flops" are the rates
@@ -39,12 +42,15 @@ H100 = Measured(2.963e12 / 3.35e12, 778.4e12 / 989e12, MappingProxyType({
     15.14e9: ((1, 0.995), (8, 0.902), (32, 0.892), (64, 0.869), (256, 0.779), (16384, 0.834)),
 }))  # fmt: skip
 
-# h200-two-cards.json, "one_card" of "captured_prompts" and "beside vllm"; 64 rows, and the small model up to these, are the
-# captured steps of docs/benchmarks.md, the small model's other rows an H100's
+# simulate-h200-qwen3-8b.json, "shares": of a larger model's steps, what attention reads told from the rest; rates as in
+# h200-two-cards.json. The small model's, up to 64 rows, are the captured steps of docs/benchmarks.md, the others an H100's
 H200 = Measured(4.136e12 / 4.8e12, 779.8e12 / 989e12, MappingProxyType({
     1.19e9: ((1, 0.552), (8, 0.480), (32, 0.532), (64, 0.642), (128, 0.762), (256, 0.828), (16384, 0.722)),
-    15.14e9: ((1, 0.997), (8, 0.874), (32, 0.843), (64, 0.83), (256, 0.781), (16384, 0.829)),
-}))  # fmt: skip
+    15.14e9: (
+        (1, 0.957), (2, 0.795), (4, 0.795), (8, 0.848), (16, 0.85), (24, 0.782), (32, 0.80), (40, 0.692), (48, 0.738),
+        (64, 0.74), (96, 0.715), (128, 0.665), (192, 0.625), (256, 0.715), (16384, 0.829),
+    ),
+}), ((128, 0.62), (448, 0.62), (640, 0.73), (1024, 0.77), (16384, 0.829)), 0.9)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ CARDS = MappingProxyType({  # NVIDIA's data sheets; B200: those of the DGX B200,
     "b200": Card(180e9, 8.0e12, 2250e12, 900e9),
 })  # fmt: skip
 
-HOST = (75e-6, 0.35e-6)  # seconds of the host for a step, and for each of its sequences: `host_ms_per_step` of the same runs
+HOST = 75e-6  # seconds of the host for a step: `host_ms_per_step` of the same runs
+PROMPT_HOST, LAYER_HOST = 0.85e-3, 0.44e-3  # of one with prompts that is captured, of each layer of one that is not (an H200)
 
 # Seconds of an all-reduce by bytes, 2, 4 and 8 H100 of one host: https://github.com/sgl-project/sglang/pull/2904, the one-shot
 # kernel; what is larger goes at LINK_REACHED of the link's rate in a ring
@@ -106,7 +113,10 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
         bandwidth=machine.bandwidth,
         flops=machine.flops,
         shares=measured.shares[nearest],
-        host=HOST[0],
+        prompt_shares=measured.prompt_shares if nearest == max(measured.shares) else (),
+        cache_share=measured.cache_share if nearest == max(measured.shares) else None,
+        host=HOST,
+        prompt_hosts=((captured_tokens(model), PROMPT_HOST), (math.inf, LAYER_HOST * model.num_layers)),
         reduces=2 * model.num_layers if ranks > 1 else 0,
         reduce_bytes=model.hidden_size * dtype.itemsize,
         reduce_times=REDUCE_TIMES[min(n for n in REDUCE_TIMES if n >= min(ranks, 8))] if ranks > 1 else (),

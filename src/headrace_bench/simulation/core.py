@@ -168,7 +168,9 @@ class Core:
 
     def _host(self, plan: StepPlan) -> float:
         """The device begins with the launch of prompts before that has ended, and is not done before it has."""
-        return self.cost.host if plan.num_tokens == len(plan) else max(self.cost.host, self.cost.prompt_host)
+        if plan.num_tokens == len(plan):
+            return self.cost.host
+        return next((seconds for most, seconds in self.cost.prompt_hosts if plan.num_tokens <= most), self.cost.host)
 
     def _work(self, plan: StepPlan) -> Work:
         count, used = plan.num_decodes, self.scheduler.kv_usage

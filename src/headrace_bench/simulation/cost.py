@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+Hosts = tuple[tuple[float, float], ...]  # (tokens, seconds of the loop for a step of so many at most), by tokens
+
 
 class Work(NamedTuple):
     """What a step computes."""
@@ -24,7 +26,7 @@ class StepCost(Protocol):
     """Steps have numbers: a model with noise gives each its own, always the same."""
 
     host: float  # seconds of the loop for a step, beside the device's
-    prompt_host: float  # the same where it has prompts
+    prompt_hosts: Hosts  # the same where it has prompts
     blocking: bool  # the launch is the computation
 
     def seconds(self, work: Work, step: int) -> float:
@@ -52,22 +54,25 @@ class Roofline:
     flops: float
     shares: tuple[tuple[int, float], ...]  # (rows, share of the limit), by rows; in between linear over log(rows)
     host: float
+    prompt_shares: tuple[tuple[int, float], ...] = ()  # of steps with prefill, where they have others
+    cache_share: float | None = None  # of the decodes' keys and values, where they have another
     expert_bytes: float = 0.0  # of all experts, of which a step reads those that some row chose
     chosen: float = 0.0  # share of them that one row has
     reduces: int = 0  # all-reduces in a step
     reduce_bytes: float = 0.0  # of one row in one of them
     reduce_times: tuple[tuple[float, float], ...] = ()  # (bytes, seconds), by bytes
     link: float = math.inf  # bytes per second of a large all-reduce
-    prompt_host: float = 0.0
+    prompt_hosts: Hosts = ()
     blocking: bool = False
-    _by_rows: dict[int, tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
+    _by_rows: dict[tuple[int, bool], tuple[float, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def seconds(self, work: Work, step: int) -> float:
-        share, reducing = self._of_rows(work.tokens)
+        share, reducing = self._of_rows(work.tokens, work.tokens > work.seqs)
         operations = self.row_flops * work.tokens + self.head_flops * work.sampled
         products = max(self._weights(work.tokens) / self.bandwidth, operations / self.flops)
         attention = work.pairs * self.pair_flops / self.flops
-        return (products + attention) / share + reducing + work.context * (self.kv_bytes / self.bandwidth / share)
+        reading = self.kv_bytes / self.bandwidth / (self.cache_share or share)
+        return (products + attention) / share + reducing + work.context * reading
 
     def _weights(self, rows: int) -> float:
         """Bytes that a step of so many rows reads; see headrace_bench/roofline.py."""
@@ -76,15 +81,15 @@ class Roofline:
     def many_seconds(self, work: Work, step: int, count: int) -> np.ndarray:
         fixed = self.seconds(work._replace(context=0), step)
         contexts = work.context + work.seqs * np.arange(count)
-        return fixed + contexts * (self.kv_bytes / self.bandwidth / self._of_rows(work.tokens)[0])
+        return fixed + contexts * (self.kv_bytes / self.bandwidth / (self.cache_share or self._of_rows(work.tokens, False)[0]))
 
-    def _of_rows(self, rows: int) -> tuple[float, float]:
+    def _of_rows(self, rows: int, prefill: bool) -> tuple[float, float]:
         """Share of the limit, and seconds of the all-reduces."""
-        found = self._by_rows.get(rows)
+        found = self._by_rows.get((rows, prefill))
         if found is None:
-            points = self.shares
+            points = (prefill and self.prompt_shares) or self.shares
             share = float(np.interp(math.log(rows), [math.log(r) for r, _ in points], [s for _, s in points]))
-            found = self._by_rows[rows] = share, self.reduces * self.reduce_seconds(rows)
+            found = self._by_rows[rows, prefill] = share, self.reduces * self.reduce_seconds(rows)
         return found
 
     def reduce_seconds(self, rows: int) -> float:
@@ -104,7 +109,7 @@ class Constant:
     per_token: float = 0.0
     host: float = 0.0
     blocking: bool = True
-    prompt_host: float = 0.0
+    prompt_hosts: Hosts = ()
 
     def seconds(self, work: Work, step: int) -> float:
         return self.base + self.per_token * work.tokens

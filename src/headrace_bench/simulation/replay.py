@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.engine.stats import StepTrace
-from headrace_bench.simulation.cost import Work
+from headrace_bench.simulation.cost import Hosts, Work
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class Replayed:
     taken: list[float]
     blocking: bool
     host: float = 0.0
-    prompt_host: float = 0.0
+    prompt_hosts: Hosts = ()
     shapes: list[tuple[int, int]] = field(default_factory=list)
 
     def seconds(self, work: Work, step: int) -> float:

@@ -29,7 +29,7 @@ import numpy as np
 
 from headrace.errors import ParameterError
 from headrace.files import read_text
-from headrace_bench.simulation.cost import Work
+from headrace_bench.simulation.cost import Hosts, Work
 
 KINKS = (4, 16, 64, 256)  # sequences, and
 PREFILL_KINKS = (64, 512)  # prefill tokens: from here on the slope may be another
@@ -39,6 +39,7 @@ FEWEST = 50  # steps: from fewer nothing is fitted
 DECODES, PREFILLS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (16, 64, 128, 256, 512, 1024, 2048)  # kinds: by sequences, by tokens
 NUM_KINDS = len(DECODES) + 1 + len(PREFILLS) + 1
 FEWEST_OF_KIND = 25  # recorded steps; one with fewer is as the nearest that has as many
+FEWEST_LAUNCHED, LAUNCHED = 5, 2.0  # steps with prompts of a sort, and how many times as long the launch of the other is
 MOST = 1 << 16  # recorded steps that others follow
 USED = 4  # the column of the share of blocks in use
 LEVELS = 0.1  # about how far levels are from 1; what spells make of a number that was seen a few times is not one
@@ -73,7 +74,7 @@ class Fitted:
     errors: tuple[tuple[float, float], ...]  # half and nine tenths of |measured / fitted - 1| are below; without, with prefill
     counts: tuple[int, int]
     host: float
-    prompt_host: float
+    prompt_hosts: Hosts
     blocking: bool
     stalls: np.ndarray  # seconds on top of a step, whatever its kind, by its number
     levels: dict[int, float] = field(default_factory=dict)  # by `size_of`; of what is not there 1
@@ -124,7 +125,7 @@ def fit_trace(path: str, seed: int) -> Fitted:
     samples = pairs(steps, blocking)
     if len(samples) < FEWEST:
         raise ParameterError("--trace", path, f"a trace with at least {FEWEST} steps under load (this one has {len(samples)})")
-    host, prompt_host = (0.0, 0.0) if blocking else hosts_of(steps)
+    host, prompt_hosts = (0.0, ()) if blocking else hosts_of(steps)
     x = np.array([features(s.tokens, s.seqs, s.used) for s in samples])
     y = np.array([s.seconds for s in samples])
     coefficients = least_squares(x, y)
@@ -139,7 +140,7 @@ def fit_trace(path: str, seed: int) -> Fitted:
     plain = without_stalls(ratios, kinds)
     stalls = np.roll((ratios - plain) * (y / ratios), -first)[:MOST]
     spread = ratios_of_kinds(plain, kinds, first)
-    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, prompt_host, blocking, stalls, levels)
+    return Fitted(coefficients, spread, errors, (len(sorts[0]), len(sorts[1])), host, prompt_hosts, blocking, stalls, levels)
 
 
 def size_of(tokens: int, seqs: int) -> int:
@@ -236,13 +237,23 @@ def pairs(steps: list[Step], blocking: bool) -> list[Sample]:
     return [Sample(step.tokens, step.seqs, step.used, seconds) for step, seconds in turns if step.seqs and seconds > 0]
 
 
-def hosts_of(steps: list[Step]) -> tuple[float, float]:
-    """Seconds of the loop in a turn beside its wait: one that launches decodes, and one that launches prompts."""
-    plain, prompts = (
-        [s.lasted - s.waited for s in steps if s.seqs and (s.tokens > s.seqs) == with_them] for with_them in (0, 1)
-    )
-    host = float(np.median(plain or prompts))
-    return host, max(host, float(np.median(prompts))) if len(prompts) >= FEWEST_OF_KIND else host
+def hosts_of(steps: list[Step]) -> tuple[float, Hosts]:
+    """Seconds of the loop in a turn beside its wait: one that launches decodes, and one that launches prompts. Those of many
+    tokens may not be captured, and take far longer: the number is where the logarithms of both sorts scatter least.
+    """
+    plain = [s.lasted - s.waited for s in steps if s.tokens == s.seqs > 0]
+    prompts = sorted((s.tokens, max(s.lasted - s.waited, 1e-6)) for s in steps if s.tokens > s.seqs)
+    host = float(np.median(plain or [seconds for _, seconds in prompts]))
+    if len(prompts) < FEWEST_OF_KIND:
+        return host, ()
+    logs = np.log([seconds for _, seconds in prompts])
+    borders = [i for i in range(FEWEST_LAUNCHED, len(logs) - FEWEST_LAUNCHED) if prompts[i - 1][0] < prompts[i][0]]
+    scatter = {i: i * logs[:i].var() + (len(logs) - i) * logs[i:].var() for i in borders}
+    border = min(scatter, key=scatter.__getitem__, default=0)
+    if border and np.median(logs[border:]) - np.median(logs[:border]) > math.log(LAUNCHED):
+        most = -size_of(prompts[border - 1][0], 0)
+        return host, ((most, max(host, math.exp(np.median(logs[:border])))), (math.inf, math.exp(np.median(logs[border:]))))
+    return host, ((math.inf, max(host, math.exp(np.median(logs)))),)
 
 
 @dataclass(slots=True)
