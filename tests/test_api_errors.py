@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 import tokenizers
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from answers import error_of, parse_events
 from fake_engine import FakeEngine
+from headrace.api.body import decode
+from headrace.api.errors import ApiError
 from headrace.api.structured import Structure, renamed
 from headrace.config import EngineConfig
 from headrace.engine.messages import EngineOutput
@@ -103,6 +106,21 @@ def test_what_is_no_json_is_told_whatever_it_is_called(api):
         headers = {"content-type": "application/x-www-form-urlencoded"}
         response = api.request("POST", "/v1/completions", content=content, headers=headers)
         assert response.status_code == 400 and error_of(response)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("body", "twice"), [
+        ('{"prompt": [1, 2], "model": "m", "prompt": [3]}', "prompt"), ('{"options": {"1": 1, "1": [2]}, "prompt": [1]}', "1"),
+        ('{"options": {"a[1]": 1, "a[2]": [7, 7]}, "prompt": [1, 2]}', None), ('{"options": {"a[1]": 1, "a[1]": 2}}', "a[1]"),
+        ('{"prompt": [], "options": {"x": {"y": [1,\n 2], "z": [], "y": 1}}}', "y"),
+    ],
+)  # fmt: skip
+def test_a_key_stands_once_in_an_object(body: str, twice: str | None):
+    if twice is None:
+        assert decode(body.encode(), dict)["options"] == {"a[1]": 1, "a[2]": [7, 7]}
+    else:
+        with pytest.raises(ApiError, match=re.escape(f"The key `{twice}` stands twice")):
+            decode(body.encode(), dict)
 
 
 @pytest.mark.parametrize("path", BODIES)
