@@ -1,7 +1,7 @@
 """Where the time of offline-random goes: its steps by kind and size, each beside its limit, and the slowest of them.
 
     python benchmarks/offline_steps.py --config benchmarks/shapes/qwen3-0.6b.json [--repeat 2] [--tensor-parallel-size N]
-                                       [--out FILE.json]
+                                       [--quantization fp8] [--kv-cache-dtype fp8] [--out FILE.json]
 
 A step lasts from the end of the one before it to its own end, as the host sees it. `idle` is how much of that passed before
 its launch: the device had nothing to do. The second repeat shows what the first one paid for being the first.
@@ -20,7 +20,7 @@ from headrace.scheduler.plan import StepPlan
 from headrace_bench.engine import Bench, shape_directory, shown
 from headrace_bench.roofline import Limits, measure_limits
 
-SIZES = (16, 32, 64, 128, 192, 256)  # rows of decode steps are told apart up to these
+SIZES = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # rows of decode steps are told apart up to these
 SLOWEST = 12
 
 
@@ -77,17 +77,20 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     cards = args.tensor_parallel_size
     options = {
         "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2304, "device": args.device,
-        "tensor_parallel_size": cards,
+        "tensor_parallel_size": cards, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
     }  # fmt: skip
     runs = []
     with LLM(shape_directory(args.config), **options) as llm:
         assert llm.engine is not None
-        limits = Limits(llm.engine.model, llm.engine.dtype, measure_limits(llm.engine.device, llm.engine.dtype, cards))
+        machine = measure_limits(llm.engine.device, llm.engine.dtype, cards)
+        limits = Limits(llm.engine.model, llm.engine.dtype, machine, args.quantization, args.kv_cache_dtype == "fp8")
         bench, watch = Bench(llm, limits), Watch(llm.engine.core, limits)
         for _ in range(args.repeat):
             watch.steps.clear()
@@ -102,9 +105,8 @@ def main() -> None:
                 values = (f"{name} {v:.2f}" if isinstance(v, float) else f"{name} {v}" for name, v in step.items())
                 print(f"    step {number}: " + ", ".join(values))
             runs.append({"result": result, "kinds": kinds, "slowest": [{"step": n, **step} for n, step in slowest]})
-        machine = limits.machine.as_dict()
     if args.out:
-        args.out.write_text(json.dumps({"machine": machine, "model": args.config, "runs": runs}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"machine": machine.as_dict(), "model": args.config, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,15 +16,12 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 22):
-        self.device = device
-        self._pinned = [torch.empty(0), torch.empty(0)]
-        if device.type == "cuda":
-            self._pinned = [torch.empty(capacity, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._capacity, self._turn, self._used = capacity, 0, 0
+        self.device, self._capacity, self._turn, self._used = device, capacity, 0, 0
+        pinned = device.type == "cuda"
+        self._pinned = [torch.empty(capacity * pinned, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
 
     def next_step(self) -> None:
-        self._turn ^= 1
-        self._used = 0
+        self._turn, self._used = self._turn ^ 1, 0
 
     def pin(self, array: np.ndarray) -> Tensor:
         """A pinned copy of `array` that stays as it is until two steps on."""
