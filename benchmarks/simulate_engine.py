@@ -52,7 +52,7 @@ from headrace.engine import core as core_module
 from headrace.engine import process as process_module
 from headrace.engine.build import Engine, build_engine, choose_device
 from headrace.engine.messages import EngineRequest
-from headrace.engine.process import CoreLoop
+from headrace.engine.process import CoreLoop, spare_collections
 from headrace.engine.stats import StepTrace
 from headrace.engine.wire import Add, FromCore, News, Shutdown, to_wire
 from headrace.metrics.trace import TraceFile
@@ -232,7 +232,7 @@ class Runs:
         most = Load(max_concurrency=max(args.concurrency))
         self.run("first", min(64, 2 * max(args.concurrency)), most, 99)  # what is lazy is done
         gc.collect()
-        gc.freeze()  # as the core's own process does
+        spare_collections()  # as the core's own process does
         for at_once in args.concurrency:
             count, load = min(3 * at_once, args.requests), Load(max_concurrency=at_once)
             runs.append(self.run(f"recorded-{at_once}", count, load, at_once))
