@@ -356,7 +356,8 @@ def test_what_is_not_supported() -> None:
 
 
 def test_tables_survive_json() -> None:
-    table = {**default_table(PLAIN), 1: GEMV, 4: TABLES["short"][4], 16: GEMM, 128: TWO_KERNELS, 256: WIDE}
+    by_copies = replace(GEMM, expert_stages=(4, 0))
+    table = {**default_table(PLAIN), 1: GEMV, 4: TABLES["short"][4], 16: GEMM, 32: by_copies, 128: TWO_KERNELS, 256: WIDE}
     assert from_json(to_json(table)) == table
 
 
