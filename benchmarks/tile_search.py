@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile
+from headrace.fast_decode.ring_tile import RingAttention, RingTile
+from headrace.fast_decode.ring_tile import row_block as ring_rows
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import (
@@ -129,7 +131,15 @@ def candidates(shape: Shape, rows: int, kind: Kind = "float") -> list[Tile]:
                 found.append(GemmTile(block_n, 64, splits, 4, 6, prefetch=2))
                 for tile in (GemmTile(block_n, 128, splits, 4, 4), GemmTile(block_n, 64, splits, 4, 6)):
                     found += [tile, replace(tile, touch=_touched(shape, tile))]
+                found += ring_candidates(shape, rows, block_n, splits)
     return found
+
+
+def ring_candidates(shape: Shape, rows: int, block_n: int, splits: int) -> list[Tile]:
+    """Of 64 columns, as many steps in flight as fit or fewer."""
+    step, steps = 2 * 128 * (block_n * (2 if shape.gated else 1) + ring_rows(rows)), -(-shape.width // (128 * splits))
+    stages = {min(n, steps, ALONE_BYTES // step) for n in (3, 4, 5, 6, 8)}
+    return [RingTile(64, 128, splits, n, late) for n in sorted(stages) for late in (False, True)] if block_n == 64 else []
 
 
 def wide_candidates(shape: Shape, rows: int) -> list[Tile]:
@@ -170,6 +180,12 @@ def attention_candidates(rows: int) -> list[tuple[AttentionTile | SplitTile, int
     return one + [(SplitTile(64, 4, 3), 4 * FILL), (SplitTile(64, 2, 3), 4 * FILL)] if rows > ALL_ROWS else one
 
 
+def ring_attention_candidates(config: ModelConfig) -> list[RingAttention]:
+    """(For heads that it suits.)"""
+    sizes = [(c, n) for c, n in ((1, 1), (1, 2), (1, 3), (2, 2), (3, 3), (3, 6)) if 256 * config.head_dim * n <= ALONE_BYTES]
+    return [RingAttention(*size, programs) for size in sizes for programs in (FILL, 2 * FILL, 4 * FILL)]
+
+
 def tune(
     start: StepTiles, config: ModelConfig, rows: int, measure: Callable[[StepTiles], float], seconds: float,
     say: Callable[[str], None] = lambda line: None, kinds: Kinds = FLOAT,
@@ -187,10 +203,11 @@ def tune(
         for name in ("gate_up", "down", "qkv", "o"):
             yield from ((name, {name: tile}) for tile in candidates(shapes[name], rows, kind[name]))
         for tile, programs in attention_candidates(rows):
-            change = {"attention": tile, "attention_programs": programs}
+            change = {"attention": tile, "attention_programs": programs, "ring_attention": None}
             yield "attention", change
             if isinstance(tile, SplitTile):  # which the best QKV tile may exclude
                 yield "attention", {**change, "qkv": replace(wide_tile(shapes["qkv"], rows), splits=1)}
+        yield from (("ring_attention", {"ring_attention": tile}) for tile in ring_attention_candidates(config))
         yield from (("lm_head", {"lm_head": tile}) for tile in candidates(shapes["lm_head"], rows, kind["lm_head"]))
 
     for name, change in trials():

@@ -21,6 +21,7 @@ from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine, most_rows
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
+from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.tiles import (
     PRODUCTS,
@@ -64,8 +65,12 @@ WIDE = StepTiles(
     attention=AttentionTile(block_n=64, heads_first=True),
 )  # fmt: skip
 TWO_KERNELS = replace(WIDE, qkv=WideTile(64, 64, 64, 1, 4, 2), o=WideTile(64, 64, 64, 1, 4, 2), attention=SplitTile(64))
+RING = StepTiles(  # as the others, here
+    qkv=RingTile(64, 32, 2, 3), o=RingTile(32, 32, 3, 2), gate_up=RingTile(64, 32, 1, 4), down=RingTile(32, 64, 2, 2),
+    lm_head=RingTile(64, 64, 1, 2), attention=AttentionTile(block_n=64), ring_attention=RingAttention(2, 2, 20),
+)  # fmt: skip
 TABLES = {
-    "gemv": {1: GEMV}, "two rows": {2: TWO_ROWS}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))},
+    "gemv": {1: GEMV}, "ring": {16: RING}, "two rows": {2: TWO_ROWS}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))},
     "mixed": {1: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)},
 }  # fmt: skip
 
@@ -357,7 +362,8 @@ def test_what_is_not_supported() -> None:
 
 def test_tables_survive_json() -> None:
     by_copies = replace(GEMM, expert_stages=(4, 0))
-    table = {**default_table(PLAIN), 1: GEMV, 4: TABLES["short"][4], 16: GEMM, 32: by_copies, 128: TWO_KERNELS, 256: WIDE}
+    own = {1: GEMV, 4: TABLES["short"][4], 8: RING, 16: GEMM, 32: by_copies, 128: TWO_KERNELS, 256: WIDE}
+    table = {**default_table(PLAIN), **own}
     assert from_json(to_json(table)) == table
 
 
@@ -390,7 +396,7 @@ def test_tune_finds_the_fastest_candidate() -> None:
     for product in ("qkv", "o", "gate_up", "down"):
         shape = product_shapes(config)[product]
         kinds = [{type(tile) for tile in candidates(shape, rows)} for rows in (32, 64, 256)]
-        assert kinds == [{GemmTile}, {GemmTile, WideTile}, {WideTile}]
+        assert kinds == [{GemmTile, RingTile}, {GemmTile, RingTile, WideTile}, {WideTile}]
     start = replace(default_table(config)[8], o=GemmTile(64, 128, 8, 4, 3))
     best, took = tune(start, config, 8, cost, seconds=60)
     assert {t.block_n for t in (best.qkv, best.o, best.gate_up, best.down)} == {32}

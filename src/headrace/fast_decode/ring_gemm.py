@@ -48,7 +48,7 @@ def _ring_kernel(
     x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BEHIND: gl.constexpr, MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if MODE == "glu" else 1
@@ -106,14 +106,20 @@ def _ring_kernel(
         next_acc = warpgroup_mma(w_ring.index(stage * PARTS), x, acc, is_async=True)
         if MODE == "glu":
             next_up = warpgroup_mma(w_ring.index(stage * PARTS + 1), x, up_acc, is_async=True)
-            acc, up_acc = warpgroup_mma_wait(0, deps=[next_acc, next_up])
+            acc, up_acc = warpgroup_mma_wait(PARTS * BEHIND, deps=[next_acc, next_up])
         else:
-            acc = warpgroup_mma_wait(0, deps=[next_acc])
-        if i + STAGES < steps:
-            gl.thread_barrier()  # all warps have read the place
-            k = k_start + (i + STAGES) * BLOCK_K
-            _ask(w_tiles, w_ring, full, i, n0, N, k, STAGES, PARTS, BYTES)
-            tma.async_copy_global_to_shared(x_tiles, [0, k], full.index(stage), x_ring.index(stage))
+            acc = warpgroup_mma_wait(BEHIND, deps=[next_acc])
+        done = i - BEHIND  # step whose place is free again
+        if (done >= 0) & (done + STAGES < steps):
+            gl.thread_barrier()  # all warps have read it
+            k = k_start + (done + STAGES) * BLOCK_K
+            _ask(w_tiles, w_ring, full, done, n0, N, k, STAGES, PARTS, BYTES)
+            tma.async_copy_global_to_shared(x_tiles, [0, k], full.index(done % STAGES), x_ring.index(done % STAGES))
+    if BEHIND:
+        if MODE == "glu":
+            acc, up_acc = warpgroup_mma_wait(0, deps=[acc, up_acc])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
     y = gl.convert_layout(acc, flat)
     if SUMSQ_BLOCK > 0:
         factor = gl.rsqrt(gl.sum(sumsq, 1) / K + eps)
@@ -160,6 +166,6 @@ def plan(tile: RingTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor 
     own = {
         "x_tiles": tiles(x, block_m), "w_tiles": tiles(weight.data, tile.block_n), "BLOCK_M": block_m,
         "BLOCK_K": tile.block_k, "k_split": split_width(width, tile.splits, tile.block_k), "STAGES": tile.stages,
-        "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
+        "BEHIND": int(tile.behind and tile.stages > 1), "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
     }  # fmt: skip
     return Plan(_ring_kernel, (-(-columns // tile.block_n), tile.splits), own)

@@ -20,12 +20,14 @@ WRITTEN_FOR = "3.6."  # Triton: Gluon is young
 @dataclass(frozen=True, slots=True)
 class RingTile:
     """One program's work: block_n columns of all rows over 1 / splits of K, `stages` steps of block_k on their way, as many
-    before the wait."""
+    before the wait. `behind`: a step's products run while the next one's tile is waited for; their place is free a step later.
+    """
 
     block_n: int
     block_k: int
     splits: int
     stages: int
+    behind: bool = False
 
     @property
     def num_warps(self) -> int:
