@@ -160,7 +160,7 @@ def test_prompts_that_take_longer_to_launch_than_to_compute_are_foretold(tmp_pat
 
     found = compare(tmp_path / "trace.json", lambda clock, seed: Model(clock, card, 4e-4, 8e-3), 0.8, 2)
     for name, (real, foretold) in found.items():
-        assert foretold == pytest.approx(real, rel=0.07), (name, found)
+        assert foretold == pytest.approx(real, rel=0.1), (name, found)
 
 
 def test_slow_spells_make_the_queues_that_they_make(tmp_path):

@@ -339,9 +339,9 @@ def serve(
 
 
 def spare_collections() -> None:
-    """Collections of garbage look through nothing that is there now, which takes 0.1 s in the middle of a step, and come when so
-    many objects have been made that did not go. Requests leave no cycles, but a prefix index that is full is young all the time:
-    one of 17,000 blocks was looked through every 800 requests, for 8 ms."""
+    """Collections of garbage look through nothing that is there now, which takes 0.1 s in the middle of a step, and come when
+    so many objects have been made that did not go. Requests leave no cycles, but a prefix index that is full is young all the
+    time: one of 17,000 blocks was looked through every 800 requests, for 8 ms."""
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS)
     gc.enable()
