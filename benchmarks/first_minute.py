@@ -150,7 +150,7 @@ def main() -> int:
         kinds = by_kind(trace, args.seconds + server.ready_after)
     print(f"ready after {server.ready_after:.2f} s")
     worst, found = 0.0, []
-    rare = [step for steps in kinds.values() if len(steps) < FEWEST for step in steps]
+    rare = [(step, kind) for kind, steps in kinds.items() if len(steps) < FEWEST for step in steps]
     for kind, steps in sorted(kinds.items()):
         if len(steps) >= FEWEST:
             median, longest = statistics.median(step.milliseconds for step in steps), max(steps, key=lambda s: s.milliseconds)
@@ -162,8 +162,9 @@ def main() -> int:
             told = f"{len(steps):6} steps, median {median:8.2f} ms, longest {longest.milliseconds:8.2f} ms = {share:5.1f} x"
             print(f"{kind:>52}: {told} {where}")
     if rare:
-        longest = max(rare, key=lambda s: s.milliseconds)
-        print(f"{len(rare)} steps of rarer kinds, the longest {longest.milliseconds:.2f} ms:{longest.parts}")
+        print(f"{len(rare)} steps of rarer kinds, the longest:")
+        for step, kind in sorted(rare, key=lambda pair: -pair[0].milliseconds)[:FEWEST]:
+            print(f"{kind:>52}: {step.milliseconds:.2f} ms at {step.at - server.ready_after:.2f} s:{step.parts}")
     print(f"the longest step is {worst:.1f} x the median of its kind")
     if args.out:
         result = {"model": args.model, "ready_s": round(server.ready_after, 2), "seconds": args.seconds, "kinds": found}

@@ -57,6 +57,24 @@ def test_all_kinds_of_requests_in_float32(model, options):
     assert seen.total() > 5
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5"])
+def test_steps_that_are_not_captured_sample_rows_that_are_filled_up(family, tmp_path):
+    model = str(write_tiny(family, tmp_path))
+    requests = requests_of_all_kinds(512) if family == "qwen3" else make_requests(4, 10, 512)
+    want = run(make_core(model), requests)
+    core = make_core(model, device="cuda")
+    prompts, counts = core.runner.prompts, []
+    prompts.takes, filled_up = lambda plan: False, prompts.filled_up
+
+    def noted(sampled, most):
+        counts.append((len(sampled), len(filled_up(sampled, most))))
+        return filled_up(sampled, most)
+
+    prompts.filled_up = noted
+    assert_all_same(run(core, requests, arrivals=[i // 3 for i in range(len(requests))]), want, family)
+    assert sum(count < found for count, found in counts) > 2
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma2", "qwen3_5"])
 def test_other_layers_in_float32(family, tmp_path):
     """Experts, of which padded rows choose some, too; windows and soft caps; gated delta nets."""

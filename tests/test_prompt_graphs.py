@@ -233,6 +233,30 @@ def test_an_engine_says_the_same(tiny, options, monkeypatch) -> None:
     assert prompts.replays[Tail.LOGITS] > 5
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5"])
+def test_steps_that_are_not_captured_sample_as_many_rows_as_those_that_are(family, tmp_path, monkeypatch) -> None:
+    """Some row again and again, whose result nobody reads: all say the same, and libraries have met the numbers before."""
+    model = str(write_tiny(family, tmp_path))
+    core = make_core(model, enforce_eager=True)
+    requests = requests_of_all_kinds(core.vocab_size) if family == "qwen3" else plain_requests(20, max_tokens=9)
+    want = run(core, requests)
+    core, counts = make_core(model, enforce_eager=True), []
+    prompts = capture_prompts(core, monkeypatch)
+    monkeypatch.setattr(prompts, "takes", lambda plan: False)
+    filled_up = prompts.filled_up
+
+    def noted(sampled: np.ndarray, most: int) -> np.ndarray:
+        found = filled_up(sampled, most)
+        assert found[: len(sampled)].tolist() == sampled.tolist() and set(found[len(sampled) :]) <= set(sampled[-1:].tolist())
+        counts.append((len(sampled), len(found), most))
+        return found
+
+    monkeypatch.setattr(prompts, "filled_up", noted)
+    assert_all_same(run(core, requests, arrivals=[i // 3 for i in range(len(requests))]), want, "")
+    assert sum(count < found for count, found, _ in counts) > 5
+    assert all(found in prompts.seq_sizes for count, found, most in counts if count and most >= prompts.seq_sizes[-1])
+
+
 def test_an_engine_samples_within_the_step(tiny, monkeypatch) -> None:
     """Plain requests, greedy and not, and with drafts behind which the host does not know where a sequence begins."""
     from drafting import Guesser, drafting_core

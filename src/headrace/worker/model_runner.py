@@ -123,19 +123,19 @@ class ModelRunner:
             logits = self.decoder.decode(batch, self.kv)
             self.kv.states.keep(plan.kept)
             return Pending(plan, logits, rows)
-        num_sampled, stops = plan.num_sampled, np.cumsum(plan.counts)
+        num_sampled, stops, asking = plan.num_sampled, np.cumsum(plan.counts), prompts_that_ask(plan, self.state)
         sampled = np.repeat(stops - np.cumsum(num_sampled), num_sampled) + np.arange(num_sampled.sum())
-        asking = prompts_that_ask(plan, self.state)
-        # more rows than there are slots are more than attention takes as sequences
-        only = len(sampled) < stops[-1] and len(sampled) <= len(self.state.block_tables) and not asking
+        count, most = len(sampled), len(self.state.block_tables)  # more rows are more than attention takes as sequences
+        only = count < stops[-1] and count <= most and not asking
+        sampled = self.prompts.filled_up(sampled, min(most, stops[-1] - 1)) if only and self.prompts is not None else sampled
         batch, wanted, rows = self.state.prepare(plan.slots, plan.starts, plan.counts, plan.unverified, sampled, only)
         batch.num_verified = 1 + int(plan.drafts.nonzero()[0].max(initial=-1))
         hidden = self.decoder.forward(batch, self.kv, wanted)
         self.kv.states.keep(plan.kept)
-        pending = Pending(plan, None, rows)
-        if len(sampled):
+        pending = Pending(plan, None, rows.part(0, count))
+        if count:
             picked = hidden if len(sampled) == len(hidden) else hidden[self.state.staging.upload(sampled)]
-            pending.logits = self.decoder.logits(picked)
+            pending.logits = self.decoder.logits(picked)[:count]
         for prompt in asking:
             stop, count = stops[prompt.sequence], plan.counts[prompt.sequence]
             pending.prompts.append(prompt_result(prompt, hidden[stop - count : stop], self.state, self.decoder))

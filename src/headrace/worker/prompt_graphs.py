@@ -126,6 +126,12 @@ class PromptGraphs(StepGraphs[PromptKey]):
         decodes = bool((plan.counts <= FEW_TOKENS).any())
         return self._chosen(self.key_for(plan.num_tokens, len(plan), decodes, context, tail))
 
+    def filled_up(self, sampled: np.ndarray, most: int) -> np.ndarray:
+        """Sampled rows [R] of a step that is not captured, the last one again and again up to a number that captured steps
+        have: for another one cuBLAS may have another kernel, and to load that waits for all that the device has to do."""
+        room = self.seq_sizes[bisect_left(self.seq_sizes, len(sampled))]
+        return np.pad(sampled, (0, room - len(sampled)), mode="edge") if len(sampled) and room <= most else sampled
+
     def replay(self, plan: StepPlan, key: PromptKey) -> Replayed:
         """Launch the step `key`; its rows are those that are sampled, and padded ones behind."""
         captured = self._take(key)
